@@ -1,0 +1,44 @@
+"""Errors that a user can act on.
+
+Invariant: whatever goes wrong because of input, a machine or a peer ends as exactly one `HpcrlError` whose text names
+the flag, file, host or role at fault and, where one is known, the mend.  A traceback means a defect in hpcrl itself.
+"""
+
+from __future__ import annotations
+
+
+class HpcrlError(Exception):
+    """One clear message for the user.
+
+    `what` says what is wrong and where; `mend` (optional) says what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, mend: str = "") -> None:
+        self.what, self.mend = what, mend
+        super().__init__(f"{what}; {mend}" if mend else what)
+
+
+class UsageError(HpcrlError):
+    """The command line, a recipe or an option's value is wrong: nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(HpcrlError):
+    """A prompt file, tokenizer or model directory does not hold what the options promise."""
+
+
+class DeadlineError(HpcrlError):
+    """Somebody did not answer in time; the message names role, host, what was awaited and for how long."""
+
+
+class PeerError(HpcrlError):
+    """A process of the run died or answered with an error."""
+
+
+class Stopped(HpcrlError):
+    """The run was asked to stop, saved a checkpoint and ended early: it can be resumed."""
+
+    exit_code = 143

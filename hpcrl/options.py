@@ -1,0 +1,199 @@
+"""Every option, declared once: its flag, TOML key, type, default, help line and row of docs/options.md come from here.
+
+Invariant: an option that exists here has an effect.  Names and meanings are slime's or Megatron's where one exists
+(`source` says which).  Settings of Megatron's and vLLM's own dataclasses are not repeated here: they arrive in
+`megatron` and `vllm`, checked against the installed packages by `flags.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def opt(default: Any, help: str, source: str = "hpcrl", **kw: Any) -> Any:
+    """A field with a help line and the name of the project whose meaning it carries."""
+    return Field(default=default, description=help, json_schema_extra={"source": source}, **kw)
+
+
+class Base(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunOptions(Base):
+    """run: the directory, the seed, the length"""
+
+    run_dir: str = opt("runs/{name}-{time}", "run directory; {name} is the recipe's, {time} the start in UTC")
+    seed: int = opt(1234, "seed of Megatron's random numbers", "megatron")
+    num_rollout: int | None = opt(None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0)
+    num_epoch: int | None = opt(None, "passes over the prompts; read when --num-rollout is not given", "slime", ge=1)
+    deterministic_mode: bool = opt(False, "same seed, same bits: losses and samples repeat exactly, also across a resume", "megatron")
+    engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
+    rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
+    update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
+    request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)
+    stop_timeout: float = opt(120.0, "seconds that a stopped run may take to finish its step and save", gt=0)
+    distributed_timeout_minutes: float = opt(10, "minutes until a collective of the trainer gives up", "megatron", gt=0)
+
+
+class ClusterOptions(Base):
+    """cluster: how many of what"""
+
+    actor_num_nodes: int = opt(1, "nodes of the trainer", "slime", ge=1)
+    actor_num_gpus_per_node: int = opt(8, "trainer ranks on each of its nodes (GPUs, or processes on CPU)", "slime", ge=1)
+    rollout_num_gpus: int | None = opt(None, "GPUs of all engines together; 0 starts none (sft_loss needs none)", "slime", ge=0)
+    rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
+    trainer_threads: int = opt(1, "CPU threads of one trainer rank (OMP_NUM_THREADS)", ge=1)
+    train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
+
+
+class ModelOptions(Base):
+    """model and checkpoints"""
+
+    hf_checkpoint: str | None = opt(None, "Hugging Face directory: config, tokenizer, and the weights to start from", "slime")
+    load: str | None = opt(None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime")
+    save: str | None = opt(None, "checkpoint directory; default: checkpoints/ in the run directory", "slime")
+    save_interval: int | None = opt(None, "save every N rollouts, and always after the last", "slime", ge=1)
+    bf16: bool = opt(True, "train in bfloat16 with fp32 master weights; --no-bf16 trains in fp32", "megatron")
+
+
+class DataOptions(Base):
+    """data"""
+
+    prompt_data: str | None = opt(None, "prompt file, .jsonl", "slime")
+    input_key: str = opt("input", "key of the prompt: a string or a list of chat messages", "slime")
+    label_key: str | None = opt(None, "key of the label that the reward compares with", "slime")
+    metadata_key: str = opt("metadata", "key of an object that is kept with the sample", "slime")
+    apply_chat_template: bool = opt(False, "render the prompt with the tokenizer's chat template", "slime")
+    rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
+    rollout_seed: int = opt(42, "seed of the shuffle and, in deterministic mode, of every sample", "slime")
+
+
+class RolloutOptions(Base):
+    """rollout: sampling"""
+
+    rollout_batch_size: int = opt(32, "prompts (groups) of one rollout", "slime", ge=1)
+    n_samples_per_prompt: int = opt(1, "responses to each prompt", "slime", ge=1)
+    rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
+    rollout_max_prompt_len: int | None = opt(None, "longer prompts are an error that names file and line", "slime", ge=1)
+    rollout_max_context_len: int | None = opt(None, "prompt and response together at most; sets the engine's context", "slime", ge=2)
+    rollout_temperature: float = opt(1.0, "sampling temperature; the trainer divides its logits by the same", "slime", gt=0)
+    rollout_stop: list[str] = opt([], "strings that end a response", "slime")
+    rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
+    rm_type: Literal["math", "exact"] | None = opt(None, "reward: math (boxed answer, 1 or 0), exact (whole response equals the label)", "slime")
+    custom_rm_path: str | None = opt(None, "module.function of an own reward: async (options, sample) -> float", "slime")
+    rollout_server_concurrency: int = opt(512, "requests in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)
+
+
+class EvalOptions(Base):
+    """evaluation"""
+
+    eval_interval: int | None = opt(None, "evaluate every N rollouts, before the first and after the last", "slime", ge=1)
+    eval_prompt_data: list[str] = opt([], "NAME PATH [NAME PATH ...]: the held-out prompt files", "slime")
+    eval_input_key: str | None = opt(None, "key of the prompt there; default --input-key", "slime")
+    eval_label_key: str | None = opt(None, "key of the label there; default --label-key", "slime")
+    n_samples_per_eval_prompt: int = opt(1, "responses to each held-out prompt", "slime", ge=1)
+    eval_temperature: float | None = opt(None, "temperature there; default --rollout-temperature", "slime", ge=0)
+    eval_max_response_len: int | None = opt(None, "tokens of a response there; default --rollout-max-response-len", "slime", ge=1)
+    skip_eval_before_train: bool = opt(False, "no evaluation before the first step", "slime")
+
+
+class AlgorithmOptions(Base):
+    """algorithm"""
+
+    loss_type: Literal["policy_loss", "sft_loss"] = opt("policy_loss", "policy gradient, or supervised fine-tuning on the label", "slime")
+    advantage_estimator: Literal["grpo"] = opt("grpo", "how advantages come from rewards", "slime")
+    disable_grpo_std_normalization: bool = opt(False, "subtract the group's mean only (Dr. GRPO)", "slime")
+    disable_rewards_normalization: bool = opt(False, "use raw rewards as advantages", "slime")
+    eps_clip: float = opt(0.2, "the ratio is clipped below 1 - this", "slime", ge=0)
+    eps_clip_high: float | None = opt(None, "the ratio is clipped above 1 + this; default --eps-clip", "slime", ge=0)
+    eps_clip_c: float | None = opt(None, "dual clip: bound of the loss where the advantage is negative (> 1)", "slime", gt=1)
+    entropy_coef: float = opt(0.0, "weight of the entropy bonus", "slime", ge=0)
+    calculate_per_token_loss: bool = opt(False, "mean over all tokens, not over the samples' own means", "slime")
+    use_rollout_logprobs: bool = opt(False, "take the engine's log-probs as the old policy's", "slime")
+
+
+class BatchOptions(Base):
+    """batching and parallel layout"""
+
+    global_batch_size: int | None = opt(None, "samples of one optimizer step; default: all of a rollout", "slime", ge=1)
+    num_steps_per_rollout: int | None = opt(None, "optimizer steps of one rollout; sets --global-batch-size", "slime", ge=1)
+    micro_batch_size: int = opt(1, "samples of one micro-batch without --use-dynamic-batch-size", "slime", ge=1)
+    use_dynamic_batch_size: bool = opt(False, "pack samples up to --max-tokens-per-gpu", "slime")
+    max_tokens_per_gpu: int | None = opt(None, "tokens of one packed micro-batch per GPU; a longer sample runs alone", "slime", ge=1)
+    tensor_model_parallel_size: int = opt(1, "TP", "megatron", ge=1)
+    pipeline_model_parallel_size: int = opt(1, "PP", "megatron", ge=1)
+    context_parallel_size: int = opt(1, "CP", "megatron", ge=1)
+    sequence_parallel: bool = opt(False, "split norms and dropout along the sequence over TP", "megatron")
+
+
+class OptimizerOptions(Base):
+    """optimizer (more of Megatron's OptimizerConfig by its own flag names)"""
+
+    lr: float = opt(1e-6, "learning rate", "megatron", ge=0)
+    min_lr: float = opt(0.0, "learning rate at the end of the decay", "megatron", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = opt("constant", "schedule after warm-up", "megatron")
+    lr_warmup_iters: int = opt(0, "optimizer steps of linear warm-up", "megatron", ge=0)
+    lr_decay_iters: int | None = opt(None, "optimizer steps of the schedule; default: all of the run", "megatron", ge=1)
+    weight_decay: float = opt(0.0, "weight decay", "megatron", ge=0)
+    adam_beta1: float = opt(0.9, "Adam's first decay rate", "megatron", ge=0, lt=1)
+    adam_beta2: float = opt(0.95, "Adam's second decay rate", "megatron", ge=0, lt=1)
+    adam_eps: float = opt(1e-8, "Adam's epsilon", "megatron", gt=0)
+    clip_grad: float = opt(1.0, "clip the gradient to this norm; 0 does not", "megatron", ge=0)
+
+
+class WeightOptions(Base):
+    """weight updates"""
+
+    update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
+    weight_transfer: Literal["auto", "shm", "gloo", "nccl"] = opt("auto", "auto: nccl with CUDA, else shm on one host, gloo over several")
+    check_weight_update_equal: bool = opt(False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime")
+    max_logprob_diff: float | None = opt(None, "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16", gt=0)
+
+
+class Options(
+    RunOptions, ClusterOptions, ModelOptions, DataOptions, RolloutOptions, EvalOptions, AlgorithmOptions, BatchOptions,
+    OptimizerOptions, WeightOptions,
+):
+    """All options of one run, checked and frozen."""
+
+    name: str = opt("run", "name of the run")
+    megatron: dict[str, Any] = opt({}, "fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig")
+    vllm: dict[str, Any] = opt({}, "fields of vLLM's engine arguments (flags: --vllm-X)")
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """DP = world size / (TP x PP x CP)."""
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines: --rollout-num-gpus over the GPUs of one."""
+        return (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples of one rollout: prompts x responses."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of one rollout."""
+        return self.num_steps_per_rollout or self.samples_per_rollout // (self.global_batch_size or self.samples_per_rollout)
+
+    @property
+    def step_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.samples_per_rollout // self.steps_per_rollout
+
+
+SECTIONS: tuple[type[Base], ...] = (
+    RunOptions, ClusterOptions, ModelOptions, DataOptions, RolloutOptions, EvalOptions, AlgorithmOptions, BatchOptions,
+    OptimizerOptions, WeightOptions,
+)

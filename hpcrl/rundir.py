@@ -1,0 +1,187 @@
+"""The run directory: where a run keeps everything, and where its processes find each other.
+
+    RUN/                          mode 0700
+      options.json                the resolved options
+      prepared/                   what the recipe's prepare command made
+      keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
+      attempts/N/plan.json        who runs where
+      attempts/N/peers/ROLE-I.json    what a process published: address, port, pid, public key
+      attempts/N/error.json       the first error of the attempt
+      attempts/N/stop             exists when the run was asked to save and end
+      logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
+      checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
+
+Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is
+kept and later ones never overwrite it; every wait has a deadline and names whom it waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write `data` beside `path`, flush it to disk, and rename: a reader sees the old file or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise HpcrlError(f"cannot write {path}: {error.strerror}", "free space or choose another --run-dir") from error
+
+
+class RunDir:
+    """Paths and rendezvous of one attempt of one run."""
+
+    def __init__(self, root: str | Path, attempt: int = 0) -> None:
+        self.root, self.attempt = Path(root).resolve(), attempt
+
+    # ---- paths
+
+    @property
+    def options_file(self) -> Path:
+        return self.root / "options.json"
+
+    @property
+    def prepared(self) -> Path:
+        return self.root / "prepared"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def here(self) -> Path:
+        """attempts/N of this attempt."""
+        return self.root / "attempts" / str(self.attempt)
+
+    @property
+    def plan_file(self) -> Path:
+        return self.here / "plan.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs" / f"attempt-{self.attempt}"
+
+    # ---- life
+
+    @classmethod
+    def create(cls, root: str | Path) -> RunDir:
+        """A new run directory, mode 0700.  UsageError if it exists and is not empty, or cannot be made."""
+        path = Path(root).resolve()
+        if path.is_dir() and any(path.iterdir()):
+            raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.chmod(0o700)
+            for name in ("keys", "checkpoints", "samples", "attempts", "logs"):
+                (path / name).mkdir(mode=0o700)
+        except OSError as error:
+            raise UsageError(f"--run-dir {root}: {error.strerror}", "choose a writable directory") from error
+        return cls(path)
+
+    @classmethod
+    def latest(cls, root: str | Path) -> RunDir:
+        """The last attempt of an existing run."""
+        path = Path(root)
+        if not (path / "options.json").is_file():
+            raise UsageError(f"{root} is no run directory: it has no options.json", "name one that hpcrl run printed")
+        numbers = [int(p.name) for p in (path / "attempts").iterdir() if p.name.isdigit()]
+        return cls(path, max(numbers, default=0))
+
+    def begin(self) -> None:
+        """Make the directories of this attempt and point logs/latest to it."""
+        (self.here / "peers").mkdir(parents=True, exist_ok=False, mode=0o700)
+        self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        link = self.root / "logs" / f".latest.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.logs.name)
+        link.replace(self.root / "logs" / "latest")
+
+    # ---- rendezvous
+
+    def publish(self, role: str, index: int, **fields: Any) -> None:
+        """Tell the other processes of this attempt where ROLE-INDEX is: host, port, ..."""
+        record = {"role": role, "index": index, "attempt": self.attempt, "pid": os.getpid(), **fields}
+        write_atomic(self.here / "peers" / f"{role}-{index}.json", msgspec.json.encode(record))
+
+    def find(self, role: str, index: int) -> dict[str, Any] | None:
+        """What ROLE-INDEX published in this attempt, or None."""
+        try:
+            return msgspec.json.decode((self.here / "peers" / f"{role}-{index}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def wait_for(self, role: str, index: int, seconds: float) -> dict[str, Any]:
+        """What ROLE-INDEX publishes, waited for at most `seconds`.
+
+        DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
+        """
+        end = time.monotonic() + seconds
+        while (found := self.find(role, index)) is None:
+            self.check()
+            if time.monotonic() > end:
+                raise DeadlineError(f"{role}-{index} did not come up within {seconds:.0f} s", f"see {self.logs / f'{role}-{index}.log'}")
+            time.sleep(0.05)
+        return found
+
+    # ---- failure and stop
+
+    def fail(self, role: str, index: int, message: str) -> None:
+        """Record an error; only the first of an attempt is kept."""
+        record = {"role": role, "index": index, "message": message, "time": time.time()}
+        beside = self.here / f".error.{role}-{index}.{os.getpid()}"
+        try:
+            beside.write_bytes(msgspec.json.encode(record))
+            os.link(beside, self.here / "error.json")
+        except OSError:
+            pass  # somebody was first, or the disk is full: the exit status and the log still tell
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def failure(self) -> dict[str, Any] | None:
+        """The first error of this attempt, or None."""
+        try:
+            return msgspec.json.decode((self.here / "error.json").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def check(self) -> None:
+        """PeerError if this attempt has failed somewhere: no use in waiting on."""
+        if found := self.failure():
+            raise PeerError(f"{found['role']}-{found['index']}: {found['message']}")
+
+    def request_stop(self) -> None:
+        """Ask the run to save a checkpoint and end."""
+        (self.here / "stop").touch(mode=0o600)
+
+    def stop_requested(self) -> bool:
+        return (self.here / "stop").exists()
