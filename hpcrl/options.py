@@ -173,9 +173,14 @@ class Options(
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
 
     @property
+    def needs_engines(self) -> bool:
+        """Whether anything is sampled: supervised fine-tuning without evaluation asks no engine."""
+        return self.loss_type == "policy_loss" or self.eval_interval is not None
+
+    @property
     def num_engines(self) -> int:
-        """Engines: --rollout-num-gpus over the GPUs of one."""
-        return (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
+        """Engines: --rollout-num-gpus over the GPUs of one; none where nothing is sampled."""
+        return (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine if self.needs_engines else 0
 
     @property
     def samples_per_rollout(self) -> int:

@@ -53,7 +53,9 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def act(role: str, seat: Seat, index: int, body: Callable[[], None], late: Callable[[BaseException], float] = lambda _: 0.0) -> int:
+def act(
+    role: str, seat: Seat, index: int, body: Callable[[], None], late: Callable[[BaseException], float] = lambda _: 0.0
+) -> int:
     """Run `body`; record what goes wrong and return the exit status.
 
     late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.

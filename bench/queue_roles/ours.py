@@ -1,0 +1,83 @@
+"""The rollout queue of hpcrl: one rank, a share a batch, credits and acknowledgements; with and without encryption."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import zmq
+
+from bench.queue_roles.work import DIFFERENT, Control, Passes, batches, read, timed
+from hpcrl.plan import Place, Plan
+from hpcrl.queue import auth
+from hpcrl.queue.client import QueueClient
+from hpcrl.queue.ranks import Rank
+from hpcrl.queue.server import QueueServer
+from hpcrl.queue.wire import Share
+from hpcrl.rundir import RunDir
+from hpcrl.sample import SampleBatch
+
+PLAN = Plan("bench", 0, (Place("127.0.0.1", (0,)),), (), Place("127.0.0.1", ()))
+MICRO_BATCHES = [[[row] for row in range(256)]]
+
+
+class OpenServer(QueueServer):
+    """Without keys, for the measurement only: everybody is rank 0."""
+
+    def _lock(self) -> str:
+        return auth.server_keys(self._rundir).public
+
+    def _rank_of(self, frame: zmq.Frame) -> Rank:
+        return self._ranks[0]
+
+
+class OpenClient(QueueClient):
+    """Without keys, for the measurement only."""
+
+    def _lock(self) -> None:
+        pass
+
+
+def produce(control: Control, passes: Passes, scratch: Path, encrypted: bool = True) -> None:
+    rundir = RunDir.create(scratch / "run")
+    rundir.begin()
+    auth.make_keys(rundir, 1)
+    asyncio.run(_serve(control, passes, (QueueServer if encrypted else OpenServer)(rundir, PLAN, 1, {})))
+
+
+async def _serve(control: Control, passes: Passes, server: QueueServer) -> None:
+    work, number = batches(), 0
+    await server.start()
+    control.tell("up")
+    for _ in range(passes.warm + passes.timed):
+        await asyncio.to_thread(control.hear)
+        for _ in range(passes.batches):
+            samples = work[number % DIFFERENT]
+            share = Share(number, 0, SampleBatch.of(samples), MICRO_BATCHES, [len(samples)], [0], {})
+            await server.put(number, [share])
+            number += 1
+    await asyncio.to_thread(control.hear)
+    await server.close()
+
+
+def consume(control: Control, passes: Passes, scratch: Path, encrypted: bool = True) -> list[float]:
+    control.hear()
+    client = (QueueClient if encrypted else OpenClient)(RunDir(scratch / "run"), PLAN, 0, 1, 60)
+
+    def receive(number: int) -> int:
+        share = client.fetch(number)
+        assert share is not None
+        return read(share.batch.tokens, share.batch.loss_mask)
+
+    seconds = timed(control, passes, receive)
+    control.tell("end")
+    client.close()
+    return seconds
+
+
+def produce_open(control: Control, passes: Passes, scratch: Path) -> None:
+    produce(control, passes, scratch, encrypted=False)
+
+
+def consume_open(control: Control, passes: Passes, scratch: Path) -> list[float]:
+    return consume(control, passes, scratch, encrypted=False)

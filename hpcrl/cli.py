@@ -1,0 +1,169 @@
+"""The command `hpcrl`.
+
+Invariants: nothing heavy is imported here (no torch, vLLM or Megatron, and pydantic only where options are needed), so
+help comes at once; whatever a user can do wrong ends as one line on stderr and a non-zero exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpcrl import __version__
+from hpcrl.errors import HpcrlError, UsageError
+
+HELP = """\
+hpcrl: reinforcement-learning post-training of language models as a plain batch job
+
+  hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
+  hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
+  hpcrl run --resume RUN_DIR                   go on with a run that was stopped
+  hpcrl run --help                             every option, with default and source
+  hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
+  hpcrl --version
+
+examples
+  hpcrl run examples/quickstart.toml
+  hpcrl run examples/quickstart.toml --num-rollout 10 --lr 2e-5 --run-dir runs/short
+  hpcrl run examples/quickstart.toml --recompute-granularity full --vllm-max-num-seqs 64
+
+A recipe is a TOML file whose keys are options; a flag goes before it. Ctrl-C or SIGTERM saves a checkpoint and ends;
+once more ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
+
+RUN_HELP = """\
+usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
+       hpcrl run --resume RUN_DIR
+
+  --dry-run                       print plan and options of each stage, and start nothing
+  --resume RUN_DIR                go on with a run from its last checkpoint, with the options that it began with
+  --help                          this text
+
+The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. A flag of Megatron-core goes by
+Megatron's name, one of vLLM as --vllm-NAME (list them with hpcrl options --megatron or --vllm). Each option below is
+also a key of the recipe, spelled with underscores."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status."""
+    try:
+        return command(list(sys.argv[1:] if argv is None else argv))
+    except HpcrlError as error:
+        print(f"hpcrl: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("hpcrl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def command(argv: list[str]) -> int:
+    """Find the command and run it."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    if argv[0] == "--version":
+        print(f"hpcrl {__version__}")
+        return 0
+    commands: dict[str, Callable[[list[str]], int]] = {"run": run, "options": options}
+    if argv[0] not in commands:
+        raise UsageError(f"{argv[0]} is no command", f"there are {', '.join(commands)}; see hpcrl --help")
+    return commands[argv[0]](argv[1:])
+
+
+# ---- hpcrl run
+
+
+def run(argv: list[str]) -> int:
+    """`hpcrl run`: start a recipe, go on with a run, or show what would be started."""
+    if "--help" in argv or "-h" in argv:
+        from hpcrl.options_doc import run_help
+
+        print(RUN_HELP)
+        print(run_help())
+        return 0
+    from hpcrl.flags import load_recipe, parse_flags
+    from hpcrl.kinds import Kind
+
+    overrides, own, words = parse_flags(argv, {"resume": Kind("str"), "dry-run": Kind("bool"), "help": Kind("bool")})
+    if "resume" in own:
+        return resume(Path(own["resume"]), overrides, words, own)
+    if not words:
+        raise UsageError("no recipe given", "name it first: hpcrl run RECIPE.toml [--option value ...]")
+    if len(words) > 1:
+        raise UsageError(f"more than one recipe: {' '.join(words)}", "flags that take one value take no more")
+    recipe = load_recipe(words[0])
+    recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
+    shown = preview(recipe, overrides)  # checks every stage, before anything is made
+    if own.get("dry-run"):
+        print(shown)
+        return 0
+    from hpcrl.cluster.local import run_recipe
+
+    return run_recipe(recipe, overrides, None)
+
+
+def resume(directory: Path, overrides: dict[str, Any], words: list[str], own: dict[str, Any]) -> int:
+    """`hpcrl run --resume`: the run's own recipe and flags count, so nothing else may be given."""
+    if words or overrides or "dry-run" in own:
+        extra = words[0] if words else f"--{next(iter(overrides), 'dry-run').replace('_', '-')}"
+        raise UsageError(
+            f"{extra} has no effect with --resume: a run goes on with the options that it began with", "leave it out"
+        )
+    from hpcrl.cluster.local import run_recipe
+
+    return run_recipe(None, {}, directory)
+
+
+def preview(recipe: Any, overrides: dict[str, Any]) -> str:
+    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
+    from hpcrl.flags import changed, resolve
+    from hpcrl.names import spell
+    from hpcrl.plan import local_hosts, make_plan
+
+    parts = []
+    for stage in recipe.stages:
+        resolved = resolve(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+        plan = make_plan(resolved, local_hosts(resolved), "dry-run")
+        rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
+        title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
+        parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
+    return "\n\n".join(parts)
+
+
+# ---- hpcrl options
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see {self.prog} --help")
+
+
+def options(argv: list[str]) -> int:
+    """`hpcrl options`: print or write docs/options.md, or list what passes through."""
+    parser = _Parser(prog="hpcrl options", description="Every option as a Markdown table.", allow_abbrev=False)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--write", metavar="FILE", type=Path, help="write the table to FILE (docs/options.md)")
+    which.add_argument("--megatron", action="store_true", help="list the settings of the installed Megatron-core")
+    which.add_argument("--vllm", action="store_true", help="list the settings of the installed vLLM")
+    args = parser.parse_args(argv)
+    from hpcrl.options_doc import foreign_help, markdown
+
+    if args.megatron or args.vllm:
+        print(foreign_help("megatron" if args.megatron else "vllm"))
+    elif args.write:
+        try:
+            args.write.write_text(markdown(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {args.write}: {error.strerror}") from error
+    else:
+        print(markdown(), end="")
+    return 0

@@ -1,0 +1,70 @@
+"""The lock on every route of an engine: no request without the key of the run gets an answer.
+
+    Authorization: Bearer <RUN/keys/http.key>
+
+vLLM's own --api-key guards some path prefixes only; pausing, weight updates and collective RPC stay open.  This ASGI
+middleware stands in front of all routes, those of later vLLM versions and websockets included.
+
+Invariants: the key is read from a file and is in no command line, environment variable, log line or answer; comparison
+takes the same time wherever the first difference lies.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import UsageError
+
+KEY_FILE = "HPCRL_HTTP_KEY_FILE"
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_REFUSED = b'{"error":"this route asks for the key of the run: Authorization: Bearer <RUN/keys/http.key>"}'
+
+
+def read_key() -> bytes:
+    """The key in the file that HPCRL_HTTP_KEY_FILE names.  UsageError if there is none: an open server is no choice."""
+    path = os.environ.get(KEY_FILE)
+    if not path:
+        raise UsageError(
+            f"{KEY_FILE} is not set: the engine would answer anybody", "it names the file with the HTTP key of the run"
+        )
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise UsageError(f"cannot read the HTTP key of the run in {path}: {error.strerror}") from error
+    if len(key) < 32:
+        raise UsageError(f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run")
+    return key
+
+
+class RunKeyGuard:
+    """Pure ASGI middleware: 401 for HTTP, close code 1008 for websockets, unless the one Authorization header is right."""
+
+    def __init__(self, app: App) -> None:
+        self.app, self._expected = app, b"Bearer " + read_key()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._admits(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            head = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(_REFUSED)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": head})
+            await send({"type": "http.response.body", "body": _REFUSED})
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"})
+
+    def _admits(self, scope: Scope) -> bool:
+        given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

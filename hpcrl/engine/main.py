@@ -1,0 +1,217 @@
+"""The engine role: one vLLM server, started, watched and ended.
+
+    python -m hpcrl.engine.main RUN --attempt N --index I
+
+Invariants: an engine that does not come up, dies or stops answering ends this process with a non-zero status and one
+recorded message that says why, whatever exit code vLLM had (it has 0 after its engine core died); when this process
+ends, however, nothing that it started is left.  No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcrl.engine.epitaph import Log, leftovers
+from hpcrl.engine.guard import KEY_FILE, read_key
+from hpcrl.engine.settings import LISTEN_FD, backend, build, environment, model_config
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
+from hpcrl.roles import Seat, act, open_seat, say
+from hpcrl.weights.http import Address, HttpError, ask
+
+SERVER = "hpcrl.engine.serve"
+GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
+PATIENCE = 60.0  #: seconds that /health may go without an answer (a starved machine) before the engine counts as dead
+POLL = 0.5
+
+
+class Engine:
+    """One server of this host, from its socket to its end."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat, self.place = seat, seat.plan.engines[seat.index]
+        self.found = build()
+        self.name = f"engine {seat.index} on {self.place.host}"
+        self.backend = backend(seat.options, seat.plan, self.found.cpu)
+        model_config(seat.options)
+        os.environ[KEY_FILE] = str(seat.rundir.keys / "http.key")
+        self.key = read_key().decode()
+        self.scratch = Path(tempfile.mkdtemp(prefix="hpcrl-engine-", dir=_short_temporary()))
+        self.stopped = threading.Event()
+        self.shared: set[Path] = set()
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Bind the port and start the server on it."""
+        sock = self._bind()
+        self.address = Address(self.place.host, sock.getsockname()[1], self.key)
+        base = dict(os.environ) | {
+            LISTEN_FD: str(sock.fileno()),
+            "TMPDIR": str(self.scratch),
+            "VLLM_RPC_BASE_PATH": str(self.scratch),
+        }
+        base.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        rundir = self.seat.rundir
+        command = [
+            sys.executable,
+            "-m",
+            SERVER,
+            str(rundir.root),
+            "--attempt",
+            str(rundir.attempt),
+            "--index",
+            str(self.seat.index),
+        ]
+        self.child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[sock.fileno()],
+            env=environment(self.seat.options, self.seat.plan, self.seat.index, base, self.found),
+        )
+        sock.close()  # or else connections would be accepted for a server that is gone
+        assert self.child.stdout is not None
+        self.log = Log(self.child.stdout)
+
+    def _bind(self) -> socket.socket:
+        host = self.place.host
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+        except OSError as error:
+            raise UsageError(f"{self.name} cannot bind a port of its host: {error}", "does the plan name this host?") from error
+        return sock
+
+    def wait_until_up(self) -> None:
+        """Return when /health answers 200.  DeadlineError after --engine-start-timeout."""
+        limit = self.seat.options.engine_start_timeout
+        end = time.monotonic() + limit
+        while not self.stopped.is_set():
+            self._check_child()
+            if self._health() == 200:
+                return
+            if time.monotonic() > end:
+                last = self.log.last_line()
+                raise DeadlineError(
+                    f"{self.name} did not answer within --engine-start-timeout {limit:.0f} s; the last it said: {last}",
+                    "raise the limit, or see its log",
+                )
+            self.stopped.wait(0.1)
+
+    def publish(self) -> None:
+        """Tell the run where the engine is and what it can do."""
+        model = ask(self.address, "GET", "/v1/models", 60)["data"][0]
+        facts: dict[str, Any] = {
+            "host": self.address.host,
+            "port": self.address.port,
+            "model_len": model["max_model_len"],
+            "vllm": ask(self.address, "GET", "/version", 60)["version"],
+            "weight_versions": self._has("/weight_info"),
+            "backend": self.backend,
+        }
+        self.shared |= leftovers(descendants())
+        self.seat.rundir.publish("engine", self.seat.index, **facts)
+        say(f"{self.name} is up: {facts}")
+
+    def _has(self, path: str) -> bool:
+        try:
+            ask(self.address, "GET", path, 60)
+        except HttpError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def watch(self) -> None:
+        """Return when told to stop; PeerError as soon as the server has died or answers no more."""
+        silent_since = None
+        while not self.stopped.wait(POLL):
+            self._check_child()
+            status = self._health()
+            if status == 200:
+                silent_since = None
+                continue
+            now = time.monotonic()
+            silent_since = silent_since or now
+            if status is not None:
+                raise PeerError(f"{self.name} has died: /health answers {status}; {self.log.explain()}")
+            if now - silent_since > PATIENCE:
+                raise PeerError(f"{self.name} has not answered /health for {PATIENCE:.0f} s; {self.log.explain()}")
+
+    def _health(self) -> int | None:
+        """The status of /health; None if nobody answers."""
+        try:
+            ask(self.address, "GET", "/health", 10)
+        except HttpError as error:
+            return error.status
+        return 200
+
+    def _check_child(self) -> None:
+        assert self.child is not None
+        if (code := self.child.poll()) is None or self.stopped.is_set():
+            return
+        self.log.finish(2)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise PeerError(f"{self.name}: its vLLM server {how}; {self.log.explain()}")
+
+    def end(self) -> None:
+        """End the server and all that it started, and remove what it left on this host."""
+        self.shared |= leftovers(descendants())
+        if self.child is not None:
+            end([psutil.Process(self.child.pid)] if self.child.poll() is None else [], GRACE)  # it ends its own in order
+        end_descendants(1.0)
+        for path in (*self.shared, *self.scratch.rglob("*")):
+            if not path.is_dir() or path.is_symlink():
+                path.unlink(missing_ok=True)
+        for path in (*sorted(self.scratch.rglob("*"), reverse=True), self.scratch):
+            path.rmdir()
+
+
+def _short_temporary() -> str:
+    """A directory for sockets, whose paths may have 107 characters at most."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) < 40 else "/tmp"
+
+
+def run(seat: Seat) -> None:
+    """Start one server, publish it, watch it until SIGTERM."""
+    engine = Engine(seat)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: engine.stopped.set())
+    try:
+        engine.start()
+        engine.wait_until_up()
+        if not engine.stopped.is_set():
+            engine.publish()
+            engine.watch()
+    finally:
+        engine.end()
+
+
+def main() -> int:
+    die_with_parent()
+    adopt_orphans()
+    seat = open_seat()
+    try:
+        seat.plan.engines[seat.index]
+    except IndexError:
+        raise HpcrlError(f"the plan has {len(seat.plan.engines)} engines, none with index {seat.index}") from None
+    return act("engine", seat, seat.index, lambda: run(seat))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""How the value of an option is written: on a command line as words, in TOML or JSON as a value.
+
+Invariant: a value that `parse` returns or `fits` accepts has the declared type; nothing is guessed from its spelling
+unless the declaration itself leaves the type open.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Base = Literal["bool", "int", "float", "str", "object", "any", "none"]
+
+_NOUN = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "object": "a JSON object",
+    "any": "a value",
+    "bool": "true or false",
+}
+_NOUNS = {
+    "int": "whole numbers",
+    "float": "numbers",
+    "str": "words",
+    "object": "JSON objects",
+    "any": "values",
+    "bool": "true or false",
+}
+_METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "object": "JSON", "any": "VALUE", "bool": "", "none": ""}
+_PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str", Any: "any"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of an option's value.
+
+    base: "object" is a JSON object, "any" is left open, "none" cannot be written at all (functions, tensors' dtypes ...);
+    many: a list of it; choices: the only values allowed; optional: null is allowed; bounds: as text, such as ">= 1";
+    bare: the flag may stand without a value and then means true (only where nothing is known of the type).
+    """
+
+    base: Base
+    many: bool = False
+    choices: tuple[str | int, ...] = ()
+    optional: bool = False
+    bounds: str = ""
+    bare: bool = False
+
+    @property
+    def takes_words(self) -> tuple[int, int | None]:
+        """The least and the greatest number of words after the flag (None: no limit)."""
+        if self.base == "bool" and not self.many:
+            return 0, 0
+        if self.base == "any":
+            return 0 if self.bare else 1, None
+        return 1, None if self.many else 1
+
+    def parse(self, words: Sequence[str]) -> Any:
+        """The value that words of a command line stand for.  ValueError if they do not fit."""
+        low, high = self.takes_words
+        if len(words) < low or (high is not None and len(words) > high):
+            raise ValueError(words)
+        if self.base == "any":
+            values = [_open(word) for word in words]
+            return True if not values else values[0] if len(values) == 1 else values
+        if not words:
+            return True
+        values = [self._one(word) for word in words]
+        value = values if self.many else values[0]
+        if not self.fits(value):
+            raise ValueError(words)
+        return value
+
+    def _one(self, word: str) -> Any:
+        if self.base == "int":
+            return int(word)
+        if self.base == "float":
+            return float(word)
+        if self.base == "object":
+            return json.loads(word)
+        if self.base == "bool":
+            return {"true": True, "false": False}[word.lower()] if word.lower() in ("true", "false") else word
+        return word
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value of TOML or JSON has this type (bounds are checked by the declaration's owner)."""
+        if value is None:
+            return self.optional
+        if self.many:
+            return isinstance(value, list) and all(replace(self, many=False, optional=False).fits(item) for item in value)
+        if self.choices and value not in self.choices:
+            return False
+        return isinstance(value, _PYTHON[self.base]) and (self.base in ("bool", "any") or not isinstance(value, bool))
+
+    @property
+    def metavar(self) -> str:
+        """How --help writes the value."""
+        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else _METAVAR[self.base]
+        return f"{one} [{one} ...]" if self.many else one
+
+    def __str__(self) -> str:
+        """What is expected, for an error: "a whole number >= 1"."""
+        if self.choices:
+            return ("a list out of " if self.many else "one of ") + ", ".join(map(str, self.choices))
+        noun = _NOUNS[self.base] if self.many else _NOUN.get(self.base, "nothing that can be written")
+        return f"{noun} {self.bounds}".rstrip()
+
+
+_PYTHON: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "object": (dict,),
+    "any": (bool, int, float, str, list, dict),
+    "none": (),
+}
+
+
+def _open(word: str) -> Any:
+    """A word whose type is not declared: a number, true, false or JSON if it reads as one, else text."""
+    if re.match(r'[-\d\[{"]|true$|false$', word):
+        try:
+            return json.loads(word)
+        except ValueError:
+            pass
+    return word
+
+
+def union(kinds: Iterable[Kind]) -> Kind:
+    """The kind of `A | B`: what both share, or else left open."""
+    parts = list(dict.fromkeys(kinds))
+    if len(parts) == 1:
+        return parts[0]
+    if not parts or len({part.many for part in parts}) > 1:
+        return Kind("any")
+    bases = {part.base for part in parts}
+    choices = tuple(c for part in parts for c in part.choices) if all(part.choices for part in parts) else ()
+    if len(bases) == 1:
+        return replace(parts[0], choices=choices)
+    return Kind("float", parts[0].many) if bases == {"int", "float"} else Kind("any")
+
+
+def kind_of(annotation: Any) -> Kind:
+    """The kind of a Python type annotation, as options.py declares them."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union):
+        return replace(union(kind_of(a) for a in args if a is not type(None)), optional=type(None) in args)
+    if origin is Literal:
+        return Kind("int" if all(isinstance(a, int) for a in args) else "str", choices=args)
+    if origin is list:
+        return replace(kind_of(args[0]), many=True)
+    if origin is dict:
+        return Kind("object")
+    return Kind(_PLAIN[annotation])

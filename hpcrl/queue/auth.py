@@ -1,0 +1,177 @@
+"""Who may speak to the rollout queue, and how both sides prove who they are.
+
+    RUN/keys/queue-server.json       the server's CURVE key pair, and the public key of every client
+    RUN/keys/queue-client-R.json     key pair of data-parallel rank R, and the server's public key
+    RUN/keys/http.key                the key that every HTTP route of an engine asks for
+
+Invariants: keys are made anew for every attempt and lie in a directory of mode 0700, in files of mode 0600; each process
+reads one file; the server admits the clients of this attempt and nobody else (a ZAP allow-list, ZeroMQ RFC 27), a client
+speaks to the holder of the server's secret key and nobody else (CurveZMQ, RFC 26); who is not refused has a rank, and
+that rank comes from the key it holds, never from what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+from hpcrl.errors import HpcrlError
+from hpcrl.rundir import RunDir, write_atomic
+
+ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"hpcrl.queue"
+_USER = "dp-"
+
+
+class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the queue server needs: keys are Z85 text of 40 characters; clients[r] is rank r's public key."""
+
+    public: str
+    secret: str
+    clients: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"ServerKeys({self.public})"
+
+
+class ClientKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the client of one data-parallel rank needs; server: the server's public key."""
+
+    public: str
+    secret: str
+    server: str
+
+    def __repr__(self) -> str:
+        return f"ClientKeys({self.public})"
+
+
+Keys = TypeVar("Keys", ServerKeys, ClientKeys)
+
+# ---- key files
+
+
+def make_keys(rundir: RunDir, dp_size: int) -> None:
+    """New keys for an attempt: the queue server's, those of `dp_size` clients, and the engines' HTTP key."""
+    rundir.keys.mkdir(mode=0o700, exist_ok=True)
+    rundir.keys.chmod(0o700)
+    for old in rundir.keys.glob("queue-*.json"):
+        old.unlink()
+    server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + dp_size)]
+    write_atomic(_server_file(rundir), msgspec.json.encode(ServerKeys(*server, tuple(public for public, _ in clients))))
+    for rank, client in enumerate(clients):
+        write_atomic(_client_file(rundir, rank), msgspec.json.encode(ClientKeys(*client, server[0])))
+    write_atomic(rundir.keys / "http.key", secrets.token_hex(32).encode())
+
+
+def http_key(rundir: RunDir) -> str:
+    """The key of the engines' HTTP routes, hexadecimal."""
+    return _read(rundir.keys / "http.key").decode().strip()
+
+
+def server_keys(rundir: RunDir) -> ServerKeys:
+    """The keys of the queue server."""
+    return _load(_server_file(rundir), ServerKeys)
+
+
+def client_keys(rundir: RunDir, dp_rank: int) -> ClientKeys:
+    """The keys of data-parallel rank `dp_rank`."""
+    return _load(_client_file(rundir, dp_rank), ClientKeys)
+
+
+def _server_file(rundir: RunDir) -> Path:
+    return rundir.keys / "queue-server.json"
+
+
+def _client_file(rundir: RunDir, dp_rank: int) -> Path:
+    return rundir.keys / f"queue-client-{dp_rank}.json"
+
+
+def _load(path: Path, kind: type[Keys]) -> Keys:
+    try:
+        return msgspec.json.decode(_read(path), type=kind)
+    except msgspec.DecodeError as error:
+        raise HpcrlError(f"key file {path} is damaged: {error}", "start the attempt anew") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise HpcrlError(
+            f"cannot read key file {path}: {error.strerror}", "the keys are made by hpcrl when an attempt starts"
+        ) from error
+
+
+# ---- sockets
+
+
+def lock_server(socket: zmq.Socket, keys: ServerKeys) -> None:
+    """Make `socket` a CURVE server that admits nobody whom no ZAP handler admits."""
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    # with the domain enforced, libzmq refuses everybody when there is no handler; by default it would admit everybody
+    socket.zap_domain = ZAP_DOMAIN
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def lock_client(socket: zmq.Socket, keys: ClientKeys) -> None:
+    """Make `socket` a CURVE client that speaks only to the holder of the server's secret key."""
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.curve_serverkey = keys.server.encode()
+
+
+def rank_of(frame: zmq.Frame) -> int:
+    """The data-parallel rank whose key the connection that brought `frame` proved to hold."""
+    return int(str(frame.get("User-Id")).removeprefix(_USER))
+
+
+class Doorkeeper:
+    """Answers libzmq's question, for every connection to the sockets of `context`, whether it may come in."""
+
+    def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys, say: Callable[[str], None]) -> None:
+        self._ranks = {key: rank for rank, key in enumerate(keys.clients)}
+        self._say = say
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind(ZAP_ENDPOINT)
+        self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def close(self) -> None:
+        """Admit nobody any more."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._socket.close(linger=0)
+
+    async def _work(self) -> None:
+        while True:
+            request = await self._socket.recv_multipart()
+            await self._socket.send_multipart(self.answer(request))
+
+    def answer(self, request: list[bytes]) -> list[bytes]:
+        """The ZAP reply: status 200 and the user id `dp-R` for the key of rank R, else status 400."""
+        number = request[1] if len(request) > 1 else b""
+        rank = self._rank(request)
+        if rank is None:
+            address = request[3].decode(errors="replace") if len(request) > 3 else "?"
+            self._say(f"queue: refused a peer at {address}: it holds no key of this attempt")
+            return [ZAP_VERSION, number, b"400", b"no key of this attempt", b"", b""]
+        return [ZAP_VERSION, number, b"200", b"OK", f"{_USER}{rank}".encode(), b""]
+
+    def _rank(self, request: list[bytes]) -> int | None:
+        if (
+            len(request) != 7
+            or request[0] != ZAP_VERSION
+            or request[2] != ZAP_DOMAIN
+            or request[5] != b"CURVE"
+            or len(request[6]) != 32
+        ):
+            return None
+        return self._ranks.get(z85.encode(request[6]).decode())

@@ -1,0 +1,297 @@
+"""The rollout queue's client: lives in the first trainer rank of each data-parallel rank; blocking, for one thread.
+
+Invariants: every wait has a deadline, ends within 0.2 s once another process of the attempt has failed, and its error
+names role, host and what was awaited; a share is returned once, whole, however often its parts arrive; the last part of
+a share is acknowledged only when the share has been checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.plan import Plan
+from hpcrl.queue import auth, messages, sockets
+from hpcrl.queue.wire import Share, WireError, decode
+from hpcrl.rundir import RunDir
+
+#: seconds between looks at the run directory; between repetitions of what is unanswered
+LOOK, REPEAT = 0.2, 1.0
+#: kinds of failed handshakes that the monitor tells; the first is the server's refusal of our key
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILED = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+T = TypeVar("T")
+
+
+class QueueClient:
+    """One data-parallel rank's end of the queue of one attempt.
+
+    timeout: seconds for the server to come up and answer the first message, and what `fetch` and `call` wait unless told
+    otherwise.  credit: parts that may be under way.
+    """
+
+    def __init__(
+        self, rundir: RunDir, plan: Plan, dp_rank: int, dp_size: int, timeout: float, credit: int = messages.CREDIT
+    ) -> None:
+        self._rundir, self._plan, self._rank, self._size, self._timeout, self._credit = (
+            rundir,
+            plan,
+            dp_rank,
+            dp_size,
+            timeout,
+            credit,
+        )
+        self._name = secrets.token_hex(8)
+        self._parts: dict[int, dict[int, tuple[messages.Part, list[zmq.Frame]]]] = {}
+        self._done = self._calls = -1
+        self._awaited: messages.FromClient | None = None  # what is not answered yet, and is said again after a reconnect
+        self._welcomed = self._shut_out = False
+        end = time.monotonic() + timeout
+        self._open(self._address(rundir.wait_for("rollout", 0, timeout)))
+        try:
+            self._send(self._hello())
+            self._wait(end, timeout, "did not welcome", lambda message: isinstance(message, messages.Welcome) or None)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what the trainer does
+
+    def fetch(self, rollout_id: int, timeout: float | None = None) -> Share | None:
+        """This rank's share of a rollout, waited for; None if the run was stopped before that rollout.
+
+        The share's arrays are views on what was received.  DeadlineError after `timeout` seconds (a later fetch goes on
+        where this one stopped), PeerError if the rollout process answers an error or another process of the attempt
+        fails, WireError if what comes is no valid share.
+        """
+        self._rundir.check()
+        self._parts = {number: parts for number, parts in self._parts.items() if number >= rollout_id}
+        while self._socket.poll(0):  # what came ahead of its fetch
+            self._receive(lambda _: None)
+        found: Share | messages.StoppedAt | None = self._complete(rollout_id)
+        if found is None:
+            end, seconds = self._end(timeout)
+            self._ask(messages.Fetch(rollout_id, self._credit, sorted(self._parts.get(rollout_id, ()))))
+            found = self._wait(
+                end, seconds, f"did not deliver the samples of rollout {rollout_id} to", lambda m: self._fetched(rollout_id, m)
+            )
+            self._awaited = None
+        return None if isinstance(found, messages.StoppedAt) else found
+
+    def call(self, method: str, timeout: float | None = None, **params: Any) -> dict[str, Any]:
+        """The result of a method of the rollout process, which runs once even if the connection breaks in between.
+
+        DeadlineError after `timeout` seconds; otherwise the HpcrlError that the method answered, PeerError if it failed
+        or another process of the attempt did.
+        """
+        self._calls += 1
+        call_id, (end, seconds) = self._calls, self._end(timeout)
+        try:
+            self._ask(messages.Call(call_id, method, params))
+        except WireError as error:
+            raise WireError(f"the parameters of {method}: {error.what}") from error
+        reply = self._wait(
+            end,
+            seconds,
+            f"did not answer {method!r} of",
+            lambda m: m if isinstance(m, messages.Reply) and m.call_id == call_id else None,
+        )
+        self._awaited = None
+        return reply.result
+
+    def close(self) -> None:
+        """Send what is written, within sockets.LINGER, and let go of the connection."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+            self._context.term()
+
+    # ---- connecting
+
+    def _address(self, peer: dict[str, Any]) -> str:
+        """Where the server is.  PeerError unless what it published is of this run and attempt, and under the key we know."""
+        mine, its = (self._plan.run_id, self._plan.attempt), (peer.get("run_id"), peer.get("attempt"))
+        self._keys = auth.client_keys(self._rundir, self._rank)
+        self._where = f"rollout-0 on {peer['host']}:{peer['port']}"
+        if mine != its:
+            raise PeerError(
+                f"{self._where} belongs to run {its[0]}, attempt {its[1]}; {self._me()} to run {mine[0]}, attempt {mine[1]}"
+            )
+        if peer.get("public_key") != self._keys.server:
+            raise PeerError(f"{self._where} has another key than {self._rundir.keys} names: it is not of this attempt")
+        return sockets.endpoint(peer["host"], peer["port"])
+
+    def _me(self) -> str:
+        return f"trainer DP rank {self._rank} on {socket.gethostname()}"
+
+    def _open(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        sockets.set_limits(self._socket)
+        self._socket.reconnect_ivl_max = 2000
+        self._lock()
+        self._monitor = self._socket.get_monitor_socket(_FAILED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._heard = time.monotonic()
+        self._socket.connect(address)
+
+    def _lock(self) -> None:
+        auth.lock_client(self._socket, self._keys)
+
+    def _hello(self) -> messages.Hello:
+        plan = self._plan
+        return messages.Hello(
+            messages.PROTOCOL, plan.run_id, plan.attempt, self._rank, self._size, self._name, socket.gethostname(), os.getpid()
+        )
+
+    # ---- waiting
+
+    def _end(self, timeout: float | None) -> tuple[float, float]:
+        seconds = self._timeout if timeout is None else timeout
+        return time.monotonic() + seconds, seconds
+
+    def _wait(self, end: float, seconds: float, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
+        """What `take` makes of the first message that it does not answer None to; see the class for what ends it."""
+        look, repeat = 0.0, time.monotonic() + REPEAT
+        while True:
+            now = time.monotonic()
+            if now >= look:
+                self._rundir.check()
+                look = now + LOOK
+            if now >= end:
+                raise self._late(awaited, seconds)
+            if now >= repeat:
+                self._repeat()
+                repeat = now + REPEAT
+            for sock, _ in self._poller.poll(1000 * max(0.0, min(end, look, repeat) - now)):
+                if sock is self._monitor:
+                    self._look_at_handshake()
+                elif (found := self._receive(take)) is not None:
+                    return found
+
+    def _late(self, awaited: str, seconds: float) -> DeadlineError:
+        what = f"{self._where} {awaited} {self._me()} within {seconds:g} s"
+        if self._welcomed:
+            what += f" (last heard of it {time.monotonic() - self._heard:.0f} s ago)"
+        elif self._shut_out:
+            what += " (the encrypted handshake fails: it holds other keys than this attempt's)"
+        return DeadlineError(what, f"see {self._rundir.logs / 'rollout-0.log'}")
+
+    def _look_at_handshake(self) -> None:
+        event = recv_monitor_message(self._monitor)
+        self._shut_out = True
+        if event["event"] == _REFUSED:
+            raise PeerError(
+                f"{self._where} refuses the key of {self._me()}", f"are {self._rundir.keys} and the server of one attempt?"
+            )
+
+    def _ask(self, message: messages.FromClient) -> None:
+        self._send(message)
+        self._awaited = message
+
+    def _repeat(self) -> None:
+        """Say a fetch again, with what has arrived of it; ask whether we are still known."""
+        if isinstance(self._awaited, messages.Fetch):
+            self._awaited = messages.Fetch(
+                self._awaited.rollout_id, self._credit, sorted(self._parts.get(self._awaited.rollout_id, ()))
+            )
+            again: messages.FromClient = self._awaited
+        else:
+            again = messages.Ping() if self._welcomed else self._hello()
+        with contextlib.suppress(zmq.Again):  # nobody is there yet: what is queued already will do
+            self._socket.send(messages.pack(again), zmq.DONTWAIT)
+
+    def _receive(self, take: Callable[[messages.FromServer], T | None]) -> T | None:
+        first, *pieces = self._socket.recv_multipart(copy=False)
+        message = messages.read_from_server(first.buffer)
+        self._heard = time.monotonic()
+        match message:
+            case messages.WhoAreYou():
+                self._send(self._hello())
+                if self._awaited is not None:
+                    self._send(self._awaited)
+            case messages.Failed() if self._concerns_us(message):
+                self._awaited = None
+                raise messages.error_of(message)
+            case messages.Part():
+                self._keep(message, pieces)
+            case messages.Welcome():
+                self._check_welcome(message)
+                self._welcomed = True
+        return take(message)
+
+    def _concerns_us(self, error: messages.Failed) -> bool:
+        """Whether the error is an answer to what we wait for, not to something given up before."""
+        if error.call_id is not None:
+            return isinstance(self._awaited, messages.Call) and self._awaited.call_id == error.call_id
+        if error.rollout_id is not None:
+            return isinstance(self._awaited, messages.Fetch) and self._awaited.rollout_id == error.rollout_id
+        return True
+
+    def _check_welcome(self, welcome: messages.Welcome) -> None:
+        mine, its = (
+            (messages.PROTOCOL, self._plan.run_id, self._plan.attempt),
+            (welcome.protocol, welcome.run_id, welcome.attempt),
+        )
+        if mine != its:
+            raise PeerError(
+                f"{self._where} is of run {its[1]}, attempt {its[2]}, protocol {its[0]}; {self._me()} of {mine[1]}, {mine[2]}, {mine[0]}"
+            )
+
+    # ---- shares
+
+    def _fetched(self, rollout_id: int, message: messages.FromServer) -> Share | messages.StoppedAt | None:
+        if isinstance(message, messages.StoppedAt) and message.rollout_id == rollout_id:
+            return message
+        return self._complete(rollout_id) if isinstance(message, messages.Part) and message.rollout_id == rollout_id else None
+
+    def _keep(self, part: messages.Part, pieces: list[zmq.Frame]) -> None:
+        """Keep a part that is new.  Parts of the fetched share are acknowledged, so that more come; those of later shares
+        are not before their fetch, so that no more than the credit ever waits here."""
+        if part.rollout_id <= self._done:
+            self._send(messages.Ack(part.rollout_id, part.part))
+            return
+        parts = self._parts.setdefault(part.rollout_id, {})
+        parts.setdefault(part.part, (part, pieces))
+        fetched = isinstance(self._awaited, messages.Fetch) and self._awaited.rollout_id == part.rollout_id
+        if fetched and len(parts) < part.parts:
+            self._send(messages.Ack(part.rollout_id, part.part))
+
+    def _complete(self, rollout_id: int) -> Share | None:
+        """The share if all its parts are here; then the rest of them is acknowledged."""
+        parts = self._parts.get(rollout_id, {})
+        if not parts or len(parts) < (first := next(iter(parts.values()))[0]).parts:
+            return None
+        if sorted(parts) != list(range(first.parts)) or any(
+            (p.parts, p.sizes) != (first.parts, first.sizes) for p, _ in parts.values()
+        ):
+            raise WireError(f"the parts of the share of rollout {rollout_id} do not fit each other")
+        share = decode(messages.join(first.sizes, [piece.buffer for number in sorted(parts) for piece in parts[number][1]]))
+        if share.rollout_id != rollout_id:
+            raise WireError(f"the share of rollout {rollout_id} says that it is of rollout {share.rollout_id}")
+        for number in parts:
+            self._send(messages.Ack(rollout_id, number))
+        del self._parts[rollout_id]
+        self._done = rollout_id
+        return share
+
+    def _send(self, message: messages.FromClient) -> None:
+        try:
+            self._socket.send(messages.pack(message), zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise HpcrlError(
+                f"{self._me()}: {sockets.HIGH_WATER} messages to {self._where} are not sent: it does not read them"
+            ) from error

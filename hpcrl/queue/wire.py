@@ -1,0 +1,220 @@
+"""A share of a batch as bytes: one msgspec header and the columns as they lie in memory.
+
+    frame 0   header: wire format, rollout id, policy version, the columns' names, dtypes and sizes, the micro-batches
+    frame 1-5 rows, tokens, loss_mask, logprobs, versions (see `sample.SampleBatch`), little-endian
+
+Invariants: nothing is pickled and no Python object exists per token; whatever the bytes are, `decode` returns a share
+whose parts fit each other, or raises WireError and nothing else; the arrays of a decoded share are views on the frames.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from hpcrl.errors import HpcrlError
+from hpcrl.sample import ROW, STATUSES, SampleBatch
+
+#: bytes, bytearray, memoryview, zmq.Frame: anything with the buffer protocol
+Buffer = Any
+#: number of the wire format; both sides must speak the same
+FORMAT = 1
+#: name and dtype of each column, in frame order
+COLUMNS: tuple[tuple[str, np.dtype], ...] = (
+    ("rows", ROW),
+    ("tokens", np.dtype("<i4")),
+    ("loss_mask", np.dtype("u1")),
+    ("logprobs", np.dtype("<f4")),
+    ("versions", np.dtype("<i4")),
+)
+_WHAT_DECODING_RAISES = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, BufferError)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Row = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class WireError(HpcrlError):
+    """What came over the wire, or was to go over it, is not what the wire format allows."""
+
+
+@dataclass
+class Share:
+    """What one data-parallel rank gets of a batch.
+
+    batch: the rank's samples; micro_batches[optimizer step][micro-batch]: rows of `batch`, each row in exactly one;
+    step_samples: samples of each optimizer step over all ranks; step_tokens: sum of the loss mask of each step over all
+    ranks; version: the policy version that the batch is meant for; metrics: numbers about the rollout, to be logged.
+    """
+
+    rollout_id: int
+    version: int
+    batch: SampleBatch
+    micro_batches: list[list[list[int]]]
+    step_samples: list[int]
+    step_tokens: list[int]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One raw buffer: its name, numpy dtype and number of elements."""
+
+    name: str
+    dtype: str
+    size: Count
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Frame 0."""
+
+    format: int
+    rollout_id: Count
+    version: Count
+    columns: list[Column]
+    micro_batches: list[list[list[Row]]]
+    step_samples: list[Count]
+    step_tokens: list[Count]
+    metrics: dict[str, float]
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """The one field of a header that every version of the format has."""
+
+    format: int
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack_format = msgspec.msgpack.Decoder(_Format).decode
+_unpack_header = msgspec.msgpack.Decoder(Header).decode
+
+
+# ---- to bytes
+
+
+def encode(share: Share) -> list[Buffer]:
+    """`share` as frames: the header and one view on each column; no array is copied that is contiguous already.
+
+    The columns must not change until the frames are sent.  WireError if the parts of the share do not fit each other.
+    """
+    try:
+        arrays = [np.ascontiguousarray(getattr(share.batch, name), dtype) for name, dtype in COLUMNS]
+        header = Header(
+            FORMAT,
+            share.rollout_id,
+            share.version,
+            [Column(name, str(dtype), len(array)) for (name, dtype), array in zip(COLUMNS, arrays, strict=True)],
+            share.micro_batches,
+            share.step_samples,
+            share.step_tokens,
+            share.metrics,
+        )
+        _check(header, SampleBatch(*arrays))
+        return [_pack(header), *(memoryview(array.view(np.uint8)) for array in arrays)]
+    except _WHAT_DECODING_RAISES as error:
+        raise WireError(f"the share of rollout {share.rollout_id} cannot be sent: {error}") from error
+    except WireError as error:
+        raise WireError(f"the share of rollout {share.rollout_id} cannot be sent: {error.what}") from error
+
+
+# ---- from bytes
+
+
+def decode(frames: Sequence[Buffer]) -> Share:
+    """The share in `frames`; its arrays are views on them.  WireError if it is not whole and consistent."""
+    if len(frames) != 1 + len(COLUMNS):
+        raise WireError(f"a share has {1 + len(COLUMNS)} frames, this one has {len(frames)}")
+    header = _header(frames[0])
+    if len(header.columns) != len(COLUMNS):
+        raise WireError(f"a share has {len(COLUMNS)} columns, this one declares {len(header.columns)}")
+    arrays = [_column(*part) for part in zip(COLUMNS, header.columns, frames[1:], strict=True)]
+    batch = SampleBatch(*arrays)
+    _check(header, batch)
+    return Share(
+        header.rollout_id, header.version, batch, header.micro_batches, header.step_samples, header.step_tokens, header.metrics
+    )
+
+
+def _header(frame: Buffer) -> Header:
+    try:
+        found = _unpack_format(frame).format
+        if found != FORMAT:
+            raise WireError(
+                f"the share is in wire format {found}, this side speaks {FORMAT}", "use one version of hpcrl on all hosts"
+            )
+        return _unpack_header(frame)
+    except _WHAT_DECODING_RAISES as error:
+        raise WireError(f"the header of a share is malformed: {error}") from error
+
+
+def _column(expected: tuple[str, np.dtype], column: Column, frame: Buffer) -> np.ndarray:
+    name, dtype = expected
+    if (column.name, column.dtype) != (name, str(dtype)):
+        raise WireError(f"column {name} of type {dtype} expected, found {column.name!r} of type {column.dtype!r}")
+    found = memoryview(frame).nbytes
+    if found != column.size * dtype.itemsize:
+        raise WireError(
+            f"column {name}: {column.size} elements declared ({column.size * dtype.itemsize} bytes), {found} bytes found"
+        )
+    array = np.frombuffer(frame, dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+# ---- what must hold of every share
+
+
+def _check(header: Header, batch: SampleBatch) -> None:
+    """WireError unless rows, columns, micro-batches and numbers fit each other."""
+    _check_lengths(batch)
+    _check_values(batch)
+    _check_micro_batches(header, len(batch))
+    for name, value in header.metrics.items():
+        if not math.isfinite(value):
+            raise WireError(f"metric {name!r} is {value}")
+
+
+def _check_lengths(batch: SampleBatch) -> None:
+    length, response = (batch.rows[name].astype(np.int64) for name in ("length", "response_length"))
+    _refuse((response < 0) | (response > length), "row {}: response_length is not between 0 and length")
+    for name in ("tokens", "loss_mask", "logprobs", "versions"):
+        declared, found = int((length if name == "tokens" else response).sum()), len(getattr(batch, name))
+        if declared != found:
+            raise WireError(f"the rows hold {declared} elements of {name}, the column {found}")
+
+
+def _check_values(batch: SampleBatch) -> None:
+    _refuse((batch.rows["status"] < 0) | (batch.rows["status"] >= len(STATUSES)), "row {}: unknown status code")
+    for name in ("reward", "advantage"):
+        _refuse(~np.isfinite(batch.rows[name]), f"row {{}}: {name} is not finite")
+    if len(batch.tokens) and int(batch.tokens.min()) < 0:
+        _refuse(batch.tokens < 0, "token {}: negative id")
+    if len(batch.loss_mask):
+        if int(batch.loss_mask.max()) > 1:
+            _refuse(batch.loss_mask > 1, "loss_mask {}: neither 0 nor 1")
+        # a NaN is both the least and the greatest element, so two passes without a temporary array find it
+        if not (math.isfinite(batch.logprobs.min()) and math.isfinite(batch.logprobs.max())):
+            _refuse(~np.isfinite(batch.logprobs), "logprob {}: not finite")
+
+
+def _check_micro_batches(header: Header, count: int) -> None:
+    steps = header.micro_batches
+    for name, found in (("step_samples", header.step_samples), ("step_tokens", header.step_tokens)):
+        if len(found) != len(steps):
+            raise WireError(f"{len(steps)} optimizer steps, but {name} has {len(found)} entries")
+    if not all(step and all(step) for step in steps):
+        raise WireError("an optimizer step has no micro-batch, or a micro-batch no rows")
+    if sorted(row for step in steps for micro_batch in step for row in micro_batch) != list(range(count)):
+        raise WireError(f"the micro-batches do not hold each of the {count} rows exactly once")
+    for number, (step, samples) in enumerate(zip(steps, header.step_samples, strict=True)):
+        own = sum(map(len, step))
+        if own > samples:
+            raise WireError(f"optimizer step {number} has {samples} samples over all ranks, but {own} on this one")
+
+
+def _refuse(bad: np.ndarray, message: str) -> None:
+    """WireError naming the first element where `bad` holds."""
+    if bad.any():
+        raise WireError(message.format(int(bad.argmax())))

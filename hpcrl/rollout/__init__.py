@@ -1,0 +1,1 @@
+"""The rollout wing: prompts in, graded groups of samples out."""

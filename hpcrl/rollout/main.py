@@ -1,0 +1,302 @@
+"""The rollout role: answers the trainer's calls, makes the samples of each rollout and puts them into the queue.
+
+    python -m hpcrl.rollout.main RUN --attempt N
+
+Invariants: whatever is wrong with the data, the tokenizer or the reward shows before any engine is waited for; a rollout
+is handed over whole or not at all; a snapshot says where the data stands after its rollout, so a run that is resumed
+from it goes on with exactly the next prompts; an error here is recorded before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hpcrl.errors import DataError, DeadlineError, HpcrlError, UsageError
+from hpcrl.process import die_with_parent
+from hpcrl.queue.server import QueueServer
+from hpcrl.roles import Seat, act, open_seat, say
+from hpcrl.rollout import rewards
+from hpcrl.rollout.data import Reading, read_prompts
+from hpcrl.rollout.engines import EnginePool
+from hpcrl.rollout.evaluate import Evaluator, read_held_out, results
+from hpcrl.rollout.generate import Generator
+from hpcrl.rollout.makers import LabelMaker, Maker, PolicyMaker
+from hpcrl.rollout.records import write_samples
+from hpcrl.rollout.scheduler import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
+from hpcrl.rollout.source import PromptSource, count_rollouts
+from hpcrl.rollout.tokenizer import load_tokenizer
+
+POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Work:
+    """Everything that is read before the run begins.  DataError and UsageError say what is wrong with it."""
+
+    def __init__(self, seat: Seat) -> None:
+        options = seat.options
+        self.sft = options.loss_type == "sft_loss"
+        if not self.sft and not seat.plan.engines:
+            raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
+        if options.prompt_data is None:
+            raise UsageError("--prompt-data is not given")
+        self.tokenizer = load_tokenizer(options.hf_checkpoint)
+        evaluates = options.eval_interval is not None and bool(seat.plan.engines)
+        self.grader = rewards.load(options) if evaluates or not self.sft else None
+        self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
+        self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
+        self.total = count_rollouts(options, len(self.file))
+        self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
+
+
+class RolloutRole:
+    """One attempt's rollout process, between `begin` and `finish`."""
+
+    def __init__(self, seat: Seat, work: Work) -> None:
+        self.seat, self.options, self.work = seat, seat.options, work
+        self.pool = EnginePool(seat.rundir, seat.plan, seat.options)
+        generator = Generator(self.pool, work.tokenizer.vocab_size)
+        self.maker: Maker = LabelMaker()
+        self.evaluator: Evaluator | None = None
+        if work.grader is not None and not work.sft:
+            self.maker = PolicyMaker(self.options, work.file, work.tokenizer, generator, work.grader)
+        if work.grader is not None and work.held_out:
+            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grader)
+        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
+        handlers = {method.__name__: self._guarded(method) for method in methods}
+        self.server = QueueServer(seat.rundir, seat.plan, self.options.data_parallel_size, handlers)
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
+        self._making: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._handed_over = -1  # the last rollout whose samples are in the queue
+        self._stopping = False
+        self._states: dict[int, dict[str, Any]] = {}
+
+    async def run(self) -> int:
+        """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
+        watch = None
+        try:
+            await self.server.start()
+            say(f"{len(self.work.file)} prompts in {self.work.file.path}, {self.work.total} rollouts")
+            watch = asyncio.create_task(self._watch())
+            return await self._end
+        except Exception as error:  # told to the trainer, then raised
+            self._note(error)
+            with contextlib.suppress(Exception):
+                await self.server.fail(_text(error))
+            raise
+        finally:
+            await _cancel(watch, self._making, self._evaluating)
+            await self.pool.close()
+            if self.work.grader is not None:
+                await self.work.grader.close()
+            await self.server.close()
+
+    # ---- what the trainer calls
+
+    async def begin(self, rollout_id: int, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Start at `rollout_id`, with the data where `state` (of the snapshot before it) says."""
+        if state is not None:
+            if state.get("rollout_id") != rollout_id - 1:
+                raise DataError(
+                    f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run goes on at {rollout_id}"
+                )
+            self.work.source.restore(state)
+        elif rollout_id:
+            raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
+        self._next = rollout_id
+        if self._stopping:
+            await self.server.stop_at(rollout_id)
+        return {"num_rollout": self.work.total}
+
+    async def generate(self, rollout_id: int, version: int) -> dict[str, Any]:
+        """Start making the samples of `rollout_id` under policy `version`; returns at once."""
+        if rollout_id != self._next:
+            raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
+        if self._making is not None:
+            await asyncio.wait([self._making])
+        if self._stopping:
+            return {}
+        groups = self.work.source.take(self.options.rollout_batch_size)
+        self._next = rollout_id + 1
+        self._states = {rollout_id: self.work.source.state() | {"rollout_id": rollout_id}}
+        rollout = Rollout(rollout_id, version, groups, self.options.n_samples_per_prompt)
+        self._making = asyncio.create_task(self._make(rollout))
+        self._making.add_done_callback(self._made)
+        return {}
+
+    async def snapshot(self, rollout_id: int) -> dict[str, Any]:
+        """Where the data stands after the groups of `rollout_id`; its samples are on disk by then."""
+        if rollout_id not in self._states:
+            raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
+        if self._making is not None:
+            await asyncio.wait([self._making])
+        return self._states[rollout_id]
+
+    async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
+        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile."""
+        last = rollout_id + 1 >= self.work.total
+        if self.evaluator is None or (self._stopping and not last):
+            return {}
+        self._evaluating = asyncio.create_task(self._evaluate(rollout_id, version))
+        if last:  # nothing comes after it that could be stopped in its place
+            evaluation, self._evaluating = self._evaluating, None
+            return await evaluation
+        await asyncio.wait([self._evaluating])
+        return {} if self._evaluating.cancelled() else self._evaluating.result()
+
+    async def finish(self, rollout_id: int) -> dict[str, Any]:
+        """End this process, once the answer is out."""
+        if self._making is not None:
+            await asyncio.wait([self._making])
+        say(f"finished at rollout {rollout_id}")
+        asyncio.get_running_loop().call_later(POLL, self._settle, 0)
+        return {}
+
+    # ---- the work
+
+    async def _make(self, rollout: Rollout) -> None:
+        await self.pool.connect()
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self.options.rollout_timeout), asyncio.TaskGroup() as tasks:
+                for group, index in rollout.wanted():
+                    tasks.create_task(self._one(rollout, group, index))
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{rollout.missing} of {rollout.size} samples of rollout {rollout.rollout_id} were not there within "
+                f"--rollout-timeout {self.options.rollout_timeout:g} s ({self.pool})"
+            ) from error
+        samples = rollout.samples()
+        if not self.work.sft:
+            set_advantages(samples, rollout.each, self.options)
+        check_staleness(samples, rollout.version)
+        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun)
+        shares = make_shares(rollout, self.options, metrics)
+        self._handed_over = rollout.rollout_id
+        await self.server.put(rollout.rollout_id, shares)
+        await asyncio.to_thread(write_samples, self.seat.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
+        say(f"rollout {rollout.rollout_id}: reward {metrics['rollout/reward']:.3f}, {metrics['perf/rollout_time']:.2f} s")
+
+    async def _one(self, rollout: Rollout, group: Any, index: int) -> None:
+        rollout.add(await self.maker.make(group, index, rollout.rollout_id, rollout.version))
+
+    def _made(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
+        await self.pool.connect()
+        found: dict[str, Any] = {}
+        for held in self.work.held_out:
+            try:
+                async with asyncio.timeout(self.options.rollout_timeout):
+                    samples = await self.evaluator.samples(held, version)
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"the evaluation of {held.name} did not end within --rollout-timeout {self.options.rollout_timeout:g} s ({self.pool})"
+                ) from error
+            path = self.seat.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
+            await asyncio.to_thread(write_samples, path, samples)
+            found[held.name] = results(samples)
+            say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
+        return found
+
+    # ---- stopping and failing
+
+    async def _watch(self) -> None:
+        """Look out for the stop file and for other roles' errors."""
+        try:
+            while True:
+                self.seat.rundir.check()
+                if not self._stopping and self.seat.rundir.stop_requested():
+                    await self._stop()
+                await asyncio.sleep(POLL)
+        except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
+            self._fail(error)
+
+    async def _stop(self) -> None:
+        """Make nothing more: what is being made is dropped, and the trainer is told where to end."""
+        say("asked to stop")
+        self._stopping = True
+        await _cancel(self._evaluating)
+        if self._next is None:
+            return
+        if self._making is not None and not self._making.done() and self._handed_over != self._next - 1:
+            await _cancel(self._making)
+            self._next -= 1
+        await self.server.stop_at(self._next)
+
+    def _guarded(self, method: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
+        """`method` as a handler of the queue: an error in it is recorded as ours before the trainer hears of it."""
+
+        @functools.wraps(method)
+        async def handle(params: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return await method(**params)
+            except Exception as error:
+                self._fail(error)
+                raise _plain(error) from error
+
+        return handle
+
+    def _note(self, error: BaseException) -> None:
+        self.seat.rundir.fail("rollout", 0, _text(error))
+
+    def _fail(self, error: BaseException) -> None:
+        self._note(error)
+        if not self._end.done():
+            self._end.set_exception(_plain(error))
+
+    def _settle(self, status: int) -> None:
+        if not self._end.done():
+            self._end.set_result(status)
+
+
+async def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks and wait until they have ended, however."""
+    alive = [task for task in tasks if task is not None and not task.done()]
+    for task in alive:
+        task.cancel()
+    await asyncio.gather(*alive, return_exceptions=True)
+
+
+def _plain(error: BaseException) -> BaseException:
+    """The error itself, or the first inside a task group's bundle; ours before others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    inside = [_plain(e) for e in error.exceptions]
+    return next((e for e in inside if isinstance(e, HpcrlError)), inside[0])
+
+
+def _text(error: BaseException) -> str:
+    error = _plain(error)
+    return str(error) if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    die_with_parent()
+    seat = open_seat()
+    ended = 0
+
+    async def serve(work: Work) -> int:
+        return await RolloutRole(seat, work).run()
+
+    def body() -> None:
+        nonlocal ended
+        ended = asyncio.run(serve(Work(seat)))
+
+    return act("rollout", seat, 0, body) or ended
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The model's tokenizer and the few facts of its config that the data must fit.
+
+Invariants: every token id that this module returns lies within the model's vocabulary; text is encoded without special
+tokens added behind our back (the chat template puts them where they belong).  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hpcrl.errors import DataError, UsageError
+
+Messages = list[dict[str, Any]]
+
+
+class Tokenizer:
+    """A tokenizer that fits its model.
+
+    vocab_size: the model's; context: tokens that its positions reach, or None; eos_ids: every id that ends a response,
+    as tokenizer, config.json and generation_config.json have them.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read the tokenizer and config.json in `directory`.  DataError if they are missing or do not fit each other."""
+        self.directory = Path(directory)
+        config = _read_json(self.directory / "config.json", required=True)
+        config = config.get("text_config") or config
+        self.vocab_size = config.get("vocab_size")
+        if not isinstance(self.vocab_size, int) or self.vocab_size < 1:
+            raise DataError(
+                f"--hf-checkpoint: {self.directory / 'config.json'} has no vocab_size", "name a language model's directory"
+            )
+        self.context: int | None = config.get("max_position_embeddings")
+        self._hf = _load(self.directory)
+        self._check_vocabulary()
+        generation = _read_json(self.directory / "generation_config.json", required=False)
+        self.eos_ids = frozenset(
+            _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")) | _ids(self._hf.eos_token_id)
+        )
+
+    def _check_vocabulary(self) -> None:
+        largest = max(self._hf.get_vocab().values(), default=-1)
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"the tokenizer in {self.directory} does not fit the model: it has token ids up to {largest}, the model's vocab_size is {self.vocab_size}",
+                "give --hf-checkpoint a directory whose tokenizer and config belong together",
+            )
+
+    def need_template(self) -> None:
+        """DataError if there is no chat template."""
+        if not self._hf.chat_template:
+            raise DataError(
+                f"--apply-chat-template: the tokenizer in {self.directory} has no chat template",
+                "leave the flag out, or add chat_template.jinja there",
+            )
+
+    def render(self, messages: Messages, generation: bool) -> str:
+        """Chat messages as the model's text; `generation` opens the assistant's turn.
+
+        ValueError with the template's own words if it refuses the messages.
+        """
+        try:
+            return self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+        except Exception as error:  # a template is a program of the model's authors: it raises what it likes
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 token ids of each text, nothing added."""
+        if not texts:
+            return []
+        return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), add_special_tokens=False)["input_ids"]]
+
+    def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset()) -> str:
+        """The text of a response, special tokens included, but for the last token if it merely ended the response."""
+        ids = tokens.tolist()
+        if ids and (ids[-1] in self.eos_ids or ids[-1] in stops):
+            ids.pop()
+        return self._hf.decode(ids, skip_special_tokens=False)
+
+    # ---- fine-tuning
+
+    def target(self, messages: Messages | None, prompt: str, label: str) -> str:
+        """The text to learn after `prompt`: what the chat template makes of `label` as the assistant's answer.
+
+        The text ends with the end-of-turn token, if the template sets one; what the template puts behind it (a newline,
+        usually) is no part of a response.  Where the template does not begin an answered chat with the text of the
+        unanswered one, or without a template (messages None), it is the label itself.
+        """
+        label = self._without_eos(label)
+        if messages is None:
+            return label
+        whole = self.render([*messages, {"role": "assistant", "content": label}], generation=False)
+        if not whole.startswith(prompt) or label not in whole[len(prompt) :]:
+            return label
+        answer = whole[len(prompt) :]
+        after = answer.rindex(label) + len(label)
+        ends = [at + len(eos) for eos in self._eos_texts() if (at := answer.find(eos, after)) >= 0]
+        return answer[: min(ends)] if ends else answer
+
+    def targets(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 token ids of each text to learn, ended by an end-of-sequence token."""
+        if self._hf.eos_token_id is None:
+            raise DataError(f"the tokenizer in {self.directory} has no eos_token", "fine-tuning needs one to end a response with")
+        end = np.asarray([self._hf.eos_token_id], np.int32)
+        return [ids if len(ids) and int(ids[-1]) in self.eos_ids else np.concatenate([ids, end]) for ids in self.encode(texts)]
+
+    def _eos_texts(self) -> list[str]:
+        return [text for text in self._hf.convert_ids_to_tokens(sorted(self.eos_ids)) if text]
+
+    def _without_eos(self, label: str) -> str:
+        for text in self._eos_texts():
+            label = label.removesuffix(text)
+        return label
+
+
+def load_tokenizer(directory: str | None) -> Tokenizer:
+    """The tokenizer of --hf-checkpoint.  UsageError without one; DataError if it does not fit."""
+    if directory is None:
+        raise UsageError("--hf-checkpoint is not given", "it names the model's directory: config, tokenizer, weights")
+    if not Path(directory).is_dir():
+        raise DataError(f"--hf-checkpoint {directory} is no directory", "name a Hugging Face model directory on this machine")
+    return Tokenizer(directory)
+
+
+def _load(directory: Path) -> Any:
+    """The tokenizer object.  tokenizer.json is read as it lies, without the model classes, which would import torch."""
+    if not any(directory.glob("tokenizer*")) and not any(directory.glob("vocab.*")):
+        raise DataError(
+            f"no usable tokenizer in --hf-checkpoint {directory}: no tokenizer.json there",
+            "copy the model's tokenizer files into it",
+        )
+    try:
+        if (directory / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        return Loader.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # the Rust side raises bare Exceptions
+        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise DataError(f"no usable tokenizer in --hf-checkpoint {directory}: {text}") from error
+
+
+def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict)
+    except FileNotFoundError as error:
+        if not required:
+            return {}
+        raise DataError(f"--hf-checkpoint: {path} is missing", "name a Hugging Face model directory") from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"--hf-checkpoint: cannot read {path}: {error}") from error
+
+
+def _ids(value: Any) -> set[int]:
+    return set(value) if isinstance(value, list) else set() if value is None else {value}

@@ -1,0 +1,176 @@
+"""One trainer rank; rank 0 turns the crank of the whole run.
+
+    generate -> train -> publish weights -> save -> evaluate
+
+Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
+anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
+rollouts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.errors import HpcrlError
+from hpcrl.process import die_with_parent
+from hpcrl.roles import Seat, act, open_seat, say
+from hpcrl.rundir import write_atomic
+
+
+class Crank:
+    """The training loop of one rank."""
+
+    def __init__(self, seat: Seat) -> None:
+        from hpcrl.queue.client import QueueClient
+        from hpcrl.report.metrics import MetricsLog
+        from hpcrl.trainer import checkpoint, model
+        from hpcrl.trainer.megatron import initialize
+        from hpcrl.weights.sender import WeightSender
+
+        self.seat, self.options = seat, seat.options
+        self.ranks = initialize(seat.options)
+        self.policy = model.build(seat.options, self.ranks)
+        self.checkpoints = Path(seat.options.save) if seat.options.save else seat.rundir.checkpoints
+        self.at = self._begin_weights(checkpoint, model)
+        leads = self.ranks.tp_rank == self.ranks.cp_rank == self.ranks.pp_rank == 0
+        args = (seat.rundir, seat.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
+        self.client = QueueClient(*args) if leads else None
+        self.log = MetricsLog(seat.rundir) if self.driver else None
+        self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        if self.driver:
+            self.log.truncate(self.at.rollout_id)
+            seat.rundir.publish("trainer", 0, start=self.at.rollout_id, total=self.total)
+        self.sender = WeightSender(seat.rundir, seat.plan, seat.options, self.driver) if seat.plan.engines else None
+
+    @property
+    def driver(self) -> bool:
+        return self.ranks.rank == 0
+
+    def _begin_weights(self, checkpoint, model):  # noqa: ANN001, ANN202  (modules, imported late)
+        """Resume from this run's checkpoint, or start from --load's weights, or from --hf-checkpoint's."""
+        if path := checkpoint.latest(self.checkpoints):
+            at = checkpoint.load(self.policy, self.ranks, path)
+            say(f"resumed from {path} at rollout {at.rollout_id}, policy version {at.version}")
+            return at
+        if self.options.load:
+            path = checkpoint.latest(Path(self.options.load))
+            if path is None:
+                raise HpcrlError(
+                    f"--load {self.options.load} holds no {checkpoint.TRACKER}", "give a directory that a run saved to"
+                )
+            return checkpoint.load(self.policy, self.ranks, path, weights_only=True)
+        model.load_hf(self.policy, self.options.hf_checkpoint)
+        return checkpoint.Position()
+
+    # ---- the loop
+
+    def run(self) -> None:
+        started = time.monotonic()
+        self._publish()
+        if self.at.rollout_id == 0 and not self.options.skip_eval_before_train:
+            self._evaluate(-1)
+        while self.at.rollout_id < self.total:
+            if not self._step():
+                self._save()
+                self._finish("stopped", started)
+                return
+        self._save()
+        self._finish("finished", started)
+
+    def _step(self) -> bool:
+        """One rollout and its optimizer steps; False if the run was asked to stop before it."""
+        from hpcrl.trainer import step
+
+        rollout_id, begun = self.at.rollout_id, time.monotonic()
+        self._ask("generate", rollout_id=rollout_id, version=self.at.version)
+        share = step.spread(self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None, self.ranks)
+        if share is None:
+            return False
+        metrics = step.train(self.policy, self.ranks, self.options, share)
+        data = self._ask("snapshot", rollout_id=rollout_id)
+        self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + len(share.micro_batches), data=data)
+        metrics = share.metrics | metrics | self._publish()
+        if self._due(self.options.save_interval) and self.at.rollout_id < self.total:
+            self._save()
+        metrics["perf/step_time"] = time.monotonic() - begun
+        if self.log:
+            self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
+        if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
+            self._evaluate(rollout_id)
+        return True
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.at.rollout_id % interval == 0
+
+    def _publish(self) -> dict[str, float]:
+        """The current weights into every engine."""
+        from hpcrl.trainer.model import export
+
+        return self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+
+    def _evaluate(self, rollout_id: int) -> None:
+        """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
+        if not self.options.eval_prompt_data or self.options.eval_interval is None or not self.seat.plan.engines:
+            return
+        results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
+        if self.log:
+            self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
+
+    def _save(self) -> None:
+        from hpcrl.trainer import checkpoint
+
+        path = checkpoint.save(self.policy, self.ranks, self.checkpoints, self.at)
+        if self.driver:
+            say(f"saved {path}")
+
+    def _finish(self, status: str, started: float) -> None:
+        self._ask("finish", rollout_id=self.at.rollout_id)
+        if self.driver:
+            self.log.close()
+            self.sender and self.sender.close()
+            summary = {
+                "status": status,
+                "attempt": self.seat.rundir.attempt,
+                "rollout_id": self.at.rollout_id,
+                "total": self.total,
+                "policy_version": self.at.version,
+                "seconds": time.monotonic() - started,
+            }
+            write_atomic(self.seat.rundir.root / "summary.json", msgspec.json.encode(summary))
+
+    def _ask(self, method: str, **params: object) -> dict:
+        """Rank 0 asks the rollout process; every rank gets the answer."""
+        from hpcrl.trainer.agree import broadcast_json
+
+        answer = self.client.call(method, self.options.rollout_timeout, **params) if self.driver else None
+        return broadcast_json(answer)
+
+
+def _echo(error: BaseException) -> float:
+    """Seconds to hold back an error that only says that another rank is gone: that rank's own error comes first."""
+    words = ("connection closed by peer", "connection reset", "gloo", "nccl", "timed out")
+    return 3.0 if any(word in str(error).lower() for word in words) else 0.0
+
+
+def main() -> int:
+    die_with_parent()
+    seat = open_seat()
+    rank = int(os.environ.get("RANK", "0"))
+
+    def body() -> None:
+        from hpcrl.trainer import cpu
+
+        cpu.install()
+        Crank(seat).run()
+
+    return act("trainer", seat, rank, body, late=_echo)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The trainer's side of a weight update: its tensors into all running engines, under a new version.
+
+One update goes through vLLM's own phases, on all engines at the same time:
+    pause (requests are kept) -> reset the prefix cache -> start -> update, by bucket -> finish, with the version ->
+    (compare, on request) -> resume (the KV cache of kept requests is computed anew, with the new weights)
+
+Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
+for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
+that it is not.  Nothing is pickled.  Memory: see transports.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.options import Options
+from hpcrl.plan import Plan
+from hpcrl.queue.auth import http_key
+from hpcrl.rundir import RunDir
+from hpcrl.weights.digest import cut, digest
+from hpcrl.weights.fleet import Engine, Fleet
+from hpcrl.weights.http import Address
+from hpcrl.weights.transports import GlooTransport, ShmTransport, Stream, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
+RESUME = 15.0  #: seconds that putting an engine right after a failure may take
+
+
+class WeightSender:
+    """Sends the policy to the engines; made and used by every trainer rank, driven by one.
+
+    Waits for the engines of the plan.  DeadlineError or PeerError name the one that does not come up.
+    """
+
+    def __init__(self, rundir: RunDir, plan: Plan, options: Options, is_driver: bool) -> None:
+        self.options, self.version = options, -1
+        self.active = bool(plan.engines)
+        self.fleet: Fleet | None = None
+        self.transport: Transport | None = None
+        if not (self.active and is_driver):
+            return
+        peers = [rundir.wait_for("engine", i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
+        engines = [Engine(i, Address(peer["host"], peer["port"], http_key(rundir))) for i, peer in enumerate(peers)]
+        self.fleet = Fleet(rundir, engines, options.update_timeout)
+        self.versioned = all(peer["weight_versions"] for peer in peers)
+        self.fleet.call("ending what was under way", "hpcrl_abandon")
+        self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")
+        self.needs = self._agreed()
+        self.opaque, self.unseen = tuple(self.manifests[0][0]["opaque"]), frozenset(self.manifests[0][0]["unseen"])
+        self.ties: dict[str, list[str]] = {}
+        for name, need in self.needs.items():
+            if need["same_as"]:
+                self.ties.setdefault(need["same_as"], []).append(name)
+        self.expected: list[dict[str, dict[str, str]]] = []  # [engine][rank of the worker][name] -> digest
+        self.transport = self._transport(plan.trainers[0].host)
+        self.transport.connect()
+
+    def _agreed(self) -> dict[str, dict[str, Any]]:
+        """The tensors of an update, by name; PeerError unless all engines agree on them."""
+        first = self.manifests[0][0]
+        for engine, workers in zip(self._engines, self.manifests, strict=True):
+            if any(_outline(worker) != _outline(first) for worker in workers):
+                raise PeerError(f"{engine} holds another model, or takes weights in another way, than {self._engines[0]}")
+        if self.options.check_weight_update_equal and first["opaque"]:
+            raise UsageError(f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out")
+        return first["tensors"]
+
+    @property
+    def _engines(self) -> tuple[Engine, ...]:
+        assert self.fleet is not None
+        return self.fleet.engines
+
+    def _transport(self, host: str) -> Transport:
+        assert self.fleet is not None
+        limit, workers = self.options.update_weight_buffer_size, [len(found) for found in self.manifests]
+        kind = self.manifests[0][0]["backend"]
+        if kind == "hpcrl_shm":
+            return ShmTransport(self.fleet, limit)
+        if kind == "hpcrl_gloo":
+            return GlooTransport(self.fleet, limit, host, workers)
+        from hpcrl.weights.nccl import NcclTransport
+
+        return NcclTransport(self.fleet, limit, host, workers)
+
+    def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
+        """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
+
+        tensors: (checkpoint name, whole tensor), valid on the driver.  Returns seconds and bytes as metrics (driver only).
+        PeerError, DeadlineError or HpcrlError name engine, host and phase; then each engine has its old weights and has
+        been resumed, or the message says that it has not.
+        """
+        if not self.active:
+            return {}
+        if self.fleet is None or self.transport is None:
+            for _ in tensors:
+                pass
+            return {}
+        begin = time.monotonic()
+        self.transport.stage(self._checked(tensors))
+        paused = time.monotonic()
+        try:
+            self.fleet.post("pausing", "/pause?mode=keep")
+            self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
+            self.fleet.post("the weight update's start", "/start_weight_update")
+            self.transport.send()
+            body = {"weight_version": str(version)} if self.versioned else None
+            self.fleet.post("the weight update's finish", "/finish_weight_update", body)
+            self._compare()
+        except BaseException as error:
+            self._put_right(error)
+            raise
+        self.fleet.post("resuming", "/resume")
+        self.version, end = version, time.monotonic()
+        return {
+            "perf/update_weights_time": end - begin,
+            "perf/update_weights_pause_time": end - paused,
+            "perf/update_weights_bytes": float(self.transport.bytes),
+        }
+
+    def _checked(self, tensors: Stream) -> Stream:
+        """The same tensors in the engines' dtypes.  HpcrlError for one that they do not have, or at the end do not get."""
+        import torch
+
+        missing = {name for name, need in self.needs.items() if not need["same_as"]} | self.unseen
+        self.expected = [{} for _ in self.manifests]
+        for name, tensor in tensors:
+            need = self.needs.get(name)
+            if need is None and name not in self.unseen and (self.unseen or not name.startswith(self.opaque or "\0")):
+                near = difflib.get_close_matches(name, self.needs, 1)
+                raise HpcrlError(f"the trainer's {name} is no tensor of the engines{f', nearest is {near[0]}' if near else ''}")
+            if need is not None:
+                if need["same_as"]:
+                    raise HpcrlError(
+                        f"the trainer's {name} is tied to {need['same_as']} in the engines, which alone is to be sent"
+                    )
+                if tuple(tensor.shape) != tuple(need["shape"]):
+                    raise HpcrlError(f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {need['shape']}")
+                tensor = tensor.detach().to(getattr(torch, need["dtype"]))
+                if self.options.check_weight_update_equal:
+                    self._expect(name, tensor)
+            missing.discard(name)
+            yield name, tensor
+        if missing:
+            raise HpcrlError(f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}")
+
+    def _expect(self, name: str, tensor: torch.Tensor) -> None:
+        """Note what each worker must have of a tensor, under its own name and those of the tensors tied to it."""
+        known: dict[str, str] = {}  # most workers hold the same parts
+        for workers, expected in zip(self.manifests, self.expected, strict=True):
+            for worker in workers:
+                for other in (name, *self.ties.get(name, ())):
+                    held = worker["tensors"][other]
+                    part = json.dumps([held["rows"], held["columns"]])
+                    if part not in known:
+                        known[part] = digest(cut(tensor, held["rows"], held["columns"]))
+                    expected.setdefault(str(worker["rank"]), {})[other] = known[part]
+
+    def _compare(self) -> None:
+        """With --check-weight-update-equal: Differs names the tensors that an engine does not hold as they were sent."""
+        if not self.options.check_weight_update_equal:
+            return
+        assert self.fleet is not None
+        bodies = [{"method": "hpcrl_check", "args": [json.dumps(expected)]} for expected in self.expected]
+        answers = self.fleet.begin("comparing", "/collective_rpc", bodies).results()
+        for engine, answer in zip(self._engines, answers, strict=True):
+            for worker in answer["results"]:
+                if wrong := [*worker["different"], *worker["unknown"]]:
+                    raise Differs(
+                        f"{engine}: after the update {len(wrong)} tensors are not what was sent: {', '.join(wrong[:5])}"
+                    )
+
+    def _put_right(self, error: BaseException) -> None:
+        """After a failure: end the update in each engine and resume those that hold one version, whole."""
+        assert self.fleet is not None
+        left = []
+        for engine in self._engines:
+            one = Fleet(self.fleet.rundir, [engine], RESUME)
+            try:
+                [workers] = one.call("giving up the update", "hpcrl_abandon")
+                if isinstance(error, Differs) or any(worker["torn"] for worker in workers):
+                    left.append(str(engine))
+                else:
+                    one.post("resuming", "/resume")
+            except HpcrlError:
+                left.append(str(engine))
+        if left:
+            note = f"not resumed, since it does not hold the weights of one version: {', '.join(left)}"
+            if isinstance(error, HpcrlError):
+                error.args = (f"{error} ({note})",)
+            else:
+                error.add_note(note)
+
+    def close(self) -> None:
+        """Give up the memory and the group; the engines stay as they are."""
+        with contextlib.suppress(Exception):
+            if self.transport is not None:
+                self.transport.close()
+
+
+def _outline(manifest: dict[str, Any]) -> tuple[Any, ...]:
+    """What all workers must have in common."""
+    tensors = {name: (held["shape"], held["dtype"], held["same_as"]) for name, held in manifest["tensors"].items()}
+    return manifest["backend"], tensors, manifest["opaque"], manifest["unseen"]
+
+
+class Differs(PeerError):
+    """An engine holds other bits than were sent."""

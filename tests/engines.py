@@ -1,0 +1,153 @@
+"""Help for tests with real engines: starting the role, asking it, and what transformers says to the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.options import Options
+from hpcrl.plan import Plan, local_hosts, make_plan
+from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.rundir import RunDir
+from hpcrl.weights.http import Address, ask
+from tests.runs import REPO, alive
+
+Pairs = list[tuple[str, torch.Tensor]]
+
+
+class Engines:
+    """The engines of a run that has nothing else: one supervisor process each."""
+
+    def __init__(self, root: Path, model: Path, count: int = 1, module: str = "hpcrl.engine.main", **values: Any) -> None:
+        options: dict[str, Any] = {
+            "hf_checkpoint": str(model),
+            "actor_num_gpus_per_node": 1,
+            "rollout_num_gpus": count,
+            "rollout_max_context_len": 1024,
+            "bf16": False,
+            "engine_start_timeout": 240,
+            "update_timeout": 60,
+            "deterministic_mode": True,
+        }
+        self.options = Options(**(options | values))
+        self.rundir = RunDir.create(root)
+        self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
+        self.rundir.begin()
+        make_keys(self.rundir, 1)
+        self.rundir.options_file.write_text(self.options.model_dump_json())
+        self.write(self.plan)
+        self.key, self.module = http_key(self.rundir), module
+        self.processes = [self._start(i) for i in range(count)]
+
+    def write(self, plan: Plan) -> None:
+        self.rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self.module, str(self.rundir.root), "--attempt", "0", "--index", str(index)]
+        env = os.environ | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        with self.log_file(index).open("wb") as out:
+            return subprocess.Popen(
+                command, cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def log_file(self, index: int = 0) -> Path:
+        return self.rundir.logs / f"engine-{index}.log"
+
+    def wait(self, index: int = 0) -> dict[str, Any]:
+        """What the engine published."""
+        deadline = time.monotonic() + 240
+        while (found := self.rundir.find("engine", index)) is None:
+            assert self.processes[index].poll() is None, self.log_file(index).read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found
+
+    def address(self, index: int = 0) -> Address:
+        found = self.wait(index)
+        return Address(found["host"], found["port"], self.key)
+
+    def pids(self, index: int = 0) -> list[int]:
+        """The supervisor and everything below it."""
+        top = psutil.Process(self.processes[index].pid)
+        return [top.pid, *(p.pid for p in top.children(recursive=True))]
+
+    def core(self, index: int = 0) -> psutil.Process:
+        """The process that computes: below the supervisor and the server."""
+        [server] = psutil.Process(self.processes[index].pid).children()
+        return server.children()[-1]
+
+    def ended(self, index: int = 0, seconds: float = 30) -> tuple[int, str]:
+        """(exit status, recorded message)"""
+        status = self.processes[index].wait(seconds)
+        return status, (self.rundir.failure() or {"message": ""})["message"]
+
+    def stop(self) -> list[int]:
+        """End all with SIGTERM; exit statuses of those that were still running."""
+        running = [p for p in self.processes if p.poll() is None]
+        for process in running:
+            process.terminate()
+        return [process.wait(30) for process in running]
+
+
+def gone(pids: Iterable[int], seconds: float = 10) -> bool:
+    """Whether none of the processes is left within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def generate(address: Address, prompt: Sequence[int], count: int, **sampling: Any) -> dict[str, Any]:
+    """One response: token_ids, logprobs (floats), weight_versions, finish_reason."""
+    params = {"max_tokens": count, "temperature": 1.0, "logprobs": 0, "ignore_eos": True} | sampling
+    answer = ask(address, "POST", "/inference/v1/generate", 120, {"token_ids": list(prompt), "sampling_params": params})
+    choice = answer["choices"][0]
+    return choice | {"logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]]}
+
+
+class Reference:
+    """The policy as transformers computes it, to be changed and compared with."""
+
+    def __init__(self, model: Path) -> None:
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def pairs(self) -> Pairs:
+        """What a trainer would export: every parameter once, tied ones under one name."""
+        return [(name, parameter.detach().clone()) for name, parameter in self.model.named_parameters()]
+
+    @torch.no_grad()
+    def step(self, seed: int) -> Pairs:
+        """Change all weights, far more than an optimizer step would; the tensors after it."""
+        chance = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            noise = torch.randn(parameter.shape, generator=chance)
+            parameter.add_(noise * (0.3 * float(parameter.std()) if parameter.dim() > 1 else 0.1))
+        return self.pairs()
+
+    def back_to(self, pairs: Pairs) -> None:
+        self.model.load_state_dict(dict(pairs), strict=False)
+        self.model.tie_weights()
+
+    @torch.no_grad()
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0].float() / temperature
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        return rows[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+
+    def distance(self, prompt: Sequence[int], answer: dict[str, Any], temperature: float = 1.0) -> float:
+        """Largest difference of log-probs between an engine's answer and this model."""
+        ours = self.logprobs(prompt, answer["token_ids"], temperature)
+        return max(abs(a - b) for a, b in zip(answer["logprobs"], ours, strict=True))

@@ -1,0 +1,109 @@
+"""A server that speaks /inference/v1/generate and misbehaves on request: what a real vLLM cannot be made to do.
+
+The tokens it answers depend on prompt and seed alone, as an engine's do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+#: an answer that closes the connection instead
+CUT = object()
+#: what to answer to request number `count` (from 0) with `body`; None: a good answer
+Script = Callable[["FakeEngine", int, dict[str, Any]], Any]
+
+
+def good(body: dict[str, Any], version: str | None = None) -> dict[str, Any]:
+    """What vLLM would answer, as far as the rollout process reads it; printable characters of the tiny tokenizer."""
+    params = body["sampling_params"]
+    chance = random.Random(f"{body['token_ids']}/{params.get('seed')}")
+    count = chance.randint(1, params["max_tokens"])
+    ids = [chance.randrange(6, 100) for _ in range(count)]
+    content = [{"token_id": i, "logprob": -chance.random(), "rank": 1, "top_logprobs": []} for i in ids]
+    return {
+        "request_id": "x",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "length" if count == params["max_tokens"] else "stop",
+                "token_ids": ids,
+                "logprobs": {"content": content} if params.get("logprobs") == 0 else None,
+                "weight_versions": [{"version": version, "start": 0, "end": count}] if version else None,
+            }
+        ],
+    }
+
+
+class FakeEngine:
+    """One server on 127.0.0.1, in a thread of its own."""
+
+    def __init__(self, script: Script | None = None, key: str | None = None) -> None:
+        self.script, self.key, self.healthy = script, key, True
+        self.bodies: list[dict[str, Any]] = []
+        self.in_flight = self.most_in_flight = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._runner = self._do(self._start())
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+
+    def _do(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=2**24)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.port = runner.addresses[0][1]
+        return runner
+
+    def die(self) -> None:
+        """Cut all connections and listen no more; once."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            self._do(runner.cleanup())
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "the key"}, status=401)
+        body = await request.json()
+        count = len(self.bodies)
+        self.bodies.append(body)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            answer = self.script(self, count, body) if self.script else None
+            if asyncio.iscoroutine(answer):
+                answer = await answer
+            if answer is CUT:
+                request.transport.abort()
+            if isinstance(answer, web.StreamResponse):
+                return answer
+            return web.json_response(good(body) if answer is None or answer is CUT else answer)
+        finally:
+            self.in_flight -= 1
+
+
+async def hang(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
+    """Never answer."""
+    await asyncio.sleep(3600)

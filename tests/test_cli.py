@@ -1,0 +1,208 @@
+"""The command: light, clear about errors, and faithful in what it hands on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hpcrl import __version__
+from hpcrl.cli import main
+from hpcrl.errors import DataError, Stopped
+
+RECIPE = """
+name = "small"
+hf_checkpoint = "m"
+prompt_data = "p.jsonl"
+label_key = "label"
+actor_num_gpus_per_node = 1
+rollout_num_gpus = 1
+[vllm]
+max_num_seqs = 8
+[[stage]]
+name = "sft"
+loss_type = "sft_loss"
+num_rollout = 2
+[[stage]]
+name = "grpo"
+load = "{run}/sft/checkpoints"
+num_rollout = 3
+rm_type = "exact"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "small.toml"
+    file.write_text(RECIPE)
+    return file
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for hpcrl.cluster.local: records the calls and returns 7, or raises what is in `runner.error`."""
+    calls: list[tuple[Any, ...]] = []
+    module = ModuleType("hpcrl.cluster.local")
+
+    def run_recipe(*args: Any) -> int:
+        calls.append(args)
+        if error := getattr(module, "error", None):
+            raise error
+        return 7
+
+    module.run_recipe = run_recipe  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hpcrl.cluster.local", module)
+    return calls
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What went to stderr, which must be one line."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+# ---- light
+
+
+@pytest.mark.parametrize(
+    ("argv", "spared"),
+    [
+        (["--help"], ("torch", "vllm", "megatron", "transformers", "numpy", "pydantic", "zmq", "aiohttp")),
+        (["run", "--help"], ("torch", "vllm", "megatron", "transformers", "numpy", "zmq", "aiohttp")),
+        (
+            ["run", "RECIPE", "--dry-run", "--recompute-granularity", "full"],
+            ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
+        ),
+        (["run", "RECIPE", "--dry-run", "--num-rolout", "3"], ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp")),
+    ],
+    ids=["help", "run help", "dry run", "unknown flag"],
+)
+def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
+    code = f"import sys; from hpcrl.cli import main; main(sys.argv[1:]); print('imported', [m for m in {spared!r} if m in sys.modules])"
+    words = [str(recipe) if word == "RECIPE" else word for word in argv]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "imported []", done.stdout + done.stderr
+
+
+def test_it_is_a_module_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "hpcrl", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"hpcrl {__version__}\n")
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m hpcrl options | true; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
+def test_help_teaches_by_example(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "hpcrl run examples/quickstart.toml" in out and "--resume RUN_DIR" in out and "Exit status" in out
+
+
+# ---- running
+
+
+def test_run_hands_over_the_recipe_and_what_the_flags_set(recipe: Path, runner: list[tuple[Any, ...]]) -> None:
+    argv = ["run", str(recipe), "--num-rollout", "5", "--no-bf16", "--optimizer", "sgd", "--vllm-max-num-seqs", "4"]
+    assert main(argv) == 7
+    [(given, overrides, resume)] = runner
+    assert (given.name, given.path, [s.name for s in given.stages], resume) == ("small", recipe, ["sft", "grpo"], None)
+    assert overrides == {"num_rollout": 5, "bf16": False, "megatron": {"optimizer": "sgd"}, "vllm": {"max_num_seqs": 4}}
+
+
+def test_a_name_on_the_command_line_names_the_recipe(recipe: Path, runner: list[tuple[Any, ...]]) -> None:
+    assert main(["run", str(recipe), "--name", "other"]) == 7
+    assert runner[0][0].name == "other"
+
+
+def test_resume_takes_the_directory_alone(runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--resume", "runs/x"]) == 7
+    assert runner == [(None, {}, Path("runs/x"))]
+    for more in (["--num-rollout", "3"], ["r.toml"], ["--dry-run"]):
+        assert main(["run", "--resume", "runs/x", *more]) == 2
+        assert f"{more[0]} has no effect with --resume" in said(capsys)
+
+
+def test_dry_run_shows_every_stage_and_starts_nothing(
+    recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(recipe), "--dry-run", "--lr", "0.5"]) == 0
+    out = capsys.readouterr().out
+    first, second = out.split("# stage ")[1:]
+    assert first.startswith("sft of small") and second.startswith("grpo of small")
+    assert "engine" not in first and "engine   0      127.0.0.1  1" in second
+    assert 'load = "{run}/sft/checkpoints"' in second and "vllm.max_num_seqs = 8" in second and "lr = 0.5" in second
+    assert "seed" not in out and runner == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "message"),
+    [
+        (["rum"], 2, "rum is no command; there are run, options"),
+        (["run"], 2, "no recipe given"),
+        (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
+        (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
+        (["run", "RECIPE", "--num-rolout", "3"], 2, "did you mean --num-rollout?"),
+        (["run", "RECIPE", "--tensor-model-parallel-size", "2"], 2, "stage sft: 1 trainer ranks"),
+        (["run", "RECIPE", "--dry-rum"], 2, "did you mean --dry-run?"),
+        (["run", "RECIPE", "--run-dir", "{x}"], 2, "--run-dir {x}: only {name} and {time}"),
+        (["run", "--resume"], 2, "--resume: expected text, got nothing"),
+        (["options", "--wrte", "x"], 2, "unrecognized arguments: --wrte x; see hpcrl options --help"),
+        (["options", "--write", "/nowhere/x"], 2, "cannot write /nowhere/x: No such file"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    argv: list[str], status: int, message: str, recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe) if word == "RECIPE" else word for word in argv]) == status
+    line = said(capsys)
+    assert line.startswith("hpcrl: error: ") and message in line and runner == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (DataError("p.jsonl:3: no key label", "give --label-key"), 1, "hpcrl: error: p.jsonl:3: no key label; give --label-key"),
+        (Stopped("saved and stopped"), 143, "hpcrl: error: saved and stopped"),
+        (KeyboardInterrupt(), 130, "hpcrl: interrupted"),
+    ],
+)
+def test_errors_of_a_run_keep_their_exit_status(
+    error: BaseException, status: int, line: str, recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sys.modules["hpcrl.cluster.local"].error = error  # type: ignore[attr-defined]
+    assert main(["run", str(recipe)]) == status
+    assert said(capsys) == line
+
+
+# ---- options
+
+
+def test_what_passes_through_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["options", "--megatron"]) == 0
+    out = capsys.readouterr().out
+    assert "--recompute-granularity {full,selective}" in out and "--no-rope-fusion" in out and "OptimizerConfig:" in out
+    assert "--num-moe-experts " not in out and "--lr " not in out and "--finalize-model-grads-func" not in out
+    assert main(["options", "--vllm"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "--vllm-max-num-seqs INT" in out
+        and "--vllm-enforce-eager, --vllm-no-enforce-eager" in out
+        and "--vllm-api-key" not in out
+    )

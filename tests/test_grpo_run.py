@@ -1,0 +1,105 @@
+"""Whole GRPO runs: Megatron ranks, vLLM, queue, weight updates; the same numbers on both sides; resume; dead engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
+
+pytestmark = pytest.mark.vllm
+
+
+def start(path: Path, task: Path, **values: object) -> Run:
+    path.mkdir(exist_ok=True)
+    root = path / "run"
+    held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 2, "eval_label_key": "label"}
+    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
+    """A run on two data-parallel ranks that nobody disturbed."""
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert out.splitlines()[-1].startswith("held-out accuracy: ") and str(run.root) in out.splitlines()[-1]
+    assert all_gone(run.root, [])
+    return run.root
+
+
+def test_trainer_and_engine_have_the_same_numbers_after_every_update(uncut: Path) -> None:
+    steps = metrics(uncut)
+    assert list(steps) == list(range(5))
+    for row in steps.values():
+        assert row["train/train_rollout_logprob_abs_diff"] <= 1e-5
+        assert row["staleness/max"] == 0
+        assert row["train/grad_norm"] > 0
+
+
+def test_the_weights_really_change_the_samples(uncut: Path) -> None:
+    lines = [json.loads(line) for name, data in samples(uncut).items() if name[0].isdigit() for line in data.splitlines()]
+    assert len(lines) == 5 * 32
+    rewards = [row["rollout/reward"] for row in metrics(uncut).values()]
+    assert len(set(rewards)) > 1
+
+
+def test_the_run_directory_holds_what_it_promises(uncut: Path) -> None:
+    assert stat.S_IMODE(uncut.stat().st_mode) == 0o700
+    for name in ("options.json", "metrics.jsonl", "curves.png", "logs/latest/trainer-0.log", "logs/latest/engine-0.log", "logs/latest/rollout-0.log"):
+        assert (uncut / name).stat().st_size > 0, name
+    assert list((uncut / "tensorboard").iterdir())
+    evaluations = [row for row in rows(uncut) if "eval/heldout/accuracy" in row]
+    assert [row["rollout_id"] for row in evaluations] == [-1, 1, 3, 4]
+
+
+def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> None:
+    key = (uncut / "keys" / "http.key").read_text().strip()
+    for log in uncut.glob("logs/*/*.log"):
+        assert key not in log.read_text()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path, how: signal.Signals) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: run.steps() >= 3)
+    pids = run.pids()
+    os.kill(run.process.pid, how)
+    status, out = run.end()
+    assert status == (143 if how == signal.SIGTERM else -9), out
+    assert all_gone(run.root, pids), processes(run.root)
+    again = Run("--resume", run.root, root=run.root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+    assert metrics(run.root) == metrics(uncut)
+    assert samples(run.root) == samples(uncut)
+
+
+def test_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    pids = run.pids()
+    os.kill(role_pid(run.root, "hpcrl.engine.serve"), signal.SIGKILL)
+    status, out = run.end(60)
+    assert status not in (0, 143) and "hpcrl: error: engine-0" in out, out
+    assert all_gone(run.root, pids)
+
+
+def test_an_engine_that_never_comes_up_is_named(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, engine_start_timeout=3)
+    status, out = run.end(60)
+    assert status not in (0, 143)
+    assert "engine-0" in out and "3 s" in out, out
+    assert all_gone(run.root, [])
+
+
+def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, max_logprob_diff=1e-12)
+    status, out = run.end()
+    assert status not in (0, 143)
+    assert "--max-logprob-diff" in out and "1e-12" in out, out

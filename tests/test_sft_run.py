@@ -1,0 +1,154 @@
+"""Real runs without an engine: resume after every kind of end, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs import SFT, Run, all_gone, metrics, processes, recipe, role_pid, samples
+
+pytestmark = pytest.mark.process
+
+
+def start(path: Path, task: Path, **values: object) -> Run:
+    path.mkdir(exist_ok=True)
+    root = path / "run"
+    return Run(recipe(path, task, **(SFT | {"run_dir": str(root)} | values)), root=root)
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
+    """A run on two data-parallel ranks that nobody disturbed."""
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert list(metrics(run.root)) == list(range(6))
+    losses = [row["train/loss"] for row in metrics(run.root).values()]
+    assert losses[-1] < losses[0], "six steps of fine-tuning lower the loss"
+    return run.root
+
+
+def same_as(uncut: Path, root: Path) -> None:
+    assert metrics(root) == metrics(uncut)
+    assert samples(root) == samples(uncut)
+
+
+def resume(root: Path) -> None:
+    again = Run("--resume", root, root=root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+
+
+def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
+    names = sorted(p.name for p in (uncut / "checkpoints").iterdir())
+    assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert (uncut / "checkpoints" / names[-1]).read_text() == "6"
+    inside = {p.name for p in (uncut / "checkpoints" / "iter_0000006").iterdir()}
+    assert {"common.pt", "metadata.json", ".metadata", "hpcrl.json"} <= inside
+
+
+def test_stopped_by_sigterm_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: run.steps() >= 1)
+    run.process.send_signal(signal.SIGTERM)
+    status, out = run.end()
+    assert status == 143 and "--resume" in out, out
+    assert 1 <= run.steps() < 6
+    resume(run.root)
+    same_as(uncut, run.root)
+
+
+def test_killed_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: run.steps() >= 3)
+    pids = run.pids()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert all_gone(run.root, pids), processes(run.root)
+    resume(run.root)
+    same_as(uncut, run.root)
+
+
+def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: (run.root / "checkpoints" / ".partial-iter_0000004").exists())
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert all_gone(run.root, [])
+    assert (run.root / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    resume(run.root)
+    same_as(uncut, run.root)
+
+
+def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
+    before = metrics(uncut)
+    resume(uncut)
+    assert metrics(uncut) == before
+
+
+def test_a_dead_trainer_rank_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    pids = run.pids()
+    os.kill(role_pid(run.root, "hpcrl.trainer.main"), signal.SIGKILL)
+    status, out = run.end(60)
+    assert status not in (0, 143) and "hpcrl: error: trainer-" in out and "SIGKILL" in out, out
+    assert out.count("error") == 1, out
+    assert all_gone(run.root, pids)
+
+
+def test_a_dead_rollout_process_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    pids = run.pids()
+    os.kill(role_pid(run.root, "hpcrl.rollout.main"), signal.SIGKILL)
+    status, out = run.end(60)
+    assert status not in (0, 143) and "rollout-0 was killed by SIGKILL" in out, out
+    assert all_gone(run.root, pids)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json", ["train.jsonl", "3"]),
+        ('{"prompt": "2+2="}', ["train.jsonl", "3", "label"]),
+        ('{"label": "4"}', ["train.jsonl", "3", "prompt"]),
+        ('{"prompt": "' + "1" * 3000 + '", "label": "4"}', ["train.jsonl", "3", "long"]),
+    ],
+)
+def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path, line: str, words: list[str]) -> None:
+    good = (task / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join([*good[:2], line, *good[3:]]) + "\n")
+    run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"))
+    status, out = run.end(60)
+    assert status not in (0, 143)
+    error = next(text for text in out.splitlines() if text.startswith("hpcrl: error: "))
+    assert all(word in error for word in words), error
+    assert all_gone(run.root, [])
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: Path, uncut: Path) -> None:
+    import subprocess
+
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here (needs root)")
+    try:
+        run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"))
+        run.until(lambda: (small / "checkpoints" / "iter_0000002").exists())
+        free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        (small / "filler").write_bytes(b"x" * max(0, free - 100_000))
+        status, out = run.end(60)
+        assert status not in (0, 143), out
+        assert "was not saved" in out and "No space left" in out, out
+        assert (small / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
+        (small / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
+        resume(run.root)
+        same_as(uncut, run.root)
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)

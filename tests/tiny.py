@@ -1,0 +1,84 @@
+"""A Hugging Face model that fits in a test: character-level tokenizer and a random Qwen3 of some 0.1 M parameters.
+
+    make_model(directory, tied=True) -> directory
+
+Nothing is downloaded.  The matrices are drawn three times wider than usual, so that next-token distributions are far
+from uniform and a wrong weight shows in the log-probs.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unk|>")
+
+
+def make_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
+    """One printable character, one token; the rest of the vocabulary is filled up with unused tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [c for c in string.printable if c not in "\r\x0b\x0c"]
+    names = [*SPECIAL, *characters]
+    names += [f"<|extra_{i}|>" for i in range(len(names), vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+    fast.chat_template = CHAT
+    return fast
+
+
+def make_model(directory: str | Path, tied: bool = True, seed: int = 0, vocab_size: int = 128, **config: Any) -> Path:
+    """Save tokenizer, config and fp32 weights of a tiny random Qwen3 in `directory`; returns it.
+
+    config: fields of Qwen3Config that replace the defaults below.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory = Path(directory)
+    tokenizer = make_tokenizer(vocab_size)
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**(fields | config))).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3.0)
+                elif "norm" in name:  # not all ones: a mixed-up norm would not show
+                    parameter.uniform_(0.8, 1.2)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
