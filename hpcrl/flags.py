@@ -152,10 +152,11 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
         raise UsageError(f"{file} is not TOML: {error}") from error
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}
     values = gather(top, file.name, _STRUCTURE)
-    name = values.pop("name", file.stem)
+    source = Path(origin or file).resolve()
+    name = values.pop("name", source.stem)
     prepare = tuple(_prepare(document.get("prepare", []), file.name))
     stages = tuple(_stages(document.get("stage", []), file.name))
-    return Recipe(name, Path(origin or file).resolve(), values, prepare, stages or (Stage("", {}),))
+    return Recipe(name, source, values, prepare, stages or (Stage("", {}),))
 
 
 def _prepare(value: Any, where: str) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ Megatron's, so no setting can be reached in two places.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -130,10 +131,8 @@ def settle(target: Target, value: Any, shown: str) -> Any:
 
 
 def spell(value: Any) -> str:
-    """A value as a person writes it in a recipe."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if not isinstance(value, str) else f'"{value}"'
+    """A value as a person writes it in a recipe (an object as JSON)."""
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def gather(values: Mapping[str, Any], where: str, extra: Iterable[str] = ()) -> dict[str, Any]:

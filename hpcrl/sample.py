@@ -75,13 +75,11 @@ class SampleBatch:
     @classmethod
     def of(cls, samples: list[Sample]) -> SampleBatch:
         """Columns of `samples`, in their order."""
-        rows = np.zeros(len(samples), ROW)
-        for row, s in zip(rows, samples, strict=True):
-            row["group"], row["index"], row["length"] = s.group, s.index, len(s.tokens)
-            row["response_length"], row["status"] = s.response_length, STATUSES.index(s.status)
-            row["reward"], row["advantage"] = s.reward, s.advantage
+        rows = [
+            (s.group, s.index, len(s.tokens), s.response_length, STATUSES.index(s.status), s.reward, s.advantage) for s in samples
+        ]
         return cls(
-            rows,
+            np.array(rows, ROW),
             _join([s.tokens for s in samples], np.int32),
             _join([s.loss_mask for s in samples], np.uint8),
             _join([s.logprobs for s in samples], np.float32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.options import Options
@@ -59,7 +61,8 @@ def test_a_prompt_is_rendered_and_keeps_what_stood_there(read: Callable[..., Pro
     assert first.tokens.dtype == np.int32
     assert (first.line, second.line) == (1, 3)
     assert (second.raw, second.label, second.metadata) == ("1+1=", 2, {"source": "made up"})
-    assert len(file.sha256) == 64 and file.size == len(f"{GOOD}\n\n{json.dumps(row)}\n")
+    content = f"{GOOD}\n\n{json.dumps(row)}\n".encode()
+    assert (file.sha256, file.size) == (hashlib.sha256(content).hexdigest(), len(content))
 
 
 def test_without_a_template_the_text_is_the_prompt(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
@@ -237,6 +240,15 @@ def test_every_end_of_sequence_counts_and_is_left_out_of_the_text(model: Path, t
     assert tokenizer.decode(np.asarray([two, two], np.int32), frozenset({two})) == "2"
 
 
+def test_a_tokenizer_adds_nothing_of_its_own(model: Path, tmp_path: Path) -> None:
+    hf = make_tokenizer()
+    hf.backend_tokenizer.post_processor = TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", 2)])
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    tokenizer = Tokenizer(tmp_path)
+    assert 2 not in tokenizer.encode(["1+1="])[0]
+
+
 def test_reading_data_imports_no_torch(model: Path) -> None:
     code = (
         f"import sys; from hpcrl.rollout.tokenizer import Tokenizer; Tokenizer({str(model)!r}); sys.exit('torch' in sys.modules)"
@@ -264,6 +276,13 @@ def test_a_source_goes_on_where_it_stood(count: int, takes: list[int], cut: int,
     found += [g for n in takes[cut:] for g in second.take(n)]
     assert [(g.number, g.prompt.raw) for g in found] == [(g.number, g.prompt.raw) for g in expected]
     assert [g.number for g in found] == list(range(sum(takes)))
+
+
+def test_a_restored_source_is_in_its_epoch() -> None:
+    first, second = PromptSource(prompts(50), 42, True), PromptSource(prompts(50), 42, True)
+    first.take(60)
+    second.restore(first.state())
+    assert second.take(30) == first.take(30)
 
 
 def test_every_epoch_has_every_prompt_once_in_its_own_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -416,14 +417,16 @@ def test_an_engine_core_that_dies_during_an_update_ends_the_run(pair: Side) -> N
 
 def test_a_supervisor_that_is_killed_takes_everything_along(pair: Side) -> None:
     pids = pair.engines.pids(0)
+    scratch = variables(pids[1])["TMPDIR"]
     assert len(pids) >= 3
     pair.engines.processes[0].kill()
     assert gone(pids)
+    shutil.rmtree(scratch)  # an empty directory of sockets is all that a killed supervisor leaves
 
 
 def test_sigterm_ends_an_engine_and_leaves_nothing(shm: Side) -> None:
     pids = shm.engines.pids()
-    names = dict(entry.split("=", 1) for entry in Path(f"/proc/{pids[1]}/environ").read_text().split("\0") if "=" in entry)
+    names = variables(pids[1])
     shared = shared_files(pids)
     assert shm.engines.stop() == [0]
     assert gone(pids, 5)
@@ -431,6 +434,11 @@ def test_sigterm_ends_an_engine_and_leaves_nothing(shm: Side) -> None:
     assert not [path for path in shared if Path(path).exists()]
     assert shm.engines.key not in " ".join(names.values())
     assert shm.engines.rundir.failure() is None
+
+
+def variables(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry)
 
 
 def shared_files(pids: list[int]) -> set[str]:
@@ -470,8 +478,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> No
 
 def test_an_engine_cannot_bind_a_host_that_is_not_its_own(tmp_path: Path, model: Path) -> None:
     engines = Engines(tmp_path / "run", model, engine_start_timeout=60)
-    engines.processes[0].kill()
-    engines.processes[0].wait()
+    engines.stop()
     place = Place("192.0.2.1", (1,))
     engines.write(Plan("test", 0, (Place("192.0.2.1", (0,)),), (place,), place))
     engines.processes = [engines._start(0)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.engine.epitaph import reason
+from hpcrl.engine.epitaph import Log, reason
 from hpcrl.engine.serve import command_line
 from hpcrl.engine.settings import Build, backend, cpu_threads, environment, flags, kv_cache_bytes, model_config, visible_devices
 from hpcrl.errors import DataError, UsageError
@@ -224,9 +226,22 @@ CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
             ["ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down client."],
             "Engine core proc EngineCore died unexpectedly, shutting down client.",
         ),
-        (["INFO: all is well"], ""),
+        (
+            ["INFO: all is well", "WARNING: Exception caught. Request id: None", f"{CORE}ParallelLMHead: Failed to load weights"],
+            "",
+        ),
         ([], ""),
     ],
 )
 def test_the_line_that_says_why(lines: list[str], found: str) -> None:
     assert reason(lines) == found
+
+
+def test_a_reason_is_recent(capfd: pytest.CaptureFixture[str]) -> None:
+    log = Log(io.BytesIO(b"ValueError: an update was refused\n"))
+    log.finish(5)
+    assert log.explain() == "ValueError: an update was refused"
+    assert log.last_line() == "ValueError: an update was refused"
+    log.healthy = time.monotonic() + 60
+    assert "does not say why" in log.explain()
+    assert capfd.readouterr().err == "ValueError: an update was refused\n"

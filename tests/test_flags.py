@@ -311,6 +311,7 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     [
         ({"num_rollout": -3}, {}, "^--num-rollout -3: expected a whole number >= 0"),
         ({}, {"adam_beta1": 1.0}, "^r.toml: adam_beta1 = 1.0: expected a number >= 0 and < 1"),
+        ({}, {"num_rollout": "3"}, '^r.toml: num_rollout = "3": expected a whole number'),
         ({}, {"train_env_vars": {"A": 1}}, "train_env_vars = .*valid string"),
         ({}, {"run_dir": "runs/{nam}"}, "only {name} and {time} may stand in braces"),
     ],
@@ -357,8 +358,8 @@ def test_prepare_commands_see_the_run_the_recipe_and_the_options(tmp_path: Path)
 
 def test_a_copy_of_a_recipe_remembers_where_it_came_from(tmp_path: Path) -> None:
     origin = Path("/elsewhere/quick.toml")
-    read = load_recipe(write(tmp_path, {"hf_checkpoint": "{recipe}/m", "name": "quick"}), origin=origin)
-    assert read.path == origin and read.places({})["recipe"] == "/elsewhere"
+    read = load_recipe(write(tmp_path, {"hf_checkpoint": "{recipe}/m"}), origin=origin)
+    assert (read.path, read.name) == (origin, "quick") and read.places({})["recipe"] == "/elsewhere"
 
 
 def test_stages_come_in_order_with_tables_of_their_own(tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def test_a_stop_between_rollouts_and_during_an_evaluation(tmp_path: Path, model:
         attempt.step(0)
         attempt.rundir.request_stop()
         assert attempt.call("evaluate", rollout_id=0, version=1) == {}
+        assert attempt.call("evaluate", rollout_id=0, version=1) == {}, "now that it knows, it does not even begin"
         attempt.call("generate", rollout_id=1, version=1)
         assert attempt.fetch(1) == [None, None]
         attempt.call("finish", rollout_id=1)
@@ -369,6 +370,26 @@ def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
             expected = [by_group[int(g)] for g in share.batch.rows["group"]]
             assert texts == [f"<|user|>{row['prompt']}<|end|><|assistant|>{row['label']}<|end|>" for row in expected]
             assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(len(row["label"]) + 1 for row in expected)
+
+
+def test_fine_tuning_may_be_evaluated(tmp_path: Path, model: Path) -> None:
+    with Attempt(tmp_path / "run", model, None, loss_type="sft_loss") as attempt:
+        attempt.begin()
+        attempt.step(0)
+        assert attempt.engines[0].bodies == []
+        assert attempt.call("evaluate", rollout_id=0, version=1)["held"]["n"] == 5
+        attempt.call("finish", rollout_id=1)
+        assert attempt.end() == 0
+
+
+def test_an_evaluation_of_old_weights_is_an_error(tmp_path: Path, model: Path) -> None:
+    with Attempt(tmp_path / "run", model, old_weights) as attempt:
+        attempt.begin()
+        with pytest.raises(HpcrlError, match="under policy versions 3 to 3, the trainer is at 4"):
+            attempt.call("evaluate", rollout_id=3, version=4)
+        assert "policy versions 3 to 3" in attempt.error(), "recorded before the trainer hears of it"
+        assert attempt.end() == 1
+        assert "policy versions 3 to 3" in attempt.error()
 
 
 def test_sigterm_ends_it_quickly_and_is_no_failure(tmp_path: Path, model: Path) -> None:

@@ -109,6 +109,8 @@ def test_metrics() -> None:
         }
     )
     assert all(type(value) is float for value in found.values())
+    labels = batch_metrics(rollout, version=7, seconds=2.0, sampled=False)
+    assert set(labels) == {f"rollout/response_len/{name}" for name in ("mean", "max", "min")} | {"perf/rollout_time"}
     same = Rollout(0, 5, groups(2), 2)
     for g in range(2):
         for i in range(2):

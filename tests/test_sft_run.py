@@ -144,7 +144,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: 
         (small / "filler").write_bytes(b"x" * max(0, free - 100_000))
         status, out = run.end(60)
         assert status not in (0, 143), out
-        assert "was not saved" in out and "No space left" in out, out
+        assert "iter_0000004 was not saved" in out and "0.0 MB are free" in out, out
         assert (small / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
         (small / "filler").unlink()
         subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)

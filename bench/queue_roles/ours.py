@@ -70,7 +70,6 @@ def consume(control: Control, passes: Passes, scratch: Path, encrypted: bool = T
         return read(share.batch.tokens, share.batch.loss_mask)
 
     seconds = timed(control, passes, receive)
-    control.tell("end")
     client.close()
     return seconds
 

@@ -68,7 +68,7 @@ def _ray(passes: Passes, scratch: Path, make: Callable[[Any, Any], Callable[[int
         ray.shutdown()
 
 
-def ray_put(passes: Passes, scratch: Path) -> list[float]:
+def ray_put(control: Control, passes: Passes, scratch: Path) -> list[float]:
     """slime's way: `ray.put` of one object a batch, its reference in a box, `ray.get` in the trainer's actor."""
     work, expected = _work()
 
@@ -83,7 +83,7 @@ def ray_put(passes: Passes, scratch: Path) -> list[float]:
     return _ray(passes, scratch, make)
 
 
-def ray_queue(passes: Passes, scratch: Path) -> list[float]:
+def ray_queue(control: Control, passes: Passes, scratch: Path) -> list[float]:
     """`ray.util.queue.Queue`, a group of 8 an entry."""
     work, expected = _work()
 
@@ -175,7 +175,12 @@ def _add(client: Any, batch: list[Any]) -> None:
     for at in range(0, len(batch), MANY):
         pipe = client.pipeline(transaction=False)
         for s in batch[at : at + MANY]:
-            fields = {"reward": s.reward, "ids": s.tokens.data.cast("B"), "mask": s.loss_mask.data, "lp": s.logprobs.data.cast("B")}
+            fields = {
+                "reward": s.reward,
+                "ids": s.tokens.data.cast("B"),
+                "mask": s.loss_mask.data,
+                "lp": s.logprobs.data.cast("B"),
+            }
             pipe.xadd("rollout", fields)
         pipe.execute()
 
@@ -200,5 +205,4 @@ def redis_consume(control: Control, passes: Passes, scratch: Path) -> list[float
         return total
 
     seconds = timed(control, passes, receive)
-    control.tell("end")
     return seconds

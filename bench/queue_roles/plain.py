@@ -49,7 +49,6 @@ def zmq_consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
         return total
 
     seconds = timed(control, passes, receive)
-    control.tell("end")
     pull.close()
     context.term()
     return seconds
@@ -108,7 +107,6 @@ def tcp_consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
         return total
 
     seconds = timed(control, passes, receive)
-    control.tell("end")
     connection.close()
     return seconds
 
@@ -116,7 +114,7 @@ def tcp_consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
 # ---- memory
 
 
-def memory(passes: Passes) -> list[float]:
+def memory(control: Control, passes: Passes, scratch: Path) -> list[float]:
     """Copy the same arrays within one process, group by group, and read the copy."""
     work = batches()
 
@@ -128,4 +126,4 @@ def memory(passes: Passes) -> list[float]:
             total += read(ids, mask)
         return total
 
-    return timed(None, passes, receive)
+    return timed(control, passes, receive)

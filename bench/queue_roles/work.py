@@ -18,6 +18,7 @@ import numpy as np
 from hpcrl.sample import COMPLETED, Sample
 
 SAMPLES, GROUP, PROMPT, DIFFERENT = 256, 8, 256, 4
+GO, END = "go", "end"
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,32 @@ class Passes:
 
 
 class Control:
-    """The line between the two processes of a pair: JSON, one value a line."""
+    """The line between the two processes of a pair: JSON, one value a line.
 
-    def __init__(self, file: IO[str]) -> None:
+    cpu: this process's CPU seconds at each line, said or heard, that begins or ends a pass.
+    """
+
+    def __init__(self, file: IO[str] | None) -> None:
         self._file = file
+        self.cpu: list[float] = []
 
     def tell(self, value: Any) -> None:
-        self._file.write(json.dumps(value) + "\n")
-        self._file.flush()
+        if self._file:
+            self._file.write(json.dumps(value) + "\n")
+            self._file.flush()
+        self._mark(value)
+
+    def _mark(self, value: Any) -> None:
+        if value in (GO, END):
+            self.cpu.append(time.process_time())
 
     def hear(self) -> Any:
         line = self._file.readline()
         if not line:
             raise EOFError("the other process is gone")
-        return json.loads(line)
+        value = json.loads(line)
+        self._mark(value)
+        return value
 
 
 def batches() -> list[list[Sample]]:
@@ -101,14 +114,13 @@ def bytes_of(batch: list[Sample]) -> int:
     return sum(s.tokens.nbytes + s.loss_mask.nbytes + s.logprobs.nbytes for s in batch)
 
 
-def timed(control: Control | None, passes: Passes, receive: Callable[[int], int]) -> list[float]:
+def timed(control: Control, passes: Passes, receive: Callable[[int], int]) -> list[float]:
     """Seconds of each timed pass.  receive(number of the batch) -> what `read` found; it is compared with what was sent."""
     expected = [sum(read(s.tokens, s.loss_mask) for s in batch) for batch in batches()]
     seconds, number = [], 0
     for count in range(passes.warm + passes.timed):
         begun = time.perf_counter()
-        if control:
-            control.tell("go")
+        control.tell(GO)
         for _ in range(passes.batches):
             found = receive(number)
             if found != expected[number % DIFFERENT]:
@@ -116,4 +128,5 @@ def timed(control: Control | None, passes: Passes, receive: Callable[[int], int]
             number += 1
         if count >= passes.warm:
             seconds.append(time.perf_counter() - begun)
+    control.tell(END)
     return seconds

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.options import Options
 from hpcrl.plan import Plan
-from hpcrl.process import end_descendants
+from hpcrl.process import end, end_descendants
 from hpcrl.rundir import RunDir
 
 GRACE = 4.0  #: seconds between SIGTERM and SIGKILL
@@ -106,8 +107,14 @@ def run_attempt(options: Options, plan: Plan, rundir: RunDir, stop: Stop, poll: 
             roles.append(start(name, index, command, rundir))
         watch(roles, options, rundir, stop, poll)
     finally:
-        end_descendants(GRACE)
+        end(living(roles), GRACE)  # each role first ends what it started itself, in its own order
+        end_descendants(0.5)
     return summary_of(rundir)
+
+
+def living(roles: list[Role]) -> list[psutil.Process]:
+    """The roles that still live."""
+    return [psutil.Process(r.process.pid) for r in roles if r.status is None and psutil.pid_exists(r.process.pid)]
 
 
 def watch(roles: list[Role], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import re
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import IO
 import psutil
 
 KEPT = 1000  #: lines that are kept to look for a reason
+RECENT = 5.0  #: seconds before the last good health check in which a reason may already have been written
 
 #: what vLLM puts before a message: "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
 _PREFIX = re.compile(r"^(\([^)]*\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
@@ -35,42 +37,48 @@ _CAUSES = (
         re.IGNORECASE,
     ),
 )
-_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt)\b.*: \S")
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): \S")
 #: lines that only say that something else went wrong
 _EMPTY = re.compile(
     r"Engine core initialization failed|EngineDeadError|See root cause|Call to \w+ method failed|CancelledError|KeyboardInterrupt|resource_tracker"
 )
-_DEATH = re.compile(r"died unexpectedly|EngineCore.*(died|failed)|Failed core proc", re.IGNORECASE)
+_DEATH = re.compile(r"died unexpectedly|Failed core proc")
 
 #: files in /dev/shm that vLLM, torch and multiprocessing make for their own workers
 _OURS = re.compile(r"^(vllm|sem\.|psm_|torch_|nccl-|cuda\.shm)")
 
 
 class Log:
-    """Passes a server's output on and remembers the last lines."""
+    """Passes a server's output on and remembers the last lines, and when they came."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self.lines: deque[str] = deque(maxlen=KEPT)
+        self.lines: deque[tuple[float, str]] = deque(maxlen=KEPT)
+        self.healthy = 0.0
         self.thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
         self.thread.start()
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
-            self.lines.append(line.decode(errors="replace").rstrip())
+            self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
+
+    def note_health(self) -> None:
+        """The server is well: what it said some time before is no reason for its death."""
+        self.healthy = time.monotonic()
 
     def finish(self, seconds: float) -> None:
         """Wait for the end of the output, at most that long."""
         self.thread.join(seconds)
 
     def last_line(self) -> str:
-        return next((bare(line) for line in reversed(list(self.lines)) if line.strip()), "nothing")
+        return next((bare(line) for _, line in reversed(list(self.lines)) if line.strip()), "nothing")
 
     def explain(self) -> str:
         """The line that says why, as well as that can be told."""
-        return reason(list(self.lines)) or f"the last it said: {self.last_line()}"
+        recent = [line for when, line in list(self.lines) if when > self.healthy - RECENT]
+        return reason(recent) or "its log does not say why (it may have been killed)"
 
 
 def bare(line: str) -> str:

@@ -227,7 +227,10 @@ def _lookup(layer: VocabParallelEmbedding, count: int) -> torch.Tensor:
 
 def _product(layer: nn.Module, begin: int, end: int) -> torch.Tensor:
     """Rows [begin, end) of the matrix that a layer multiplies with: its output for the identity, transposed."""
-    width = layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
+    if isinstance(layer, VocabParallelEmbedding):
+        width = layer.embedding_dim
+    else:
+        width = layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
     device = next(iter(layer.parameters())).device
     columns = []
     for first in range(0, width, CHUNK):

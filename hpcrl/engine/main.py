@@ -34,6 +34,7 @@ SERVER = "hpcrl.engine.serve"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
 PATIENCE = 60.0  #: seconds that /health may go without an answer (a starved machine) before the engine counts as dead
 POLL = 0.5
+REFUSED, SILENT = 0, -1  #: beside the status codes of /health
 
 
 class Engine:
@@ -141,23 +142,26 @@ class Engine:
         silent_since = None
         while not self.stopped.wait(POLL):
             self._check_child()
-            status = self._health()
-            if status == 200:
+            health = self._health()
+            if health == 200:
                 silent_since = None
+                self.log.note_health()
                 continue
             now = time.monotonic()
             silent_since = silent_since or now
-            if status is not None:
-                raise PeerError(f"{self.name} has died: /health answers {status}; {self.log.explain()}")
+            if health != SILENT:
+                raise PeerError(f"{self.name} has died: /health answers {health or 'no more'}; {self.log.explain()}")
             if now - silent_since > PATIENCE:
                 raise PeerError(f"{self.name} has not answered /health for {PATIENCE:.0f} s; {self.log.explain()}")
 
-    def _health(self) -> int | None:
-        """The status of /health; None if nobody answers."""
+    def _health(self) -> int:
+        """The status of /health; SILENT if it takes too long, REFUSED if nobody listens (a server that is ending does not)."""
         try:
             ask(self.address, "GET", "/health", 10)
         except HttpError as error:
-            return error.status
+            if error.status is not None:
+                return error.status
+            return REFUSED if isinstance(error.__cause__, ConnectionRefusedError) else SILENT
         return 200
 
     def _check_child(self) -> None:
@@ -189,6 +193,8 @@ def _short_temporary() -> str:
 
 def run(seat: Seat) -> None:
     """Start one server, publish it, watch it until SIGTERM."""
+    if seat.index >= len(seat.plan.engines):
+        raise HpcrlError(f"the plan has {len(seat.plan.engines)} engines, none with index {seat.index}")
     engine = Engine(seat)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stopped.set())
@@ -198,6 +204,9 @@ def run(seat: Seat) -> None:
         if not engine.stopped.is_set():
             engine.publish()
             engine.watch()
+    except HpcrlError as error:
+        seat.rundir.fail("engine", seat.index, str(error))  # at once: ending a broken server takes seconds
+        raise
     finally:
         engine.end()
 
@@ -206,10 +215,6 @@ def main() -> int:
     die_with_parent()
     adopt_orphans()
     seat = open_seat()
-    try:
-        seat.plan.engines[seat.index]
-    except IndexError:
-        raise HpcrlError(f"the plan has {len(seat.plan.engines)} engines, none with index {seat.index}") from None
     return act("engine", seat, seat.index, lambda: run(seat))
 
 

@@ -171,6 +171,8 @@ def environment(options: Options, plan: Plan, index: int, base: Mapping[str, str
     if found.cpu:
         ours["VLLM_TARGET_DEVICE"] = "cpu"
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.rollout_num_gpus_per_engine == 1 else "1"
+        if options.vllm.get("enforce_eager", True):
+            wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cpu_threads(options, plan, index))}
     else:
         ours["CUDA_VISIBLE_DEVICES"] = visible_devices(base.get("CUDA_VISIBLE_DEVICES"), place.slots)

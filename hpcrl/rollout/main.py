@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hpcrl.errors import DataError, DeadlineError, HpcrlError, UsageError
+from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.process import die_with_parent
 from hpcrl.queue.server import QueueServer
 from hpcrl.roles import Seat, act, open_seat, say
@@ -30,7 +30,8 @@ from hpcrl.rollout.generate import Generator
 from hpcrl.rollout.makers import LabelMaker, Maker, PolicyMaker
 from hpcrl.rollout.records import write_samples
 from hpcrl.rollout.scheduler import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
-from hpcrl.rollout.source import PromptSource, count_rollouts
+from hpcrl.rollout.source import Group, PromptSource, count_rollouts
+from hpcrl.rollout.tasks import cancel, plain, text_of, within
 from hpcrl.rollout.tokenizer import load_tokenizer
 
 POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
@@ -92,10 +93,10 @@ class RolloutRole:
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
             with contextlib.suppress(Exception):
-                await self.server.fail(_text(error))
+                await self.server.fail(text_of(error))
             raise
         finally:
-            await _cancel(watch, self._making, self._evaluating)
+            await cancel(watch, self._making, self._evaluating)
             await self.pool.close()
             if self.work.grader is not None:
                 await self.work.grader.close()
@@ -147,10 +148,12 @@ class RolloutRole:
         last = rollout_id + 1 >= self.work.total
         if self.evaluator is None or (self._stopping and not last):
             return {}
-        self._evaluating = asyncio.create_task(self._evaluate(rollout_id, version))
+        late = f"the held-out samples after rollout {rollout_id}"
+        evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
+        self._evaluating = asyncio.create_task(evaluation)
         if last:  # nothing comes after it that could be stopped in its place
-            evaluation, self._evaluating = self._evaluating, None
-            return await evaluation
+            running, self._evaluating = self._evaluating, None
+            return await running
         await asyncio.wait([self._evaluating])
         return {} if self._evaluating.cancelled() else self._evaluating.result()
 
@@ -167,28 +170,37 @@ class RolloutRole:
     async def _make(self, rollout: Rollout) -> None:
         await self.pool.connect()
         begun = time.monotonic()
-        try:
-            async with asyncio.timeout(self.options.rollout_timeout), asyncio.TaskGroup() as tasks:
-                for group, index in rollout.wanted():
-                    tasks.create_task(self._one(rollout, group, index))
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{rollout.missing} of {rollout.size} samples of rollout {rollout.rollout_id} were not there within "
-                f"--rollout-timeout {self.options.rollout_timeout:g} s ({self.pool})"
-            ) from error
+        await within(
+            self._patience, self._sample(rollout), lambda: self._late(f"{rollout.missing} of {rollout.size} samples of {rollout}")
+        )
         samples = rollout.samples()
         if not self.work.sft:
             set_advantages(samples, rollout.each, self.options)
         check_staleness(samples, rollout.version)
-        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun)
+        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=not self.work.sft)
         shares = make_shares(rollout, self.options, metrics)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)
         await asyncio.to_thread(write_samples, self.seat.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
-        say(f"rollout {rollout.rollout_id}: reward {metrics['rollout/reward']:.3f}, {metrics['perf/rollout_time']:.2f} s")
+        words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
+        say(f"rollout {rollout.rollout_id}: {', '.join(words)}")
 
-    async def _one(self, rollout: Rollout, group: Any, index: int) -> None:
+    async def _sample(self, rollout: Rollout) -> None:
+        """All samples of a rollout, side by side."""
+        async with asyncio.TaskGroup() as tasks:
+            for group, index in rollout.wanted():
+                tasks.create_task(self._one(rollout, group, index))
+
+    async def _one(self, rollout: Rollout, group: Group, index: int) -> None:
         rollout.add(await self.maker.make(group, index, rollout.rollout_id, rollout.version))
+
+    @property
+    def _patience(self) -> float:
+        """--rollout-timeout less a little: the trainer waits as long, and our error can say which engine is slow."""
+        return self.options.rollout_timeout - min(1.0, 0.1 * self.options.rollout_timeout)
+
+    def _late(self, what: str) -> str:
+        return f"{what} were not there within --rollout-timeout {self.options.rollout_timeout:g} s ({self.pool})"
 
     def _made(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -198,13 +210,8 @@ class RolloutRole:
         await self.pool.connect()
         found: dict[str, Any] = {}
         for held in self.work.held_out:
-            try:
-                async with asyncio.timeout(self.options.rollout_timeout):
-                    samples = await self.evaluator.samples(held, version)
-            except TimeoutError as error:
-                raise DeadlineError(
-                    f"the evaluation of {held.name} did not end within --rollout-timeout {self.options.rollout_timeout:g} s ({self.pool})"
-                ) from error
+            samples = await self.evaluator.samples(held, version)
+            check_staleness(samples, version)
             path = self.seat.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
             found[held.name] = results(samples)
@@ -228,11 +235,11 @@ class RolloutRole:
         """Make nothing more: what is being made is dropped, and the trainer is told where to end."""
         say("asked to stop")
         self._stopping = True
-        await _cancel(self._evaluating)
+        await cancel(self._evaluating)
         if self._next is None:
             return
         if self._making is not None and not self._making.done() and self._handed_over != self._next - 1:
-            await _cancel(self._making)
+            await cancel(self._making)
             self._next -= 1
         await self.server.stop_at(self._next)
 
@@ -245,42 +252,21 @@ class RolloutRole:
                 return await method(**params)
             except Exception as error:
                 self._fail(error)
-                raise _plain(error) from error
+                raise plain(error) from error
 
         return handle
 
     def _note(self, error: BaseException) -> None:
-        self.seat.rundir.fail("rollout", 0, _text(error))
+        self.seat.rundir.fail("rollout", 0, text_of(error))
 
     def _fail(self, error: BaseException) -> None:
         self._note(error)
         if not self._end.done():
-            self._end.set_exception(_plain(error))
+            self._end.set_exception(plain(error))
 
     def _settle(self, status: int) -> None:
         if not self._end.done():
             self._end.set_result(status)
-
-
-async def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, however."""
-    alive = [task for task in tasks if task is not None and not task.done()]
-    for task in alive:
-        task.cancel()
-    await asyncio.gather(*alive, return_exceptions=True)
-
-
-def _plain(error: BaseException) -> BaseException:
-    """The error itself, or the first inside a task group's bundle; ours before others."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    inside = [_plain(e) for e in error.exceptions]
-    return next((e for e in inside if isinstance(e, HpcrlError)), inside[0])
-
-
-def _text(error: BaseException) -> str:
-    error = _plain(error)
-    return str(error) if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
 
 
 def main() -> int:

@@ -34,6 +34,9 @@ class Rollout:
     def __post_init__(self) -> None:
         self._asked = frozenset((group.number, index) for group in self.groups for index in range(self.each))
 
+    def __str__(self) -> str:
+        return f"rollout {self.rollout_id}"
+
     def wanted(self) -> list[tuple[Group, int]]:
         """(group, index) of every sample that is not there yet, in order."""
         return [(group, index) for group in self.groups for index in range(self.each) if (group.number, index) not in self._found]
@@ -107,21 +110,28 @@ def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -
     return shares
 
 
-def batch_metrics(rollout: Rollout, version: int, seconds: float) -> dict[str, float]:
-    """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens."""
+def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool = True) -> dict[str, float]:
+    """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens.
+
+    sampled False: the responses are labels to learn, of which only lengths are worth logging.
+    """
     samples = rollout.samples()
-    rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
     lengths = np.asarray([s.response_length for s in samples])
-    stale = version - np.concatenate([s.versions for s in samples])
-    return {
-        "rollout/reward": float(rewards.mean()),
+    found = {
         "rollout/response_len/mean": float(lengths.mean()),
         "rollout/response_len/max": float(lengths.max()),
         "rollout/response_len/min": float(lengths.min()),
+        "perf/rollout_time": seconds,
+    }
+    if not sampled:
+        return found
+    rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
+    stale = version - np.concatenate([s.versions for s in samples])
+    return found | {
+        "rollout/reward": float(rewards.mean()),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
         "rollout/zero_std": float(np.mean(rewards.std(axis=1) <= 1e-6)),
         "staleness/mean": float(stale.mean()),
         "staleness/max": float(stale.max()),
-        "perf/rollout_time": seconds,
         "perf/tokens_per_sec": float(lengths.sum()) / max(seconds, 1e-9),
     }

@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir import write_atomic
 from hpcrl.trainer import cpu
+from hpcrl.trainer.agree import broadcast_bytes, device
 from hpcrl.trainer.megatron import Ranks
 from hpcrl.trainer.model import Policy
 
@@ -192,24 +194,26 @@ def _attempt(action: Any, wanted: bool) -> str:
     try:
         action()
         return ""
-    except Exception as error:  # noqa: BLE001  (told to all ranks by _agree, which raises)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  (told to all ranks by _agree, which raises)
         return _short(error) or type(error).__name__
 
 
 def _agree(error: str, beside: Path) -> None:
-    """All ranks raise if one failed: none goes on with half a checkpoint."""
-    failed = torch.tensor([bool(error)], dtype=torch.int32)
-    if torch.cuda.is_available():
-        failed = failed.cuda()
-    dist.all_reduce(failed)
-    if failed.item():
-        why = error or "another rank failed"
-        raise HpcrlError(
-            f"checkpoint {beside.parent / beside.name[9:]} was not saved: {why}",
-            "the previous checkpoint is untouched; free space and use --resume",
-        )
+    """All ranks raise the first failing rank's error: none goes on with half a checkpoint."""
+    world = dist.get_world_size()
+    first = torch.tensor([dist.get_rank() if error else world], device=device())
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if first.item() == world:
+        return
+    why = broadcast_bytes(error.encode(), int(first)).decode()
+    free = shutil.disk_usage(beside.parent).free / 1e6
+    raise HpcrlError(
+        f"checkpoint {beside.parent / beside.name.removeprefix('.partial-')} was not saved: {why} ({free:.1f} MB are free there)",
+        "the previous checkpoint is untouched: free space and use --resume",
+    )
 
 
 def _short(error: BaseException) -> str:
+    """The line of an error that says most: a CheckpointException lists the ranks first and the cause last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else ""
+    return lines[-1 if isinstance(error, CheckpointException) else 0][:300] if lines else ""

@@ -130,7 +130,9 @@ def _fixed(options: Options) -> dict[str, Any]:
         "deterministic_mode": options.deterministic_mode,
         "variable_seq_lengths": options.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
         "calculate_per_token_loss": True,  # gradients are summed over DP and CP, then divided by the counts the loss returns
-        "perform_initialization": False,  # the weights come from a file, always
+        # the weights come from a file, but only initialization marks them as split over TP, and without the mark the
+        # gradient norm leaves out the parts of all TP ranks but the first
+        "perform_initialization": True,
         "lr": options.lr,
         "min_lr": options.min_lr,
         "weight_decay": options.weight_decay,

@@ -81,7 +81,7 @@ class Pending:
             )
         if late and now > self.next_glance:
             self.next_glance = now + GLANCE
-            self.fleet.rundir.check()
+            self._listen()
             for engine in late:
                 self._glance(engine)
 
@@ -108,10 +108,14 @@ class Pending:
         """Raise, with what the engine's own supervisor says if it says something in time."""
         end = time.monotonic() + LAST_WORDS
         while time.monotonic() < end:
-            if found := self.fleet.rundir.failure():
-                raise PeerError(f"{found['role']}-{found['index']}: {found['message']} (noticed during {self.phase})")
+            self._listen()
             time.sleep(0.1)
         raise PeerError(message)
+
+    def _listen(self) -> None:
+        """Raise if some role of the run has recorded its failure."""
+        if found := self.fleet.rundir.failure():
+            raise PeerError(f"{found['role']}-{found['index']}: {found['message']} (noticed during {self.phase})")
 
 
 def _start(address: Address, path: str, body: Any, seconds: float) -> Future[Any]:

@@ -193,7 +193,7 @@ class WeightSender:
             except HpcrlError:
                 left.append(str(engine))
         if left:
-            note = f"not resumed, since it does not hold the weights of one version: {', '.join(left)}"
+            note = f"not resumed, being dead or without the weights of one version: {', '.join(left)}"
             if isinstance(error, HpcrlError):
                 error.args = (f"{error} ({note})",)
             else:

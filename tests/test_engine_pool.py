@@ -127,6 +127,26 @@ def test_requests_are_spread_and_bounded(bench: Bench) -> None:
     assert min(len(e.bodies) for e in bench.engines) >= 10
 
 
+def test_the_least_loaded_engine_is_next(bench: Bench) -> None:
+    async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
+        await asyncio.sleep(0.05)
+
+    bench.run(many(10), slow, slow)
+    assert [len(e.bodies) for e in bench.engines] == [5, 5]
+
+
+def test_a_turn_that_is_not_taken_goes_to_the_next(bench: Bench) -> None:
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        engine = await pool._take()
+        first, second = asyncio.create_task(pool._take()), asyncio.create_task(pool._take())
+        await asyncio.sleep(0.01)
+        pool._give_back(engine)
+        first.cancel()
+        assert await asyncio.wait_for(second, 2) is engine
+
+    bench.run(job, None, rollout_server_concurrency=1)
+
+
 def test_an_engine_that_dies_hands_over(bench: Bench) -> None:
     def dies(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         engine.healthy = False

@@ -1,0 +1,69 @@
+# Two commands are enough: `make quickstart` and `make test`. Each first makes the environment that it needs, once.
+#
+#   PYTHON=python3.12     another interpreter (3.11 or later) to make the environment with
+#   HPCRL_VENV=/big/venv  another place for it
+
+PYTHON ?= python3
+HPCRL_VENV ?= .venv
+BIN := $(HPCRL_VENV)/bin
+LOG := $(HPCRL_VENV)/install.log
+RECIPE ?= examples/quickstart.toml
+BENCHES ?= $(wildcard bench/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help env quickstart test fast lint docs bench
+
+help:
+	@echo "make quickstart   make the environment, then run $(RECIPE)"
+	@echo "make test         make the environment, then run all tests, fast ones first"
+	@echo "make fast         only the tests that start no processes"
+	@echo "make lint         ruff: rules and format"
+	@echo "make docs         write docs/options.md anew"
+	@echo "make bench        measure beside Ray and Redis (installs them into the environment)"
+	@echo "make env          the environment alone, in $(HPCRL_VENV)"
+
+# One quiet step of the installation: `$(call pip,what it is,arguments)`; its output is in the log, and shown if it fails.
+define pip
+	@echo "installing $(1)"
+	@$(BIN)/python -m pip install --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+endef
+
+ENV := $(HPCRL_VENV)/.installed
+$(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
+	@echo "making the environment in $(HPCRL_VENV), 2 GB, some minutes; log: $(LOG)"
+	@$(PYTHON) -m venv $(HPCRL_VENV)
+	@: > $(LOG)
+	$(call pip,torch,$(shell grep '^torch==' requirements/cpu.txt))
+	$(call pip,what vLLM and hpcrl need,-r requirements/cpu.txt)
+	$(call pip,vLLM,--no-deps -r requirements/cpu-nodeps.txt)
+	$(call pip,what the tests need,-r requirements/test.txt)
+	$(call pip,hpcrl,--no-deps --no-build-isolation --config-settings editable_mode=compat --editable .)
+	@touch $@
+
+BENCH := $(HPCRL_VENV)/.installed-bench
+$(BENCH): $(ENV) requirements/bench.txt
+	$(call pip,what is compared with,-r requirements/bench.txt)
+	@touch $@
+
+env: $(ENV)
+
+quickstart: $(ENV)
+	$(BIN)/hpcrl run $(RECIPE)
+
+test: $(ENV)
+	$(BIN)/python -m pytest -m "not process and not vllm"
+	$(BIN)/python -m pytest -m "process or vllm"
+
+fast: $(ENV)
+	$(BIN)/python -m pytest -m "not process and not vllm"
+
+lint: $(ENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+docs: $(ENV)
+	$(BIN)/hpcrl options --write docs/options.md
+
+bench: $(BENCH)
+	@set -e; for file in $(BENCHES); do echo "== $$file"; $(BIN)/python $$file; done

@@ -1,0 +1,46 @@
+"""pyproject.toml and the pinned lists of `make env` say the same."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPO = Path(__file__).parent.parent
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+#: extra -> the lists that install it
+LISTS = {"": ["cpu"], "report": ["cpu"], "roles": ["cpu"], "cpu": ["cpu"], "test": ["test"], "bench": ["bench"]}
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version of requirements/NAME.txt; every line must be an exact pin."""
+    lines = [line.partition("#")[0].strip() for line in (REPO / "requirements" / f"{name}.txt").read_text().splitlines()]
+    found = {}
+    for requirement in (Requirement(line) for line in lines if line):
+        [pin] = requirement.specifier
+        assert pin.operator == "==", f"{requirement} in {name}.txt is no exact pin"
+        assert canonicalize_name(requirement.name) not in found, f"{requirement.name} is twice in {name}.txt"
+        found[canonicalize_name(requirement.name)] = pin.version
+    return found
+
+
+@pytest.mark.parametrize("extra", LISTS)
+def test_what_is_declared_is_pinned_to_a_version_that_fits(extra: str) -> None:
+    pinned = {name: version for file in LISTS[extra] for name, version in pins(file).items()}
+    for requirement in map(Requirement, EXTRAS[extra] if extra else PROJECT["dependencies"]):
+        if requirement.name == PROJECT["name"]:
+            assert requirement.extras <= set(EXTRAS)
+            continue
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None and requirement.specifier.contains(version), f"{requirement}: pinned is {version}"
+
+
+def test_the_lists_do_not_contradict_each_other() -> None:
+    seen: dict[str, str] = {}
+    for file in ("cpu", "cpu-nodeps", "test", "bench"):
+        for name, version in pins(file).items():
+            assert seen.setdefault(name, version) == version, f"{name} in {file}.txt"
