@@ -24,6 +24,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
   hpcrl run --resume RUN_DIR                   go on with a run that was stopped
   hpcrl run --help                             every option, with default and source
+  hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
 
@@ -71,7 +72,7 @@ def command(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"hpcrl {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"run": run, "options": options}
+    commands: dict[str, Callable[[list[str]], int]] = {"run": run, "hostfile": hostfile, "options": options}
     if argv[0] not in commands:
         raise UsageError(f"{argv[0]} is no command", f"there are {', '.join(commands)}; see hpcrl --help")
     return commands[argv[0]](argv[1:])
@@ -135,6 +136,31 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     return "\n\n".join(parts)
+
+
+# ---- hpcrl hostfile
+
+
+def hostfile(argv: list[str]) -> int:
+    """`hpcrl hostfile`: print what was understood, or write it in another dialect; notes go to stderr."""
+    parser = _Parser(prog="hpcrl hostfile", description="Say what a hostfile means, or write it for another launcher.")
+    parser.add_argument("file", metavar="FILE", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`")
+    parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
+    args = parser.parse_args(argv)
+    from hpcrl.cluster.hostfile import read, write
+
+    found = read(args.file)
+    for note in found.notes:
+        print(f"hpcrl: note: {note}", file=sys.stderr)
+    if args.to:
+        print(write(found.hosts, args.to), end="")
+        return 0
+    width = max(len(host.name) for host in found.hosts)
+    rank = 0
+    for host in found.hosts:
+        print(f"{host.name:{width}}  {host.slots} slots  ranks {rank}-{rank + host.slots - 1}")
+        rank += host.slots
+    return 0
 
 
 # ---- hpcrl options

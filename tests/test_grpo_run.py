@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -28,7 +29,7 @@ def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
     status, out = run.end()
     assert status == 0, out + run.logs()
-    assert out.splitlines()[-1].startswith("held-out accuracy: ") and str(run.root) in out.splitlines()[-1]
+    assert re.fullmatch(r"held-out accuracy: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out
     assert all_gone(run.root, [])
     return run.root
 

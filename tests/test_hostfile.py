@@ -110,3 +110,22 @@ def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> N
             assert 1 <= error.line <= len(lines)
             assert 1 <= error.column <= len(lines[error.line - 1]) + 1
     assert 1_000 < refused < 9_900
+
+
+def test_the_command_says_what_it_understood_and_writes_other_dialects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from hpcrl.cli import main
+
+    (tmp_path / "h").write_text("n1 slot=8\nn2 slot=4\n")
+    assert main(["hostfile", str(tmp_path / "h")]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["n1  8 slots  ranks 0-7", "n2  4 slots  ranks 8-11"]
+    assert "for Open MPI write slots=8" in err
+    assert main(["hostfile", str(tmp_path / "h"), "--to", "mpich"]) == 0
+    assert capsys.readouterr().out == "n1:8\nn2:4\n"
+    assert main(["hostfile", str(tmp_path / "h"), "--to", "mpihc"]) == 2
+    assert "openmpi, mpich" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.parent.glob("hostfiles/*.txt")), ids=lambda p: p.name)
+def test_the_examples_are_read_without_a_note(path: Path) -> None:
+    assert read(path).hosts and not read(path).notes

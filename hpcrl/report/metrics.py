@@ -42,6 +42,10 @@ class MetricsLog:
         kept = [row for row in read(self.path) if row["rollout_id"] < first]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
+    def evaluated(self, rollout_id: int) -> bool:
+        """Whether an evaluation after `rollout_id` is logged."""
+        return any(row["rollout_id"] == rollout_id and any(k.startswith("eval/") for k in row) for row in read(self.path))
+
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Add one record.  HpcrlError when it cannot be written."""
         row = {"rollout_id": rollout_id, "time": round(time.time(), 3), **{k: float(v) for k, v in metrics.items()}}

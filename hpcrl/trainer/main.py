@@ -4,7 +4,7 @@
 
 Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
 anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
-rollouts.
+rollouts; a resumed run first makes up for an evaluation that it owes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Crank:
     def run(self) -> None:
         started = time.monotonic()
         self._publish()
-        if self.at.rollout_id == 0 and not self.options.skip_eval_before_train:
-            self._evaluate(-1)
+        if self._owes_evaluation():
+            self._evaluate(self.at.rollout_id - 1)
         while self.at.rollout_id < self.total:
             if not self._step():
                 self._save()
@@ -96,11 +96,11 @@ class Crank:
         data = self._ask("snapshot", rollout_id=rollout_id)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + len(share.micro_batches), data=data)
         metrics = share.metrics | metrics | self._publish()
-        if self._due(self.options.save_interval) and self.at.rollout_id < self.total:
-            self._save()
         metrics["perf/step_time"] = time.monotonic() - begun
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
+        if self._due(self.options.save_interval) and self.at.rollout_id < self.total:
+            self._save()
         if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
             self._evaluate(rollout_id)
         return True
@@ -114,12 +114,22 @@ class Crank:
 
         return self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
 
+    def _owes_evaluation(self) -> bool:
+        """Whether the current weights are to be evaluated and, in a run that was stopped or killed, have not been."""
+        if self.at.rollout_id == 0:
+            return not self.options.skip_eval_before_train
+        from hpcrl.trainer.agree import broadcast_json
+
+        due = self._due(self.options.eval_interval) or self.at.rollout_id == self.total
+        done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None)
+        return due and not done
+
     def _evaluate(self, rollout_id: int) -> None:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
         if not self.options.eval_prompt_data or self.options.eval_interval is None or not self.seat.plan.engines:
             return
         results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
-        if self.log:
+        if self.log and results:  # none if the run was asked to stop meanwhile
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
     def _save(self) -> None:
