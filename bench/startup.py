@@ -87,9 +87,28 @@ def bare(task: Path, directory: Path) -> float:
     port, marker, script = free_port(), directory / "rank-up", directory / "rank.py"
     marker.unlink(missing_ok=True)
     script.write_text(RANK)
-    env = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(task / "model"), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--kv-cache-memory-bytes", "67108864", "--distributed-executor-backend", "uni"]  # fmt: skip
-    rank = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1", str(script), str(marker)]
+    rank = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "1",
+        str(script),
+        str(marker),
+    ]
     begun = time.monotonic()
     with child(server, directory / "vllm.log", **env), child(rank, directory / "rank.log", **env):
         while not (healthy(port) and marker.exists()):
@@ -161,7 +180,11 @@ def report(medians: dict[str, float], rounds: int, with_ray: bool) -> None:
     print(text)
     (REPO / "bench" / "results").mkdir(exist_ok=True)
     (REPO / "bench" / "results" / "startup.md").write_text(text)
-    ratios = {"run_over_bare": medians["hpcrl run"] / medians["bare"], "overhead_s": medians["overhead"], "help_s": medians["hpcrl --help"]}
+    ratios = {
+        "run_over_bare": medians["hpcrl run"] / medians["bare"],
+        "overhead_s": medians["overhead"],
+        "help_s": medians["hpcrl --help"],
+    }
     if with_ray:
         ratios["overhead_over_ray_init"] = medians["overhead"] / medians["ray.init"]
     print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))

@@ -89,6 +89,17 @@ def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
     assert metrics(uncut) == before
 
 
+def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    second = Run("--resume", run.root, root=run.root)
+    status, out = second.end(30)
+    assert status == 2 and f"in use by process {run.process.pid}" in out, out
+    run.process.send_signal(signal.SIGINT)
+    status, out = run.end(60)
+    assert status == 143, out
+
+
 def test_a_dead_trainer_rank_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
     run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
     run.until(lambda: run.steps() >= 1)

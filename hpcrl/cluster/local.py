@@ -9,11 +9,14 @@ its last checkpoint with the options that it began with.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +59,27 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
     job = reopen(resume) if resume else begin(recipe, overrides)
     say(f"run directory: {job.root}")
     adopt_orphans()
-    with Stop() as stop:
+    with held(job.root), Stop() as stop:
         prepare(job, stop)
         for stage in job.recipe.stages:
             run_stage(job, stage, stop)
     print(closing_line(job.directory(job.recipe.stages[-1]), job.root), flush=True)
     return 0
+
+
+@contextmanager
+def held(root: Path) -> Iterator[None]:
+    """Hold the run directory; UsageError if another process runs in it.  The kernel lets go when we end, however."""
+    with (root / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(f"{root} is in use by process {file.read().strip() or '?'}", "wait for it, or stop it first") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def say(text: str) -> None:
