@@ -24,6 +24,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
   hpcrl run --resume RUN_DIR                   go on with a run that was stopped
   hpcrl run --help                             every option, with default and source
+  hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -72,7 +73,7 @@ def command(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"hpcrl {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"run": run, "hostfile": hostfile, "options": options}
+    commands: dict[str, Callable[[list[str]], int]] = {"run": run, "plan": plan, "hostfile": hostfile, "options": options}
     if argv[0] not in commands:
         raise UsageError(f"{argv[0]} is no command", f"there are {', '.join(commands)}; see hpcrl --help")
     return commands[argv[0]](argv[1:])
@@ -136,6 +137,39 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     return "\n\n".join(parts)
+
+
+# ---- hpcrl plan
+
+
+def plan(argv: list[str]) -> int:
+    """`hpcrl plan`: for each stage who would run where, and which ranks form which group."""
+    if "--help" in argv or "-h" in argv:
+        print("usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]\n\nOptions are those of hpcrl run.")
+        return 0
+    from hpcrl.flags import load_recipe, parse_flags, resolve
+    from hpcrl.groups import describe
+    from hpcrl.kinds import Kind
+    from hpcrl.plan import local_hosts, make_plan
+
+    overrides, own, words = parse_flags(argv, {"hostfile": Kind("str")})
+    if len(words) != 1:
+        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
+    recipe = load_recipe(words[0])
+    hosts = None
+    if "hostfile" in own:
+        from hpcrl.cluster.hostfile import read
+
+        found = read(own["hostfile"])
+        hosts = list(found.hosts)
+        for note in found.notes:
+            print(f"hpcrl: note: {note}", file=sys.stderr)
+    for stage in recipe.stages:
+        resolved = resolve(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+        made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
+        title = f"# stage {stage.name}\n" if stage.name else ""
+        print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
+    return 0
 
 
 # ---- hpcrl hostfile

@@ -154,7 +154,7 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["rum"], 2, "rum is no command; there are run, hostfile, options"),
+        (["rum"], 2, "rum is no command; there are run, plan, hostfile, options"),
         (["run"], 2, "no recipe given"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),

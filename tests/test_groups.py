@@ -1,0 +1,65 @@
+"""Groups before any process: a partition, and exactly Megatron-core's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.errors import UsageError
+from hpcrl.groups import layout
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_each_kind_is_a_partition_into_groups_of_its_size(tp: int, pp: int, cp: int, dp: int) -> None:
+    world = tp * pp * cp * dp
+    found = layout(world, tp, pp, cp)
+    for kind, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp), ("dp-cp", cp * dp)):
+        assert {len(group) for group in found[kind]} == {size}
+        assert sorted(rank for group in found[kind] for rank in group) == list(range(world))
+    assert all(group == list(range(group[0], group[0] + tp)) for group in found["tp"])
+
+
+@pytest.mark.process  # Megatron's import takes seconds
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "cp", "ep", "etp"),
+    [(64, 8, 4, 2, 16, 1), (8, 2, 1, 2, 1, 2), (8, 2, 2, 1, 4, 1), (16, 2, 2, 2, 2, 2), (4, 1, 1, 1, 4, 1), (24, 2, 3, 2, 2, 1)],
+)
+def test_they_are_megatrons(world: int, tp: int, pp: int, cp: int, ep: int, etp: int) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    experts = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    found = layout(world, tp, pp, cp, ep, etp)
+    wanted = {kind: dense.get_ranks(kind) for kind in ("tp", "cp", "dp", "pp", "dp-cp")}
+    if ep > 1:
+        wanted |= {"ep": experts.get_ranks("ep"), "etp": experts.get_ranks("tp"), "edp": experts.get_ranks("dp")}
+    assert {kind: sorted(groups) for kind, groups in found.items()} == {kind: sorted(groups) for kind, groups in wanted.items()}
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(UsageError, match="64 ranks do not divide by TP 8 x CP 3 x PP 4 = 96"):
+        layout(64, tp=8, pp=4, cp=3)
+
+
+def test_the_plan_command_says_which_groups_leave_a_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hpcrl.cli import main
+
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=2\n")
+    (tmp_path / "r.toml").write_text(
+        'hf_checkpoint = "m"\nprompt_data = "p"\nlabel_key = "l"\nrm_type = "exact"\nnum_rollout = 1\n'
+        "actor_num_nodes = 2\nactor_num_gpus_per_node = 4\nrollout_num_gpus = 2\nrollout_num_gpus_per_engine = 2\n"
+        "tensor_model_parallel_size = 2\npipeline_model_parallel_size = 2\n"
+    )
+    assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
+    out = capsys.readouterr().out
+    assert "engine   0      c     0,1" in out
+    assert "tp     0,1  inside a" in out
+    assert "pp     0,4  over 2 hosts: a, b" in out
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=1\nd slots=1\n")
+    assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 2
+    assert "engine 0 would span c and d" in capsys.readouterr().err
