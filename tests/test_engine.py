@@ -20,6 +20,7 @@ import torch
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Place, Plan
 from hpcrl.weights.bucket import fill
+from hpcrl.weights.fleet import Fleet
 from hpcrl.weights.http import Address, HttpError, ask
 from hpcrl.weights.sender import Differs, WeightSender
 from hpcrl.weights.shm import Region
@@ -129,13 +130,18 @@ def test_the_models_own_sampling_defaults_are_not_used(shm: Side) -> None:
 
 
 def test_requests_in_flight_are_kept_and_go_on_with_the_new_weights(shm: Side) -> None:
+    shm.step()
     old = Reference(Path(shm.engines.options.hf_checkpoint or ""))
     old.back_to(shm.reference.pairs())
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(generate, shm.engines.address(), [*PROMPT, 30 + i], 700) for i in range(4)]
-        time.sleep(0.5)
+        begun = metric(shm.engines.address(), "generation_tokens_total")
+        waiting = [pool.submit(generate, shm.engines.address(), [*PROMPT, 30 + i], 700, seed=i) for i in range(4)]
+        deadline = time.monotonic() + 60
+        while metric(shm.engines.address(), "generation_tokens_total") < begun + 200:
+            assert time.monotonic() < deadline
         shm.step()
         answers = [future.result(120) for future in waiting]
+    assert all(len(answer["weight_versions"]) == 2 for answer in answers), "the update came before or after, not between"
     for i, answer in enumerate(answers):
         prompt, spans = [*PROMPT, 30 + i], answer["weight_versions"]
         assert len(answer["token_ids"]) == 700
@@ -148,18 +154,20 @@ def test_requests_in_flight_are_kept_and_go_on_with_the_new_weights(shm: Side) -
 
 def test_the_prefix_cache_does_not_outlive_an_update(shm: Side) -> None:
     assert shm.distance(LONG) <= CLOSE
-    hits = cache_hits(shm.engines.address())
+    hits = metric(shm.engines.address(), "prefix_cache_hits_total")
     assert shm.distance(LONG) <= CLOSE
-    assert cache_hits(shm.engines.address()) > hits, "the prompt is too short for the cache"
+    assert metric(shm.engines.address(), "prefix_cache_hits_total") > hits, "the prompt is too short for the cache"
     shm.step()
     assert shm.distance(LONG) <= CLOSE
 
 
-def cache_hits(address: Address) -> float:
+def metric(address: Address, name: str) -> float:
+    """One of vLLM's counters."""
     connection = http.client.HTTPConnection(address.host, address.port, timeout=30)
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {address.key}"})
     text = connection.getresponse().read().decode()
-    return sum(float(value) for value in re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)$", text, re.M))
+    connection.close()
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}\S* (\S+)$", text, re.M))
 
 
 def test_the_same_seeds_give_the_same_bits_whatever_runs_beside(shm: Side) -> None:
@@ -390,6 +398,19 @@ def test_an_update_that_is_refused_half_way_is_told_apart(pair: Side) -> None:
     ):
         pair.push([*pairs, ("model.extra.weight", torch.zeros(64))])
     pair.sender.needs, pair.sender.options = needs, options
+    pair.step()
+    assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
+
+
+def test_no_engine_goes_on_when_another_refuses_the_update(pair: Side) -> None:
+    """The one that took it has the new weights, but would call them by the old version."""
+    fleet = pair.sender.fleet
+    assert fleet is not None
+    second = Fleet(fleet.rundir, fleet.engines[1:], 60)
+    second.call("spoiling", "forget", "model.norm.weight")  # in the last bucket
+    with pytest.raises(PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: .*not resumed.*engine-0.*engine-1"):
+        pair.step()
+    second.call("mending", "remember")
     pair.step()
     assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
 

@@ -5,6 +5,7 @@ The reference is the same loss written down plainly for transformers and autogra
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hpcrl.options import Options
 from hpcrl.queue.wire import Share
 from hpcrl.sample import COMPLETED, Sample, SampleBatch
 from hpcrl.schedule import make_schedule
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.process
@@ -47,7 +48,13 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "all in one": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100_000},
 }
 LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {"use_rollout_logprobs": True, "eps_clip": 0.1, "eps_clip_high": 0.15, "entropy_coef": 0.01, "rollout_temperature": 0.8},
+    "grpo": {
+        "use_rollout_logprobs": True,
+        "eps_clip": 0.1,
+        "eps_clip_high": 0.15,
+        "entropy_coef": 0.01,
+        "rollout_temperature": 0.8,
+    },
     "per token": {"use_rollout_logprobs": True, "calculate_per_token_loss": True, "eps_clip_c": 1.05},
     "own old": {},
     "sft": {"loss_type": "sft_loss"},
@@ -60,7 +67,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, n: int = 1, **values: Any) -> Options:
-    return Options(hf_checkpoint=str(model), bf16=False, actor_num_gpus_per_node=n, lr=1e-3, clip_grad=0.0, max_logprob_diff=100.0, **values)
+    values = {"lr": 1e-3, "clip_grad": 0.0, "max_logprob_diff": 100.0} | values
+    return Options(hf_checkpoint=str(model), bf16=False, actor_num_gpus_per_node=n, **values)
 
 
 @cache
@@ -88,68 +96,124 @@ def batch() -> SampleBatch:
     return SampleBatch.of(samples)
 
 
-def share(opts: Options, dp_rank: int) -> Share:
-    """The rank's share of the fixed batch."""
-    whole = batch()
-    limit = opts.max_tokens_per_gpu if opts.use_dynamic_batch_size else None
+def shares(opts: Options, data: SampleBatch | None = None) -> list[Share]:
+    """The batch as shares of the data-parallel ranks."""
+    data = batch() if data is None else data
+    steps, size = opts.num_steps_per_rollout or 1, len(data) // (opts.num_steps_per_rollout or 1)
     schedule = make_schedule(
-        whole.rows["length"].tolist(),
+        data.rows["length"].tolist(),
         dp=opts.data_parallel_size,
         cp=opts.context_parallel_size,
-        max_tokens_per_gpu=limit,
+        num_steps=steps,
+        max_tokens_per_gpu=opts.max_tokens_per_gpu if opts.use_dynamic_batch_size else None,
         micro_batch_size=opts.micro_batch_size,
     )
-    own = schedule.steps[dp_rank][0]
-    rows = [i for micro in own for i in micro]
-    local = iter(range(len(rows)))
-    micros = [[[next(local) for _ in micro] for micro in own]]
-    return Share(0, 0, whole.take(rows), micros, [SAMPLES], [int(whole.loss_mask.sum())])
+    counts = [int(data.take(range(i * size, (i + 1) * size)).loss_mask.sum()) for i in range(steps)]
+    found = []
+    for own in schedule.steps:
+        rows = [i for step in own for micro in step for i in micro]
+        local = iter(range(len(rows)))
+        micros = [[[next(local) for _ in micro] for micro in step] for step in own]
+        found.append(Share(0, 0, data.take(rows), micros, [size] * steps, counts))
+    return found
 
 
 # ---- on the ranks
 
 
-def train_on_rank(opts: Options) -> dict[str, float]:
-    from hpcrl.trainer import megatron, model, step
+def start(opts: Options, ranks: Any = None) -> Any:
+    from hpcrl.trainer import megatron, model
 
-    policy = model.build(opts, megatron.initialize(opts))
+    policy = model.build(opts, ranks or megatron.initialize(opts))
     model.load_hf(policy, opts.hf_checkpoint)
-    mine = step.spread(share(opts, policy.ranks.dp_rank), policy.ranks)
-    assert mine is not None
-    first = step.train(policy, policy.ranks, opts, mine)
-    second = step.train(policy, policy.ranks, opts, mine)
-    assert step.spread(None, policy.ranks) is None
-    return first | {"second/" + name: value for name, value in second.items()}
+    return policy
+
+
+def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list[dict[str, float]]:
+    """Metrics of training on the batch twice ("second/..."), from the same weights for each of the options, in one layout."""
+    from hpcrl.trainer import step
+
+    found, ranks = [], None
+    for opts in every:
+        policy = start(opts, ranks)
+        ranks = policy.ranks
+        mine = step.spread(shares(opts, data)[ranks.dp_rank], ranks)
+        assert mine is not None
+        first, second = (step.train(policy, ranks, opts, mine) for _ in range(2))
+        found.append(first | {"second/" + name: value for name, value in second.items()})
+    assert step.spread(None, ranks) is None
+    return found
+
+
+def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
+    """What the optimizer was about to see, under Hugging Face names, on rank 0."""
+    from hpcrl.trainer import model, step
+
+    policy, found = start(opts), {}
+
+    def instead_of_a_step() -> tuple[bool, float, None]:
+        found.update({name: p.main_grad.clone() for name, p in policy.module.named_parameters()})
+        return True, 0.0, None
+
+    policy.optimizer.step = instead_of_a_step
+    step.train(policy, policy.ranks, opts, step.spread(shares(opts)[policy.ranks.dp_rank], policy.ranks))
+    for name, parameter in policy.module.named_parameters():
+        parameter.data = found[name]
+    whole = {name: tensor.clone() for name, tensor in model.export(policy)}
+    return whole if policy.ranks.rank == 0 else {}
+
+
+def failure_on_rank(opts: Options, own: list[Share], poison: bool = False) -> tuple[str, bool]:
+    """(the error, whether the weights are what they were) of training on shares that cannot be trained on."""
+    from hpcrl.errors import HpcrlError
+    from hpcrl.trainer import step
+
+    policy = start(opts)
+    if poison:
+        next(policy.module.parameters()).data[5] = float("nan")
+    before = [p.detach().clone() for p in policy.module.parameters()]
+    try:
+        step.train(policy, policy.ranks, opts, step.spread(own[policy.ranks.dp_rank], policy.ranks))
+    except HpcrlError as error:
+        same = all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(policy.module.parameters(), before, strict=True))
+        return str(error), same
+    return "no error", False
 
 
 # ---- the reference
 
 
 @cache
-def reference(model: Path, loss: str) -> tuple[float, float, float]:
-    """(loss, gradient norm, mean |own - engine's log-prob|) by transformers and autograd."""
-    from transformers import AutoModelForCausalLM
-
+def reference(model: Path, loss: str) -> tuple[float, float, float, dict[str, torch.Tensor]]:
+    """(loss, gradient norm, mean |own - engine's log-prob|, gradients) by transformers and autograd, a sample at a time."""
     opts = options(model, **LOSSES[loss])
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    data, total, difference = batch(), torch.zeros(()), 0.0
-    tokens, responses = data.token_offsets, data.response_offsets
+    hf, data, total, difference = transformers_model(model), batch(), torch.zeros(()), 0.0
     for i in range(SAMPLES):
-        ids = torch.from_numpy(data.tokens[tokens[i] : tokens[i + 1]].astype(np.int64))
-        mask = torch.from_numpy(data.loss_mask[responses[i] : responses[i + 1]].astype(np.float32))
-        engine = torch.from_numpy(data.logprobs[responses[i] : responses[i + 1]])
-        n = len(mask)
-        logits = hf(ids[None]).logits[0, -n - 1 : -1] / opts.rollout_temperature
-        every = logits.log_softmax(-1)
-        own = every.gather(1, ids[-n:, None])[:, 0]
+        ids, mask, engine = sample(data, i)
+        every = (hf(ids[None]).logits[0, -len(mask) - 1 : -1] / opts.rollout_temperature).log_softmax(-1)
+        own = every.gather(1, ids[-len(mask) :, None])[:, 0]
         difference += float(((own.detach() - engine).abs() * mask).sum())
         terms = _terms(own, engine if opts.use_rollout_logprobs else own.detach(), float(data.rows["advantage"][i]), opts)
         terms = terms - opts.entropy_coef * -(every.exp() * every).sum(-1)
         total = total + (terms * mask).sum() / (1.0 if opts.calculate_per_token_loss else max(float(mask.sum()), 1.0))
     total = total / (float(data.loss_mask.sum()) if opts.calculate_per_token_loss else SAMPLES)
     total.backward()
-    norm = torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm()
-    return float(total.detach()), float(norm), difference / float(data.loss_mask.sum())
+    gradients = {name: p.grad for name, p in hf.named_parameters()}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return float(total.detach()), float(norm), difference / float(data.loss_mask.sum()), gradients
+
+
+def transformers_model(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+
+
+def sample(data: SampleBatch, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids [length], loss mask and log-probs [response] of one sample."""
+    tokens, responses = (slice(*at[i : i + 2]) for at in (data.token_offsets, data.response_offsets))
+    ids = torch.from_numpy(data.tokens[tokens].astype(np.int64))
+    return ids, torch.from_numpy(data.loss_mask[responses].astype(np.float32)), torch.from_numpy(data.logprobs[responses])
 
 
 def _terms(own: torch.Tensor, old: torch.Tensor, advantage: float, opts: Options) -> torch.Tensor:
@@ -163,63 +227,129 @@ def _terms(own: torch.Tensor, old: torch.Tensor, advantage: float, opts: Options
     return loss
 
 
-# ---- tests
+# ---- the loss depends on the batch alone
 
 
-def agree(found: list[dict[str, float]], model: Path, loss: str) -> None:
-    assert all({k: v for k, v in r.items() if "time" not in k} == {k: v for k, v in found[0].items() if "time" not in k} for r in found)
-    wanted, norm, difference = reference(model, loss)
-    assert found[0]["train/loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-    assert found[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+def same_everywhere(found: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The metrics, which must be equal on every rank but for the time."""
+    rows = [[{k: v for k, v in row.items() if "time" not in k} for row in rank] for rank in found]
+    assert all(row == rows[0] for row in rows)
+    return rows[0]
+
+
+def agree(found: dict[str, float], model: Path, loss: str) -> None:
+    wanted, norm, difference, _ = reference(model, loss)
+    assert found["train/loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert found["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
     if loss != "sft":
-        assert found[0]["train/train_rollout_logprob_abs_diff"] == pytest.approx(difference, rel=1e-5)
+        assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(difference, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_packing_does_not_matter(model: Path, packing: str, loss: str) -> None:
-    agree(run_ranks(1, train_on_rank, options(model, **PACKINGS[packing], **LOSSES[loss])), model, loss)
+def test_packing_does_not_matter(model: Path, packing: str) -> None:
+    every = [options(model, **PACKINGS[packing], **fields) for fields in LOSSES.values()]
+    for loss, found in zip(LOSSES, same_everywhere(run_ranks(1, train_on_rank, every)), strict=True):
+        agree(found, model, loss)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "per token"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_does_not_matter(model: Path, layout: str, loss: str) -> None:
+def test_layout_does_not_matter(model: Path, layout: str) -> None:
+    """Neither for the first step nor for the one after it: so the optimizer saw the same gradient, not one of the same norm."""
     n, fields = LAYOUTS[layout]
-    packing = PACKINGS["one sample each" if loss == "per token" else "64 tokens"]
-    agree(run_ranks(n, train_on_rank, options(model, n, **packing, **fields, **LOSSES[loss])), model, loss)
-
-
-def test_the_second_step_is_the_same_too(model: Path) -> None:
-    """So the optimizer saw the same gradients, not only gradients of the same norm."""
-    args = PACKINGS["64 tokens"] | LOSSES["grpo"]
-    one = run_ranks(1, train_on_rank, options(model, **args))[0]
-    for layout in ("dp2 cp2", "tp2 pp2"):
-        n, fields = LAYOUTS[layout]
-        other = run_ranks(n, train_on_rank, options(model, n, **args, **fields))[0]
+    packings = ["64 tokens", "one sample each", "64 tokens", "three each"]
+    every = [
+        options(model, n, **PACKINGS[packing], **fields, **LOSSES[loss]) for loss, packing in zip(LOSSES, packings, strict=True)
+    ]
+    for loss, found in zip(LOSSES, same_everywhere(run_ranks(n, train_on_rank, every)), strict=True):
+        agree(found, model, loss)
+        one = on_one_rank(model, loss)
         for name in ("second/train/loss", "second/train/grad_norm"):
-            assert other[name] == pytest.approx(one[name], rel=2e-5)
-        assert one["second/train/loss"] != one["train/loss"]
+            assert found[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6)
+        assert found["second/train/grad_norm"] != pytest.approx(found["train/grad_norm"], rel=1e-3)
+
+
+@cache
+def on_one_rank(model: Path, loss: str) -> dict[str, float]:
+    return run_ranks(1, train_on_rank, [options(model, **PACKINGS["64 tokens"], **LOSSES[loss])])[0][0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"), [("one rank", "grpo"), ("one rank", "per token"), ("tp2 pp2", "grpo"), ("dp2 cp2", "per token")]
+)
+def test_every_gradient_is_that_of_transformers(model: Path, layout: str, loss: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    whole = {"use_distributed_optimizer": False}  # with it each DP and CP rank has but a part of the gradient
+    opts = options(model, n, **fields, **PACKINGS["64 tokens"], **LOSSES[loss], megatron=whole)
+    found, wanted = run_ranks(n, gradients_on_rank, opts)[0], reference(model, loss)[3]
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def test_a_long_sample_is_whole_and_alone(model: Path) -> None:
-    own = share(options(model, **PACKINGS["40 tokens"]), 0)
+    (own,) = shares(options(model, **PACKINGS["40 tokens"]))
     alone = [rows for rows in own.micro_batches[0] if own.batch.rows["length"][rows].max() == LONG]
     assert [len(rows) for rows in alone] == [1]
 
 
-def test_packing_pads_nothing_without_need(model: Path) -> None:
-    found = run_ranks(1, packed_rows, options(model))[0]
-    assert found == int(batch().rows["length"].sum())
+# ---- several optimizer steps of one rollout
 
 
-def packed_rows(opts: Options) -> int:
-    from hpcrl.trainer import megatron, packing
+def test_old_logprobs_are_those_before_the_first_step(model: Path) -> None:
+    """Two steps with the trainer's own are two steps with what transformers says of the first weights."""
+    hf, data = transformers_model(model), SampleBatch(*(np.copy(column) for column in vars(batch()).values()))
+    with torch.no_grad():
+        for i, start in enumerate(data.response_offsets[:-1]):
+            ids, mask, _ = sample(data, i)
+            logprobs = hf(ids[None]).logits[0, -len(mask) - 1 : -1].log_softmax(-1).gather(1, ids[-len(mask) :, None])[:, 0]
+            data.logprobs[start : start + len(mask)] = logprobs.numpy()
+    found = {}
+    for layout in ("one rank", "dp2 pp2"):
+        n, fields = LAYOUTS.get(layout, (1, {}))
+        common = {"num_steps_per_rollout": 2, "lr": 1e-2} | fields | PACKINGS["64 tokens"]
+        every = [options(model, n, use_rollout_logprobs=given, **common) for given in (False, True)]
+        found[layout], given = same_everywhere(run_ranks(n, train_on_rank, every, data))
+        for name in ("loss", "pg_loss", "ppo_kl", "pg_clipfrac", "grad_norm"):
+            assert found[layout]["train/" + name] == pytest.approx(given["train/" + name], rel=2e-5, abs=1e-6)
+            assert found[layout]["train/" + name] == pytest.approx(found["one rank"]["train/" + name], rel=2e-5, abs=1e-6)
+        assert found[layout]["train/train_rollout_logprob_abs_diff"] <= 1e-5
+        assert found[layout]["train/pg_clipfrac"] > 0
+        assert found[layout]["perf/train_tokens"] == data.loss_mask.sum()
 
-    ranks = megatron.initialize(opts)
-    return packing.pack(batch(), range(SAMPLES), ranks, False).tokens.size(1)
+
+# ---- what stops a run before it changes a weight
 
 
-def test_a_difference_beyond_the_bound_stops_before_the_step(model: Path) -> None:
-    strict = Options(hf_checkpoint=str(model), bf16=False, actor_num_gpus_per_node=1, max_logprob_diff=0.1)
-    with pytest.raises(RankError, match=r"rollout 0, optimizer step 0.*--max-logprob-diff is 0.1"):
-        run_ranks(1, train_on_rank, strict)
+def test_a_difference_beyond_the_bound(model: Path) -> None:
+    opts = options(model, 2, max_logprob_diff=0.1)
+    errors = run_ranks(2, failure_on_rank, opts, shares(opts))
+    assert errors[0] == errors[1]
+    assert re.fullmatch(
+        r"rollout 0, optimizer step 0: .* differ by 0\.\d+ \(mean\), --max-logprob-diff is 0\.1; .*", errors[0][0]
+    )
+    assert errors[0][1]
+
+
+def test_a_loss_that_is_no_number(model: Path) -> None:
+    opts = options(model, 2, pipeline_model_parallel_size=2)
+    errors = run_ranks(2, failure_on_rank, opts, shares(opts), True)
+    assert {text.split(";")[0] for text, _ in errors} == {"rollout 0, optimizer step 0: the loss is nan"}
+    assert all(same for _, same in errors)
+
+
+def test_a_gradient_without_bound_on_one_rank_only(model: Path) -> None:
+    opts = options(model, 2)
+    own = shares(opts)
+    own[1].batch.rows["advantage"][:] = 1e30
+    errors = run_ranks(2, failure_on_rank, opts, own)
+    assert {text.split(";")[0] for text, _ in errors} == {"rollout 0, optimizer step 0: the gradient norm is inf"}
+    assert all(same for _, same in errors)
+
+
+def test_shares_that_are_not_of_one_batch(model: Path) -> None:
+    opts = options(model)
+    own = shares(opts)
+    own[0].step_tokens[0] += 1
+    text, same = run_ranks(1, failure_on_rank, opts, own)[0]
+    assert f"train on {own[0].step_tokens[0] - 1} tokens, the batch has {own[0].step_tokens[0]}" in text
+    assert same

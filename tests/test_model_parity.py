@@ -23,7 +23,14 @@ pytestmark = pytest.mark.process
 LENGTHS = (17, 40, 3, 64, 1, 5)
 PAD = 8  # rows of each sequence are a multiple: enough for CP 2 and for sequence parallelism over TP 2
 #: odd sizes: vocabulary not divisible by TP, heads no power of two, head size not hidden / heads, layers not even
-ODD = {"vocab_size": 131, "hidden_size": 60, "intermediate_size": 90, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14}
+ODD = {
+    "vocab_size": 131,
+    "hidden_size": 60,
+    "intermediate_size": 90,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+}
 ONE_GROUP = {"num_attention_heads": 4, "num_key_value_heads": 1}  # fewer key-value heads than TP ranks
 
 LAYOUTS = {
@@ -36,13 +43,28 @@ LAYOUTS = {
     "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "tp2 sp cp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}),
 }
-MODELS = {"tied": (True, {}), "untied": (False, {}), "odd tied": (True, ODD), "odd untied": (False, ODD), "one group": (True, ONE_GROUP)}
+MODELS = {
+    "tied": (True, {}),
+    "untied": (False, {}),
+    "odd tied": (True, ODD),
+    "odd untied": (False, ODD),
+    "one group": (True, ONE_GROUP),
+}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {name: make_model(root / name.replace(" ", "-"), tied, **fields) for name, (tied, fields) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def references(models: dict[str, Path]) -> dict[str, Any]:
+    """The same models in transformers, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+    return {name: load(path, dtype=torch.float32, attn_implementation="eager").eval() for name, path in models.items()}
 
 
 def options(directory: Path, n: int, layout: dict[str, Any], **more: Any) -> Options:
@@ -56,12 +78,6 @@ def sequences(vocab: int) -> list[torch.Tensor]:
 
 
 # ---- the reference
-
-
-def transformers_model(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def weights_of_loss(vocab: int) -> list[torch.Tensor]:
@@ -86,33 +102,48 @@ def pack(parts: list[torch.Tensor], cp_size: int, cp_rank: int) -> tuple[torch.T
     return rows, PackedSeqParams("thd", cu, cu, cu, cu, longest, longest)
 
 
-def start(opts: Options) -> Any:
+def start(opts: Options, ranks: Any = None) -> Any:
+    """A loaded policy; in groups of this process that exist already, if `ranks` are given."""
     from hpcrl.trainer import megatron, model
 
-    policy = model.build(opts, megatron.initialize(opts))
+    policy = model.build(opts, ranks or megatron.initialize(opts))
     model.load_hf(policy, opts.hf_checkpoint)
     return policy
 
 
-def logits_on_rank(opts: Options) -> tuple[torch.Tensor, torch.Tensor] | None:
+def on_each(work: str, every: list[Options]) -> list[Any]:
+    """This module's function `work` of a policy, for each of several models in the same groups."""
+    ranks, results = None, []
+    for opts in every:
+        policy = start(opts, ranks)
+        ranks = policy.ranks
+        results.append(globals()[work](policy))
+    return results
+
+
+def schedule(policy: Any, ids: torch.Tensor, packed: Any, loss: Any, forward_only: bool) -> list[Any]:
+    """Megatron's schedule over one micro-batch; what `loss` returned."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward(_: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), loss
+
+    run = {"forward_only": forward_only, "collect_non_loss_data": forward_only, "seq_length": ids.shape[1], "micro_batch_size": 1}
+    return get_forward_backward_func()(
+        forward_step_func=forward, data_iterator=iter([0]), model=policy.model, num_microbatches=1, **run
+    )
+
+
+def logits(policy: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(row numbers, logits) of this CP rank, on the first TP rank of the last stage."""
     from megatron.core import tensor_parallel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from hpcrl.trainer.thd import cp_indices
 
-    policy = start(opts)
     ranks = policy.ranks
     ids, packed = pack(sequences(policy.vocab_size), ranks.cp_size, ranks.cp_rank)
-
-    def forward(_: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), lambda out, non_loss_data: out
-
     with torch.no_grad():
-        out = get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=iter([0]), model=policy.model, num_microbatches=1, seq_length=ids.shape[1],
-            micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
-        )  # fmt: skip
+        out = schedule(policy, ids, packed, lambda out, non_loss_data: out, True)
     if not ranks.last_stage:
         return None
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(out[0])[0]
@@ -121,14 +152,12 @@ def logits_on_rank(opts: Options) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (rows, whole[:, : policy.vocab_size]) if ranks.tp_rank == 0 else None
 
 
-def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
-    """Gradients of the made-up loss under their Hugging Face names, on rank 0; and that two passes give the same bits."""
-    first = _gradients(policy := start(opts))
-    second = _gradients(policy)
-    if opts.deterministic_mode:
-        assert all(torch.equal(first[name], second[name]) for name in first)
+def gradients(policy: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the made-up loss under their Hugging Face names, on rank 0; two passes must give the same bits."""
     from hpcrl.trainer.model import export
 
+    first, second = _gradients(policy), _gradients(policy)
+    assert all(torch.equal(first[name], second[name]) for name in first)
     for name, parameter in policy.module.named_parameters():
         parameter.data = first[name]
     found = {name: tensor.clone() for name, tensor in export(policy)}
@@ -136,9 +165,7 @@ def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
 
 
 def _gradients(policy: Any) -> dict[str, torch.Tensor]:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    ranks, opts = policy.ranks, policy.config
+    ranks = policy.ranks
     ids, packed = pack(sequences(policy.vocab_size), ranks.cp_size, ranks.cp_rank)
     weights, _ = pack(weights_of_loss(policy.vocab_size), ranks.cp_size, ranks.cp_rank)
     columns = -(-policy.vocab_size // ranks.tp_size)
@@ -149,22 +176,15 @@ def _gradients(policy: Any) -> dict[str, torch.Tensor]:
     def loss(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         return (out * weights).sum(), torch.tensor(1, dtype=torch.int), {}
 
-    def forward(_: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), loss
-
     policy.model.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=iter([0]), model=policy.model, num_microbatches=1, seq_length=ids.shape[1],
-        micro_batch_size=1, forward_only=False,
-    )  # fmt: skip
-    assert opts.calculate_per_token_loss  # gradients were divided by the sum of all counts
-    return {name: p.main_grad * ranks.dp_size * ranks.cp_size for name, p in policy.module.named_parameters()}
+    schedule(policy, ids, packed, loss, False)
+    counts = ranks.dp_size * ranks.cp_size  # Megatron divided by the sum of all counts
+    return {name: p.main_grad * counts for name, p in policy.module.named_parameters()}
 
 
-def exported_on_rank(opts: Options) -> list[tuple[str, torch.Tensor]]:
+def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
     from hpcrl.trainer.model import export
 
-    policy = start(opts)
     found = [(name, tensor.clone()) for name, tensor in export(policy)]
     if policy.ranks.rank:
         assert all(tensor.device.type == "meta" for _, tensor in found)
@@ -172,69 +192,77 @@ def exported_on_rank(opts: Options) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def refused_on_rank(opts: Options) -> str:
+def refused_on_rank(every: list[Options], known: bool = False) -> list[str]:
+    """The error of each of several options; known: the groups are made once, with the first."""
     from hpcrl.errors import HpcrlError
+    from hpcrl.trainer import megatron
 
-    try:
-        start(opts)
-    except HpcrlError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    ranks = megatron.initialize(every[0].model_copy(update={"megatron": {}})) if known else None
+    messages = []
+    for opts in every:
+        try:
+            start(opts, ranks)
+            messages.append("")
+        except HpcrlError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 # ---- tests
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
-def test_logits_are_those_of_transformers(models: dict[str, Path], model: str, layout: str) -> None:
+def test_logits_are_those_of_transformers(models: dict[str, Path], references: dict[str, Any], layout: str) -> None:
     n, fields = LAYOUTS[layout]
-    results = [r for r in run_ranks(n, logits_on_rank, options(models[model], n, fields)) if r is not None]
-    rows, logits = (torch.cat(x) for x in zip(*results, strict=True))
-    hf = transformers_model(models[model])
-    found = torch.zeros(int(rows.max()) + 1, logits.shape[-1]).index_copy(0, rows, logits)
-    place = 0
-    for ids in sequences(hf.config.vocab_size):
-        with torch.no_grad():
-            wanted = hf(ids[None]).logits[0]
-        assert float(wanted.abs().max()) > 1  # not all alike
-        torch.testing.assert_close(found[place : place + len(ids)], wanted, rtol=0, atol=1e-4)
-        place += -(-len(ids) // PAD) * PAD
+    results = run_ranks(n, on_each, "logits", [options(path, n, fields) for path in models.values()])
+    for i, model in enumerate(models):
+        rows, values = (torch.cat(x) for x in zip(*(r[i] for r in results if r[i] is not None), strict=True))
+        found = torch.zeros(int(rows.max()) + 1, values.shape[-1]).index_copy(0, rows, values)
+        place = 0
+        for ids in sequences(references[model].config.vocab_size):
+            with torch.no_grad():
+                wanted = references[model](ids[None]).logits[0]
+            assert float(wanted.abs().max()) > 1  # not all alike
+            error = float((found[place : place + len(ids)] - wanted).abs().max())
+            assert error <= 1e-4, f"{model}: {error:.1e}"
+            place += -(-len(ids) // PAD) * PAD
 
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "recompute", "deterministic"])
-@pytest.mark.parametrize("model", ["odd tied", "odd untied"])
-def test_gradients_are_those_of_transformers(models: dict[str, Path], model: str, layout: str) -> None:
+def test_gradients_are_those_of_transformers(models: dict[str, Path], references: dict[str, Any], layout: str) -> None:
     n, fields = LAYOUTS.get(layout, (1, {}))
     whole = {"use_distributed_optimizer": False}  # with it, each DP and CP rank has but a part of the gradient
     more = {"megatron": whole | (RECOMPUTE if layout == "recompute" else {}), "deterministic_mode": layout == "deterministic"}
-    found = run_ranks(n, gradients_on_rank, options(models[model], n, fields, **more))[0]
-    hf = transformers_model(models[model])
-    for ids, weight in zip(sequences(hf.config.vocab_size), weights_of_loss(hf.config.vocab_size), strict=True):
-        (hf(ids[None]).logits[0] * weight).sum().backward()
-    wanted = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        error = (found[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+    names = ["odd tied", "odd untied"]
+    results = run_ranks(n, on_each, "gradients", [options(models[name], n, fields, **more) for name in names])[0]
+    for model, found in zip(names, results, strict=True):
+        hf = references[model]
+        hf.zero_grad()
+        for ids, weight in zip(sequences(hf.config.vocab_size), weights_of_loss(hf.config.vocab_size), strict=True):
+            (hf(ids[None]).logits[0] * weight).sum().backward()
+        wanted = {name: parameter.grad for name, parameter in hf.named_parameters()}
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            error = (found[name] - gradient).norm() / gradient.norm()
+            assert error < 1e-5, f"{model}: {name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tp2", "pp2", "cp2", "dp2", "tp2 pp2"])
-@pytest.mark.parametrize("model", MODELS)
-def test_export_gives_back_every_tensor_once_bit_for_bit(models: dict[str, Path], model: str, layout: str) -> None:
+def test_export_gives_back_every_tensor_once_bit_for_bit(models: dict[str, Path], layout: str) -> None:
     n, fields = LAYOUTS[layout]
-    found = run_ranks(n, exported_on_rank, options(models[model], n, fields))[0]
-    wanted = load_file(models[model] / "model.safetensors")
-    assert sorted(name for name, _ in found) == sorted(wanted)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found)
+    results = run_ranks(n, on_each, "exported", [options(path, n, fields) for path in models.values()])[0]
+    for (model, path), found in zip(models.items(), results, strict=True):
+        wanted = load_file(path / "model.safetensors")
+        assert sorted(name for name, _ in found) == sorted(wanted), model
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in found), model
 
 
 def test_bfloat16_export_is_the_rounded_weights(models: dict[str, Path]) -> None:
     opts = options(models["odd untied"], 2, LAYOUTS["tp2"][1]).model_copy(update={"bf16": True})
-    found = run_ranks(2, exported_on_rank, opts)[0]
+    found = run_ranks(2, on_each, "exported", [opts])[0][0]
     wanted = load_file(models["odd untied"] / "model.safetensors")
     assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in found)
 
@@ -250,7 +278,7 @@ def test_sharded_files_and_an_untied_head_in_a_tied_model_load(models: dict[str,
     where = {name: file for file, held in [*parts.items(), ("model-3.safetensors", list(extra))] for name in held}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (tmp_path / "config.json").write_bytes((models["tied"] / "config.json").read_bytes())
-    found = dict(run_ranks(1, exported_on_rank, options(tmp_path, 1, {}))[0])
+    found = dict(run_ranks(1, on_each, "exported", [options(tmp_path, 1, {})])[0][0])
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in found)
 
@@ -275,7 +303,7 @@ def test_files_that_do_not_fit_are_one_clear_error_on_every_rank(
     tensors = load_file(models["tied"] / "model.safetensors") | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((models["tied"] / "config.json").read_bytes())
-    for message in run_ranks(2, refused_on_rank, options(tmp_path, 2, LAYOUTS["pp2"][1])):
+    for (message,) in run_ranks(2, refused_on_rank, [options(tmp_path, 2, LAYOUTS["pp2"][1])]):
         assert message.startswith(f"DataError: {tmp_path}")
         assert re.search(text, message), message
 
@@ -284,7 +312,7 @@ def test_a_truncated_file_is_named(models: dict[str, Path], tmp_path: Path) -> N
     data = (models["tied"] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
     (tmp_path / "config.json").write_bytes((models["tied"] / "config.json").read_bytes())
-    message = run_ranks(1, refused_on_rank, options(tmp_path, 1, {}))[0]
+    message = run_ranks(1, refused_on_rank, [options(tmp_path, 1, {})])[0][0]
     assert "model.safetensors cannot be read" in message
     assert "is it complete?" in message
 
@@ -296,30 +324,41 @@ def test_a_truncated_file_is_named(models: dict[str, Path], tmp_path: Path) -> N
         (3, {"pipeline_model_parallel_size": 3}, "--pipeline-model-parallel-size 3 does not divide the model's 2 layers"),
         (2, {"context_parallel_size": 4}, "2 trainer ranks cannot be divided into"),
         (2, {"actor_num_nodes": 2}, "asks for 4 trainer ranks, torchrun started 2"),
-        (1, {"megatron": {"hidden_dropot": 0.1}}, "--hidden-dropot: Megatron has no such setting; did you mean --hidden-dropout?"),
-        (1, {"megatron": {"hidden_size": 65}}, "--hidden-size 65: the model's config.json says 64"),
-        (1, {"megatron": {"rotary_base": 1}}, "--rotary-base 1: the model's config.json says 10000"),
-        (1, {"megatron": {"lr": 1.0}}, "--lr is an option of its own"),
-        (1, {"megatron": {"params_dtype": "bf16"}}, "--params-dtype torch.bfloat16 cannot be: hpcrl needs torch.float32"),
-        (1, {"megatron": {"apply_rope_fusion": True}}, "--apply-rope-fusion cannot be done without CUDA"),
-        (1, {"megatron": {"attention_dropout": 0.1}}, "--attention-dropout 0.1 cannot be: hpcrl needs 0.0"),
-        (1, {"megatron": {"recompute_num_layers": "many"}}, "--recompute-num-layers 'many': "),
-        (1, {"megatron": {"recompute_granularity": "all"}}, "--recompute-granularity 'all': Input should be"),
-        (1, {"megatron": {"recompute_granularity": "full"}}, "Megatron's TransformerConfig refuses these settings"),
-        (1, {"min_lr": 1.0}, "--min-lr 1.0 is above --lr"),
-        (1, {"lr_warmup_iters": 5, "num_rollout": 5}, "--lr-warmup-iters 5 is not less than the 5 steps"),
-        (1, {"lr_decay_style": "cosine"}, "--lr-decay-style cosine without --num-rollout"),
     ],
+    ids=["heads", "layers", "layout", "world"],
 )
-def test_settings_that_do_not_fit_are_refused(models: dict[str, Path], n: int, fields: dict[str, Any], text: str) -> None:
-    messages = run_ranks(n, refused_on_rank, options(models["tied"], n, fields))
-    assert all(text in message for message in messages), messages
-    assert all(message.startswith("UsageError") for message in messages)
+def test_layouts_that_do_not_divide_are_refused(models: dict[str, Path], n: int, fields: dict[str, Any], text: str) -> None:
+    for (message,) in run_ranks(n, refused_on_rank, [options(models["tied"], n, fields)]):
+        assert message.startswith("UsageError")
+        assert text in message
 
 
-def test_settings_that_agree_or_are_free_are_taken(models: dict[str, Path]) -> None:
-    given = {"hidden_size": 64, "attention_backend": "flash", "bucket_size": "1000", "use_distributed_optimizer": False}
-    assert run_ranks(1, refused_on_rank, options(models["tied"], 1, {"megatron": given})) == [""]
+REFUSED = [
+    ({"megatron": {"hidden_dropot": 0.1}}, "--hidden-dropot: Megatron has no such setting; did you mean --hidden-dropout?"),
+    ({"megatron": {"hidden_size": 65}}, "--hidden-size 65: the model's config.json says 64"),
+    ({"megatron": {"rotary_base": 1}}, "--rotary-base 1: the model's config.json says 10000"),
+    ({"megatron": {"lr": 1.0}}, "--lr is an option of its own"),
+    ({"megatron": {"params_dtype": "bf16"}}, "--params-dtype torch.bfloat16 cannot be: hpcrl needs torch.float32"),
+    ({"megatron": {"apply_rope_fusion": True}}, "--apply-rope-fusion cannot be done without CUDA"),
+    ({"megatron": {"attention_dropout": 0.1}}, "--attention-dropout 0.1 cannot be: hpcrl needs 0.0"),
+    ({"megatron": {"recompute_num_layers": "many"}}, "--recompute-num-layers 'many': "),
+    ({"megatron": {"recompute_granularity": "all"}}, "--recompute-granularity 'all': Input should be"),
+    ({"megatron": {"recompute_granularity": "full"}}, "Megatron's TransformerConfig refuses these settings"),
+    ({"min_lr": 1.0}, "--min-lr 1.0 is above --lr"),
+    ({"lr_warmup_iters": 5, "num_rollout": 5}, "--lr-warmup-iters 5 is not less than the 5 steps"),
+    ({"lr_decay_style": "cosine"}, "--lr-decay-style cosine without --num-rollout"),
+    ({"hf_checkpoint": None}, "--hf-checkpoint is not given"),
+]
+TAKEN = {"hidden_size": 64, "attention_backend": "flash", "bucket_size": "1000", "use_distributed_optimizer": False}
+
+
+def test_settings_that_do_not_fit_are_refused_and_others_taken(models: dict[str, Path]) -> None:
+    every = [options(models["tied"], 1, {}).model_copy(update=fields) for fields, _ in [*REFUSED, ({"megatron": TAKEN}, "")]]
+    messages = run_ranks(1, refused_on_rank, every, True)[0]
+    for message, (_, text) in zip(messages[:-1], REFUSED, strict=True):
+        assert message.startswith("UsageError")
+        assert text in message
+    assert messages[-1] == ""
 
 
 # ---- the ranks themselves

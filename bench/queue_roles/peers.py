@@ -204,5 +204,4 @@ def redis_consume(control: Control, passes: Passes, scratch: Path) -> list[float
             total += read(np.frombuffer(fields[b"ids"], np.int32), np.frombuffer(fields[b"mask"], np.uint8))
         return total
 
-    seconds = timed(control, passes, receive)
-    return seconds
+    return timed(control, passes, receive)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -101,7 +102,7 @@ def tcp_consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
                 buffer = memoryview(bytearray(2 * sum(sizes)))
             rest = exactly(buffer[: sum(sizes)])
             cuts = np.cumsum((0, *sizes))
-            head, ids, mask, _ = (rest[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+            head, ids, mask, _ = (rest[a:b] for a, b in pairwise(cuts))
             _unpack(head)
             total += read(np.frombuffer(ids, np.int32), np.frombuffer(mask, np.uint8))
         return total

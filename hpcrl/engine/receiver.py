@@ -179,7 +179,11 @@ class WorkerExtension:
         return {"rank": self.rank, "compared": compared, "different": different, "unknown": sorted(wanted)}
 
     def hpcrl_abandon(self) -> dict[str, Any]:
-        """Give up an update that was started and not finished; tells whether the model is torn between two versions."""
+        """Give up an update that was started and not finished; tells whether the model is torn between two versions.
+
+        Torn is also one that has all the new tensors under the old version: its samples would lie about where they come
+        from.
+        """
         engine = self.weight_transfer_engine
         if not isinstance(engine, Receiver):
             torn = self._weight_update_active  # vLLM's own backend does not know how far it came
@@ -187,7 +191,7 @@ class WorkerExtension:
                 finalize_layerwise_reload(engine.model, engine.model_config)
         else:
             engine.put_back()
-            torn = engine.torn
+            torn = engine.torn or engine.unfinished
         self._weight_update_active = False
         return {"rank": self.rank, "torn": torn}
 

@@ -66,6 +66,7 @@ class Receiver(WeightTransferEngine):
     account: Account | None = None
     loading = False  #: the model is taken apart for loading
     torn = False  #: the model holds tensors of two versions
+    unfinished = False  #: the model holds all new tensors, but still goes by the old version
     _kernels: Kernels
     _loaded: set[str]
     _parameters: set[str]
@@ -93,6 +94,7 @@ class Receiver(WeightTransferEngine):
         if self.account is not None:
             self.put_back()
             raise UpdateRejected("the update was finished before its last bucket had come")
+        self.unfinished = False
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
         """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
@@ -107,7 +109,7 @@ class Receiver(WeightTransferEngine):
             if left := sorted(self._parameters - self._loaded):
                 raise UpdateRejected(f"vLLM left {len(left)} parameters as they were, the first is {left[0]}")
             self._put_together()
-            self.torn, self.account = False, None
+            self.torn, self.unfinished, self.account = False, True, None
 
     def put_back(self) -> None:
         """End an update that came to nothing: layers that were not loaded have their old tensors again."""

@@ -126,7 +126,9 @@ def refuse(config: Config, wanted: Mapping[str, Sequence[Any]]) -> None:
     for name, values in wanted.items():
         if name in config and config[name] not in values:
             shown = " or ".join(repr(value) for value in values)
-            raise DataError(f"config.json of this {config['model_type']} model has {name} = {config[name]!r}", f"only {shown} is supported")
+            raise DataError(
+                f"config.json of this {config['model_type']} model has {name} = {config[name]!r}", f"only {shown} is supported"
+            )
 
 
 def require(config: Config, names: Sequence[str]) -> None:

@@ -9,8 +9,15 @@ from hpcrl.models.family import Config, Family, Rule, refuse, require, rope, tie
 
 def transformer(config: Config) -> dict[str, Any]:
     """config.json -> fields of Megatron's TransformerConfig."""
-    require(config, ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"))
-    implemented = {"attention_bias": [False], "use_sliding_window": [False], "hidden_act": ["silu"], "attention_dropout": [0, 0.0]}
+    require(
+        config, ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+    )
+    implemented = {
+        "attention_bias": [False],
+        "use_sliding_window": [False],
+        "hidden_act": ["silu"],
+        "attention_dropout": [0, 0.0],
+    }
     refuse(config, implemented)
     refuse({"model_type": "qwen3", "rope_type": rope(config)["kind"]}, {"rope_type": ["default"]})
     heads = config["num_attention_heads"]

@@ -43,14 +43,8 @@ class QueueClient:
     def __init__(
         self, rundir: RunDir, plan: Plan, dp_rank: int, dp_size: int, timeout: float, credit: int = messages.CREDIT
     ) -> None:
-        self._rundir, self._plan, self._rank, self._size, self._timeout, self._credit = (
-            rundir,
-            plan,
-            dp_rank,
-            dp_size,
-            timeout,
-            credit,
-        )
+        self._rundir, self._plan = rundir, plan
+        self._rank, self._size, self._timeout, self._credit = dp_rank, dp_size, timeout, credit
         self._name = secrets.token_hex(8)
         self._parts: dict[int, dict[int, tuple[messages.Part, list[zmq.Frame]]]] = {}
         self._done = self._calls = -1
@@ -82,9 +76,8 @@ class QueueClient:
         if found is None:
             end, seconds = self._end(timeout)
             self._ask(messages.Fetch(rollout_id, self._credit, sorted(self._parts.get(rollout_id, ()))))
-            found = self._wait(
-                end, seconds, f"did not deliver the samples of rollout {rollout_id} to", lambda m: self._fetched(rollout_id, m)
-            )
+            what = f"did not deliver the samples of rollout {rollout_id} to"
+            found = self._wait(end, seconds, what, lambda message: self._fetched(rollout_id, message))
             self._awaited = None
         return None if isinstance(found, messages.StoppedAt) else found
 
@@ -100,12 +93,11 @@ class QueueClient:
             self._ask(messages.Call(call_id, method, params))
         except WireError as error:
             raise WireError(f"the parameters of {method}: {error.what}") from error
-        reply = self._wait(
-            end,
-            seconds,
-            f"did not answer {method!r} of",
-            lambda m: m if isinstance(m, messages.Reply) and m.call_id == call_id else None,
-        )
+
+        def take(message: messages.FromServer) -> messages.Reply | None:
+            return message if isinstance(message, messages.Reply) and message.call_id == call_id else None
+
+        reply = self._wait(end, seconds, f"did not answer {method!r} of", take)
         self._awaited = None
         return reply.result
 
@@ -242,14 +234,11 @@ class QueueClient:
         return True
 
     def _check_welcome(self, welcome: messages.Welcome) -> None:
-        mine, its = (
-            (messages.PROTOCOL, self._plan.run_id, self._plan.attempt),
-            (welcome.protocol, welcome.run_id, welcome.attempt),
-        )
+        mine = self._plan.run_id, self._plan.attempt, messages.PROTOCOL
+        its = welcome.run_id, welcome.attempt, welcome.protocol
         if mine != its:
-            raise PeerError(
-                f"{self._where} is of run {its[1]}, attempt {its[2]}, protocol {its[0]}; {self._me()} of {mine[1]}, {mine[2]}, {mine[0]}"
-            )
+            said = [f"run {run_id}, attempt {attempt}, protocol {protocol}" for run_id, attempt, protocol in (its, mine)]
+            raise PeerError(f"{self._where} says that it is of {said[0]}; {self._me()} is of {said[1]}")
 
     # ---- shares
 

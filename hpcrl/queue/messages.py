@@ -197,7 +197,7 @@ def split(frames: Sequence[Buffer], limit: int = PART_BYTES, piece: int = PIECE_
     for frame in frames:
         rest = _view(frame)
         while True:
-            if room == 0:
+            if room == 0 and len(rest):
                 parts.append([])
                 room = limit
             taken = rest[: min(room, piece)]

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Plan
-from hpcrl.queue.messages import PROTOCOL, Failed, Hello, Reply
+from hpcrl.queue.messages import PROTOCOL, Failed, Hello, Reply, StoppedAt, failed
 from hpcrl.queue.outbox import Outbox
 from hpcrl.queue.wire import WireError
 
-#: calls of one rank that may run at the same time
-MAX_CALLS = 16
+#: calls of one rank that may run at the same time; malformed messages of one rank that are logged
+MAX_CALLS, MAX_COMPLAINTS = 16, 20
 
 
 @dataclass
@@ -94,6 +94,25 @@ class Rank:
         if hello.client in self._replaced:
             return PeerError(f"{here} (pid {hello.pid}) was replaced: {self.name} has its place")
         return None
+
+    def refuse_fetch(self, wanted: int | None, stop: int | None, failure: HpcrlError | None) -> Failed | StoppedAt | None:
+        """The answer to a fetch of rollout `wanted` that will get no share; stop: the first rollout that is not made."""
+        if wanted is None:
+            return None
+        if failure:
+            return failed(failure, rollout_id=wanted)
+        if wanted in self.outbox:
+            return None
+        if wanted <= self.outbox.last_done:
+            return Failed(
+                f"the share of rollout {wanted} was delivered to trainer DP rank {self.number} before", rollout_id=wanted
+            )
+        return StoppedAt(wanted) if stop is not None and wanted >= stop else None
+
+    def complain(self) -> bool:
+        """Count a malformed message; whether it is to be logged."""
+        self.complaints += 1
+        return self.complaints <= MAX_COMPLAINTS
 
     def sit(self, route: bytes, hello: Hello) -> Seat:
         """Give the seat to this client; a new one starts afresh, the same one goes on over its new connection."""

@@ -29,8 +29,6 @@ from hpcrl.roles import say
 from hpcrl.rundir import RunDir
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-#: malformed messages of one rank that are logged
-MAX_COMPLAINTS = 20
 
 
 class QueueServer:
@@ -173,8 +171,7 @@ class QueueServer:
                 )
             message = messages.read_from_client(frames[0].buffer)
         except WireError as error:
-            rank.complaints += 1
-            if rank.complaints <= MAX_COMPLAINTS:
+            if rank.complain():
                 say(f"queue: trainer DP rank {rank.number}: {error}")
             await self._send(route, messages.failed(error))
             return
@@ -203,13 +200,11 @@ class QueueServer:
                 seat.waits_for = wanted
                 if wanted in rank.outbox or wanted > rank.outbox.last_done:
                     rank.outbox.want(wanted, message.credit, message.have, time.monotonic())
-                self._progress.set()
+                    self._release(rank, seat)
                 await self._deliver(rank, seat)
             case messages.Ack():
                 rank.outbox.acknowledge(message.rollout_id, message.part)
-                if seat.waits_for is not None and seat.waits_for <= rank.outbox.last_done:
-                    seat.waits_for = None
-                self._progress.set()
+                self._release(rank, seat)
                 await self._deliver(rank, seat)
             case messages.Call():
                 await self._call(rank, message)
@@ -217,6 +212,12 @@ class QueueServer:
                 await self._send(seat.route, messages.Pong())
 
     # ---- shares
+
+    def _release(self, rank: Rank, seat: Seat) -> None:
+        """Shares may have been acknowledged: `put` may go on, and a fetch that has all it asked for is over."""
+        if seat.waits_for is not None and seat.waits_for <= rank.outbox.last_done:
+            seat.waits_for = None
+        self._progress.set()
 
     async def _update(self) -> None:
         """Something changed that fetches or puts may wait for."""
@@ -226,27 +227,13 @@ class QueueServer:
 
     async def _deliver(self, rank: Rank, seat: Seat) -> None:
         """Send the seat what its fetch can have now, and of later shares what its credit allows."""
-        if answer := self._refuse_fetch(rank, seat.waits_for):
+        if answer := rank.refuse_fetch(seat.waits_for, self._stop, self._failure):
             seat.waits_for = None
             await self._send(seat.route, answer)
             return
         for part, pieces in list(rank.outbox.due(time.monotonic())):
             if not await self._send(seat.route, part, pieces):
                 return
-
-    def _refuse_fetch(self, rank: Rank, wanted: int | None) -> messages.Failed | messages.StoppedAt | None:
-        """The answer to a fetch that will get no share."""
-        if wanted is None:
-            return None
-        if self._failure:
-            return messages.failed(self._failure, rollout_id=wanted)
-        if wanted in rank.outbox:
-            return None
-        if wanted <= rank.outbox.last_done:
-            return messages.Failed(
-                f"the share of rollout {wanted} was delivered to trainer DP rank {rank.number} before", rollout_id=wanted
-            )
-        return messages.StoppedAt(wanted) if self._stop is not None and wanted >= self._stop else None
 
     # ---- calls
 
@@ -260,17 +247,15 @@ class QueueServer:
             what = f"the rollout process has no method {call.method!r}, only {', '.join(sorted(self._handlers))}"
             await self._finish(rank, rank.calls, messages.Failed(what, call_id=call.call_id))
         elif len(rank.calls.unanswered()) > MAX_CALLS:
-            await self._finish(
-                rank, rank.calls, messages.Failed(f"{MAX_CALLS} calls of {rank.name} are still running", call_id=call.call_id)
-            )
+            what = f"{MAX_CALLS} calls of {rank.name} are still running"
+            await self._finish(rank, rank.calls, messages.Failed(what, call_id=call.call_id))
         else:
             self._spawn(self._run(rank, rank.calls, call))
 
     async def _run(self, rank: Rank, calls: Calls, call: messages.Call) -> None:
         try:
-            answer: messages.Reply | messages.Failed = messages.Reply(
-                call.call_id, await self._handlers[call.method](call.params)
-            )
+            result = await self._handlers[call.method](call.params)
+            answer: messages.Reply | messages.Failed = messages.Reply(call.call_id, result)
             messages.pack(answer)
         except HpcrlError as error:
             answer = messages.failed(error, call.call_id)

@@ -71,6 +71,7 @@ def _quiet() -> None:
     """Silence what Megatron says on every rank and nobody can act upon."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # Megatron's collectives
     warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)  # of CUDA streams
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)  # its zero_grad
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
 
 
@@ -201,7 +202,13 @@ def _rope_table_of_cp_rank(table: Any, dim: int, group: Any) -> Any:
 
 
 def _rope_packed(
-    t: Any, cu_seqlens: Any, freqs: Any, rotary_interleaved: bool = False, multi_latent_attention: bool = False, mscale: float = 1.0, cp_group: Any = None
+    t: Any,
+    cu_seqlens: Any,
+    freqs: Any,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
 ) -> Any:
     """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by CP."""
     import torch

@@ -190,7 +190,11 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
     """This rank's parameters with their rules, by name.  HpcrlError if the family has no rule for one."""
     rules = dict(policy.family.tensors(policy.hf_config))
     state = policy.module.state_dict(keep_vars=True).items()
-    held = {_in_whole_model(policy, name): value for name, value in state if isinstance(value, torch.Tensor) and "_extra_state" not in name}
+    held = {
+        _in_whole_model(policy, name): value
+        for name, value in state
+        if isinstance(value, torch.Tensor) and "_extra_state" not in name
+    }
     if unknown := sorted(held.keys() - rules.keys()):
         raise HpcrlError(f"family {policy.family.model_type} has no rule for {_some(unknown)}")
     return {name: (rules[name], value) for name, value in held.items()}

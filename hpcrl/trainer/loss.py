@@ -1,4 +1,4 @@
-"""The losses: pure functions of logits and a packed micro-batch.
+"""The losses: pure functions of logits and of what is known about each token.
 
 Invariant: the loss of a batch is a sum over its tokens of terms that depend on that token's sample alone, divided by a
 count over the whole batch; so it does not depend on micro-batches, nor on TP, PP, CP or DP.
@@ -7,13 +7,104 @@ count over the whole batch; so it does not depend on micro-batches, nor on TP, P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from hpcrl.trainer.packing import Packed
+if TYPE_CHECKING:
+    from hpcrl.trainer.packing import Packed
+
+#: what a report holds, in order; the last is a maximum, the others are sums
+REPORT = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "greedy", "difference", "tokens", "difference_max")
+
+
+# ---- from logits to tokens
+
+
+class Tokens(NamedTuple):
+    """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    greedy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which columns this rank's logits are.
+
+    size: real tokens; the output layer may have more columns, to divide by TP, and those are no tokens.  group: the
+    tensor-parallel ranks that hold the other columns, in order; None where this rank holds all.
+    """
+
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def range(self, width: int) -> tuple[int, int]:
+        """(number of the first of this rank's `width` columns, how many of them are tokens)."""
+        first = width * (dist.get_rank(self.group) if self.group is not None else 0)
+        return first, min(max(self.size - first, 0), width)
+
+
+def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float = 1.0) -> Tokens:
+    """Log-prob of each label, entropy and whether the label is likeliest, under softmax(logits / temperature).
+
+    logits: [r, columns of this rank], any float type, computed in float32 or wider; labels: int64 [r].  All TP ranks get
+    the same values; gradients flow to the rank's own columns through log-probs and entropy.  r may be 0.
+    """
+    return Tokens(*_Softmax.apply(logits, labels, vocabulary, temperature))
+
+
+class _Softmax(torch.autograd.Function):
+    """One pass over the logits and two all-reduces over TP for everything that the losses ask of them.
+
+    With p the softmax of z / T, H its entropy, y the label:
+        d log p_y / d z_j = (1[j = y] - p_j) / T        d H / d z_j = -p_j (log p_j + H) / T
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        first, real = vocabulary.range(x.size(1))
+        x[:, real:] = torch.finfo(x.dtype).min  # a padding column that took part would change every log-prob
+        peak = x.amax(1)
+        if vocabulary.group is not None:
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=vocabulary.group)
+        x -= peak[:, None]
+        own = (labels >= first) & (labels < first + real)
+        index = torch.where(own, labels - first, 0)[:, None]
+        label = torch.where(own, x.gather(1, index)[:, 0], 0.0)
+        weights = x.exp()
+        sums = torch.stack([label, weights.sum(1), x.mul_(weights).sum(1)])
+        if vocabulary.group is not None:
+            dist.all_reduce(sums, group=vocabulary.group)
+        label, total, weighted = sums
+        entropy = total.log() - weighted / total
+        greedy = label >= 0
+        ctx.save_for_backward(weights.div_(total[:, None]), index, own, entropy)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.mark_non_differentiable(greedy)
+        ctx.set_materialize_grads(False)
+        return label - total.log(), entropy, greedy
+
+    @staticmethod
+    def backward(
+        ctx: Any, logprob: torch.Tensor | None, entropy: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        p, index, own, value = ctx.saved_tensors
+        grad = torch.zeros_like(p)
+        if logprob is not None:
+            grad -= p * logprob[:, None]
+            grad.scatter_add_(1, index, torch.where(own, logprob, 0.0)[:, None])
+        if entropy is not None:
+            grad -= (torch.xlogy(p, p) + p * value[:, None]) * entropy[:, None]
+        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None
+
+
+# ---- losses
 
 
 @dataclass(frozen=True)
@@ -26,61 +117,13 @@ class Clip:
     entropy: float
 
 
-def scaled(logits: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:
-    """float32 logits over the temperature, the padding rows of the vocabulary at -inf.
-
-    logits: [..., vocabulary / TP] of this rank.  A padded row that took part in the softmax would change every log-prob.
-    """
-    logits = logits.float() / temperature
-    width = logits.size(-1)
-    keep = vocab_size - parallel_state.get_tensor_model_parallel_rank() * width
-    if keep >= width:
-        return logits
-    return logits.masked_fill(torch.arange(width, device=logits.device) >= keep, torch.finfo(torch.float32).min)
-
-
-def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-prob of each row's label, float32 [t].
-
-    logits: float32 [1, t, vocabulary / TP], as `scaled` leaves them; labels: int64 [1, t].
-    """
-    # the cross entropy changes its input in place and keeps it for its backward pass
-    return -vocab_parallel_cross_entropy(logits.transpose(0, 1).clone(), labels.transpose(0, 1)).squeeze(1)
-
-
-class _SumOverTensorRanks(torch.autograd.Function):
-    """All-reduce forward, identity backward: every rank computes the same loss from the sum."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
-        x = x.clone()
-        dist.all_reduce(x, group=parallel_state.get_tensor_model_parallel_group())
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
-        return grad
-
-
-def token_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy of each row's distribution, float32 [t]: log Z - sum p x, over the vocabulary of all TP ranks."""
-    logits = logits.squeeze(0)
-    peak = logits.detach().amax(-1, keepdim=True)
-    group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - peak
-    weights = shifted.exp()
-    total, weighted = _SumOverTensorRanks.apply(torch.stack([weights.sum(-1), (weights * shifted).sum(-1)]))
-    return total.log() - weighted / total
-
-
 def policy_terms(
     logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, clip: Clip
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PPO's clipped loss of each token (Schulman et al. 2017, arXiv:1707.06347, eq. 7), and where clipping took effect.
 
     max(-r A, -clip(r, 1 - low, 1 + high) A) with r = exp(logprobs - old); with a dual clip (Ye et al. 2020,
-    arXiv:1912.09729) at most -dual A where A < 0.  All [t].
+    arXiv:1912.09729) at most -dual A where A < 0.  All [r].
     """
     ratio = (logprobs - old).exp()
     plain = -ratio * advantages
@@ -91,41 +134,39 @@ def policy_terms(
     return loss, (clipped > plain).float()
 
 
-def policy_loss(
-    logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed, clip: Clip, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def policy_loss(found: Tokens, packed: Packed, clip: Clip, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of weighted token losses, report) of a micro-batch.
 
-    logprobs, entropy: [t]; weights: float32 [t], what each token counts (0 for padding).  report: float64 [REPORT].
-    The difference in the report is between the engine's log-probs and the trainer's under the weights that sampled.
+    weights: float32 [r], what each token counts; report: float64 [REPORT].  Without old log-probs in `packed` its own
+    are the old ones.  The difference in the report is between the engine's log-probs and the trainer's under the
+    weights that sampled.
     """
-    old = logprobs.detach() if packed.old_logprobs is None else packed.old_logprobs
-    sampling = logprobs if packed.old_logprobs is packed.rollout_logprobs else old
-    terms, clipped = policy_terms(logprobs, old, packed.advantages, clip)
-    loss = _weighted(terms, weights)
+    own = found.logprobs.detach()
+    old = own if packed.old_logprobs is None else packed.old_logprobs
+    terms, clipped = policy_terms(found.logprobs, old, packed.advantages, clip)
+    loss = (terms * weights).sum()
     if clip.entropy:
-        loss = loss - clip.entropy * _weighted(entropy, weights)
-    with torch.no_grad():
-        mask = packed.mask
-        difference = (sampling - packed.rollout_logprobs).abs() * mask
-        means = [_weighted(values, weights) for values in (terms, clipped, old - logprobs, entropy)]
-        sums = [loss, *means, difference.sum(), mask.sum()]
-        report = torch.stack([s.detach().double() for s in sums] + [difference.max().double()])
-    return loss, report
+        loss = loss - clip.entropy * (found.entropy * weights).sum()
+    sampling = own if packed.old_logprobs is packed.rollout_logprobs else old
+    difference = (sampling - packed.rollout_logprobs).abs()
+    values = {"pg_loss": terms, "pg_clipfrac": clipped, "ppo_kl": old - own, "entropy": found.entropy}
+    return loss, _report(loss, values, weights, difference)
 
 
-def sft_loss(logprobs: torch.Tensor, packed: Packed, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of weighted negative log-probs, report) of a micro-batch."""
-    loss = -_weighted(logprobs, weights)
-    zero = torch.zeros((), dtype=torch.float64, device=logprobs.device)
-    report = torch.stack([loss.detach().double(), zero, zero, zero, zero, zero, packed.mask.sum().double(), zero])
-    return loss, report
+def sft_loss(found: Tokens, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of weighted negative log-probs, report) of a micro-batch; weights: float32 [r]."""
+    loss = -(found.logprobs * weights).sum()
+    return loss, _report(loss, {"entropy": found.entropy, "greedy": found.greedy.float()}, weights)
 
 
-def _weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum of values x weights, where a weight of 0 also silences an infinite value (0 x inf is not 0)."""
-    return (torch.where(weights > 0, values, 0.0) * weights).sum()
-
-
-#: what a report holds, in order; the last is a maximum, the others are sums
-REPORT = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "difference", "tokens", "difference_max")
+@torch.no_grad()
+def _report(
+    loss: torch.Tensor, values: dict[str, torch.Tensor], weights: torch.Tensor, difference: torch.Tensor | None = None
+) -> torch.Tensor:
+    """REPORT as float64: weighted sums of `values`, and the plain sum and maximum of `difference`."""
+    sums = {"loss": loss, "tokens": loss.new_tensor(weights.numel())}
+    sums |= {name: (value * weights).sum() for name, value in values.items()}
+    if difference is not None and difference.numel():
+        sums |= {"difference": difference.sum(), "difference_max": difference.max()}
+    zero = torch.zeros_like(loss)
+    return torch.stack([sums.get(name, zero).double() for name in REPORT])

@@ -4,71 +4,90 @@ Row t predicts token t + 1 of its sequence, so the log-prob of a response's toke
 padded only to what the layout needs: a multiple of 2 x CP rows, and the whole to a multiple of TP under sequence
 parallelism; never to the longest.  Under CP a rank holds its zig-zag part of every sequence.
 
-Invariant: padding rows and prompt rows have weight 0 everywhere; what a row carries depends on its own sample alone.
+Invariants: only rows that predict an unmasked response token are listed in `rows`, so that padding and prompts cannot
+count anywhere; what is known of a row depends on its own sample alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
+from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
-from hpcrl.trainer.megatron import Ranks
 from hpcrl.trainer.thd import cp_indices
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.megatron import Ranks
 
 
 @dataclass
 class Packed:
-    """One micro-batch on one rank; t rows.
+    """One micro-batch on one rank: t rows, of which r are trained on.
 
-    tokens, labels, positions: int64 [1, t]; mask: float32 [t], 1 where the row's prediction is trained on; advantages,
-    rollout_logprobs: float32 [t], 0 where mask is; share: float32 [t], mask divided by the sample's mask sum (whatever
-    rank the other tokens are on); sequence: PackedSeqParams with global boundaries; samples: samples in it;
-    old_logprobs: float32 [t], or None where the training forward's own are the old ones.
+    tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
+    them labels: int64 [r], the token; advantages, rollout_logprobs: float32 [r]; share: float32 [r], 1 / the sample's
+    mask sum, whatever rank its other tokens are on; old_logprobs: float32 [r], or None where the training forward's own
+    are the old ones.  real, bounds: int32 [samples + 1], where each sequence ends without and with padding, over all CP
+    ranks; longest: rows of the longest, with padding.  r may be 0.
     """
 
     tokens: torch.Tensor
-    labels: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor
+    rows: torch.Tensor
+    labels: torch.Tensor
     advantages: torch.Tensor
     rollout_logprobs: torch.Tensor
     share: torch.Tensor
-    sequence: PackedSeqParams
-    samples: int
+    real: torch.Tensor
+    bounds: torch.Tensor
+    longest: int
     old_logprobs: torch.Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples in it, of which each CP rank has a part."""
+        return len(self.real) - 1
+
+
+def check(batch: SampleBatch, vocab_size: int) -> None:
+    """DataError for what cannot be trained on: a response without a prompt, a token that the model does not have."""
+    bare = batch.rows["response_length"] >= batch.rows["length"]
+    if bare.any():
+        row = batch.rows[int(bare.argmax())]
+        raise DataError(f"sample {row['index']} of group {row['group']} has no prompt: nothing predicts its first token")
+    if len(batch.tokens) and int(batch.tokens.max()) >= vocab_size:
+        raise DataError(
+            f"token id {int(batch.tokens.max())} is outside the model's vocabulary of {vocab_size}",
+            "use the tokenizer of --hf-checkpoint",
+        )
 
 
 def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_parallel: bool) -> Packed:
     """Pack the samples `rows` of `batch` for this rank."""
-    lengths = batch.rows["length"][list(rows)].astype(np.int64)
+    rows = np.asarray(rows, np.int64)
+    lengths = batch.rows["length"][rows].astype(np.int64)
     padded = _padded(lengths, ranks, sequence_parallel)
     real, bounds = _offsets(lengths), _offsets(padded)
-    total = int(bounds[-1])
-    places = _spans(bounds[:-1], lengths)  # where each real token goes
-    source = _spans(batch.token_offsets[list(rows)], lengths)
-
-    tokens = np.zeros(total, np.int64)
-    tokens[places] = batch.tokens[source]
-    labels = np.zeros(total, np.int64)
-    labels[:-1] = tokens[1:]  # a sequence's last row has no label: its mask is 0
-    positions = np.arange(total) - np.repeat(bounds[:-1], padded)
-    columns = _response_columns(batch, rows, lengths, bounds, total)
-
-    part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
-    cut = lambda array: torch.from_numpy(np.ascontiguousarray(array[part])).to(ranks.device)  # noqa: E731
-    return Packed(
-        cut(tokens)[None],
-        cut(labels)[None],
-        cut(positions)[None],
-        *(cut(column) for column in columns),
-        _sequence(real, bounds, padded, ranks),
-        len(rows),
-    )
+    tokens = np.zeros(int(bounds[-1]), np.int64)
+    tokens[_spans(bounds[:-1], lengths)] = batch.tokens[_spans(batch.token_offsets[rows], lengths)]
+    positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
+    places, columns = _trained(batch, rows, bounds[:-1] + lengths)
+    labels = tokens[places + 1]
+    if ranks.cp_size > 1:
+        part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
+        at = np.full(len(tokens), -1)  # which of this rank's rows a row is
+        at[part] = np.arange(len(part))
+        kept = at[places] >= 0
+        places, labels, *columns = (column[kept] for column in (at[places], labels, *columns))
+        tokens, positions = tokens[part], positions[part]
+    put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
+    ends = (put(array.astype(np.int32)) for array in (real, bounds))
+    return Packed(put(tokens)[None], put(positions)[None], put(places), put(labels), *map(put, columns), *ends, int(padded.max()))
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:
@@ -76,46 +95,22 @@ def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.nd
     multiple = 2 * ranks.cp_size if ranks.cp_size > 1 else 1
     padded = -(-lengths // multiple) * multiple
     if sequence_parallel:
-        whole = multiple * ranks.tp_size  # every CP rank's part must divide by TP
-        padded[-1] += -int(padded.sum()) % whole
+        padded[-1] += -int(padded.sum()) % (multiple * ranks.tp_size)  # every CP rank's part must divide by TP
     return padded
 
 
-def _response_columns(
-    batch: SampleBatch, rows: Sequence[int], lengths: np.ndarray, bounds: np.ndarray, total: int
-) -> tuple[np.ndarray, ...]:
-    """mask, advantages, rollout_logprobs, share: float32 [total] each, at the rows that predict response tokens."""
-    response = batch.rows["response_length"][list(rows)].astype(np.int64)
-    source = _spans(batch.response_offsets[list(rows)], response)
-    places = _spans(bounds[:-1] + lengths - response - 1, response)
-    mask_values = batch.loss_mask[source].astype(np.float32)
-    owner = np.repeat(np.arange(len(rows)), response)
-    sums = np.bincount(owner, mask_values, minlength=len(rows))
-    advantage = batch.rows["advantage"][list(rows)].astype(np.float32)
-    values = (
-        mask_values,
-        advantage[owner] * mask_values,
-        batch.logprobs[source] * mask_values,
-        mask_values / np.maximum(sums, 1.0)[owner],
-    )
-    found = tuple(np.zeros(total, np.float32) for _ in values)
-    for column, value in zip(found, values, strict=True):
-        column[places] = value
-    return found
+def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Rows that predict a response token of loss mask 1, int64 [r], and their advantages, log-probs and shares, float32 [r].
 
-
-def _sequence(real: np.ndarray, bounds: np.ndarray, padded: np.ndarray, ranks: Ranks) -> PackedSeqParams:
-    as_tensor = lambda array: torch.from_numpy(array.astype(np.int32)).to(ranks.device)  # noqa: E731
-    longest = int(padded.max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=as_tensor(real),
-        cu_seqlens_kv=as_tensor(real),
-        cu_seqlens_q_padded=as_tensor(bounds),
-        cu_seqlens_kv_padded=as_tensor(bounds),
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    ends: where each sample's real tokens end.
+    """
+    response = batch.rows["response_length"][rows].astype(np.int64)
+    source = _spans(batch.response_offsets[rows], response)
+    kept = batch.loss_mask[source] != 0
+    owner = np.repeat(np.arange(len(rows)), response)[kept]
+    counts = np.bincount(owner, minlength=len(rows))
+    columns = [batch.rows["advantage"][rows][owner], batch.logprobs[source[kept]], 1.0 / counts[owner]]
+    return _spans(ends - response - 1, response)[kept], [column.astype(np.float32) for column in columns]
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -9,23 +9,30 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hpcrl.errors import HpcrlError
 from hpcrl.options import Options
 from hpcrl.queue.wire import Share, decode, encode
-from hpcrl.trainer import loss
+from hpcrl.trainer import loss, packing
 from hpcrl.trainer.agree import broadcast_bytes
 from hpcrl.trainer.megatron import Ranks
 from hpcrl.trainer.model import Policy
-from hpcrl.trainer.packing import Packed, pack
+from hpcrl.trainer.packing import Packed
+
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+#: of --max-logprob-diff, without and with bf16
+MAX_LOGPROB_DIFF = (1e-3, 0.1)
+NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoint is good"
 
 
 def spread(share: Share | None, ranks: Ranks) -> Share | None:
@@ -62,26 +69,44 @@ def _split(data: bytes) -> list[memoryview]:
 # ---- one share
 
 
-def train(policy: Policy, ranks: Ranks, options: Options, share: Share) -> dict[str, float]:
-    """Take all optimizer steps of `share`; collective.  Metrics of the last step, equal on every rank.
+@dataclass(frozen=True)
+class Step:
+    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree."""
 
-    HpcrlError names rollout and step when loss or gradient is not finite, or when the mean absolute difference of the
-    trainer's and the engine's log-probs exceeds --max-logprob-diff.
+    where: str
+    samples: int
+    tokens: int
+    comparable: bool
+
+
+def train(policy: Policy, ranks: Ranks, options: Options, share: Share) -> dict[str, float]:
+    """Take all optimizer steps of `share`; collective.
+
+    Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
+    maximum, of the learning rate the last.  HpcrlError, before a weight changes, when the batch does not fit the model;
+    and naming rollout and step when loss or gradient is not finite, or when the mean absolute difference of the trainer's
+    and the engine's log-probs exceeds --max-logprob-diff.
     """
     begun = time.monotonic()
-    steps = [[pack(share.batch, rows, ranks, options.sequence_parallel) for rows in step] for step in share.micro_batches]
-    _old_logprobs(policy, options, steps)
-    metrics: dict[str, float] = {}
+    packing.check(share.batch, policy.vocab_size)
+    split = policy.config.sequence_parallel
+    steps = [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
+    _fill_old_logprobs(policy, options, steps)
+    found = []
     for number, micro_batches in enumerate(steps):
-        where = f"rollout {share.rollout_id}, optimizer step {number}"
-        count = share.step_tokens[number] if options.calculate_per_token_loss else share.step_samples[number]
-        sampled = number == 0 or not options.use_rollout_logprobs  # else these weights have never sampled anything
-        metrics = _step(policy, ranks, options, micro_batches, count, where, sampled)
-    return metrics | {"perf/train_time": time.monotonic() - begun}
+        step = Step(
+            f"rollout {share.rollout_id}, optimizer step {number}",
+            share.step_samples[number],
+            share.step_tokens[number],
+            # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
+            comparable=number == 0 or not options.use_rollout_logprobs,
+        )
+        found.append(_step(policy, ranks, options, micro_batches, step))
+    return _over_steps(found) | {"perf/train_time": time.monotonic() - begun}
 
 
-def _old_logprobs(policy: Policy, options: Options, steps: list[list[Packed]]) -> None:
-    """Fill in the old policy's log-probs.
+def _fill_old_logprobs(policy: Policy, options: Options, steps: list[list[Packed]]) -> None:
+    """Give each micro-batch the old policy's log-probs, where the training forward's own are not the old ones.
 
     The first step of a rollout runs with the weights that are the old policy: its own log-probs are the old ones.  Only
     where a second step follows are they computed before, for all samples.
@@ -89,47 +114,63 @@ def _old_logprobs(policy: Policy, options: Options, steps: list[list[Packed]]) -
     if options.loss_type != "policy_loss" or (len(steps) == 1 and not options.use_rollout_logprobs):
         return
     for micro_batches in steps:
-        found = None if options.use_rollout_logprobs else _forward(policy, options, micro_batches)
-        for number, packed in enumerate(micro_batches):
-            packed.old_logprobs = packed.rollout_logprobs if found is None else found[number]
+        old = (
+            [p.rollout_logprobs for p in micro_batches]
+            if options.use_rollout_logprobs
+            else _logprobs(policy, options, micro_batches)
+        )
+        for packed, values in zip(micro_batches, old, strict=True):
+            packed.old_logprobs = values
 
 
 @torch.no_grad()
-def _forward(policy: Policy, options: Options, micro_batches: list[Packed]) -> list[torch.Tensor]:
-    """Log-probs [t] of each micro-batch under the current weights; on all pipeline stages empty but the last."""
+def _logprobs(policy: Policy, options: Options, micro_batches: list[Packed]) -> list[torch.Tensor]:
+    """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
 
-    def collect(packed: Packed, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        logits = loss.scaled(output, policy.vocab_size, options.rollout_temperature)
-        return loss.token_logprobs(logits, packed.labels)
+    def body(packed: Packed, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        return _tokens(policy, options, packed, output).logprobs
 
-    found = _run(policy, micro_batches, collect, forward_only=True)
-    return found if policy.ranks.last_stage else [torch.zeros_like(p.mask) for p in micro_batches]
+    found = _run(policy, micro_batches, body, forward_only=True)
+    return found if policy.ranks.last_stage else [torch.zeros_like(p.share) for p in micro_batches]
 
 
-def _step(
-    policy: Policy, ranks: Ranks, options: Options, micro_batches: list[Packed], count: int, where: str, sampled: bool
-) -> dict[str, float]:
-    """One optimizer step.  sampled: whether the log-probs can be compared with the engine's."""
+def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: list[Packed], step: Step) -> dict[str, float]:
+    """One optimizer step."""
     policy.model.zero_grad_buffer()
     policy.optimizer.zero_grad()
     reports = _run(policy, micro_batches, partial(_loss, policy, options), forward_only=False)
     sums = _total(reports, ranks)
-    metrics = _metrics(sums, count, options)
-    _check(metrics, options, where, sampled)
-    ok, norm, _ = policy.optimizer.step()
-    if not ok or norm is None or not math.isfinite(float(norm)):
-        raise HpcrlError(f"{where}: the gradient norm is {norm}", "lower --lr; the last checkpoint is good")
-    metrics |= {"train/grad_norm": float(norm), "train/lr": policy.optimizer.param_groups[0]["lr"]}
+    if sums["tokens"] != step.tokens:
+        raise HpcrlError(f"{step.where}: the ranks train on {sums['tokens']:.0f} tokens, the batch has {step.tokens}")
+    metrics = _metrics(sums, step, options)
+    _check(metrics, options, step.where)
+    metrics |= {"train/grad_norm": _update(policy, step.where), "train/lr": policy.optimizer.param_groups[0]["lr"]}
     policy.scheduler.step(increment=1)
     return metrics
 
 
-def _run(policy: Policy, micro_batches: list[Packed], body: Any, forward_only: bool) -> list[Any]:
+def _update(policy: Policy, where: str) -> float:
+    """The optimizer's step, with the norm of the gradient before clipping; HpcrlError instead if that is not finite.
+
+    Megatron's optimizer computes the norm too, but takes the step whatever it is; its own check for NaN sees only what
+    one rank has, and ends that rank alone.  All ranks see this norm.
+    """
+    policy.optimizer.prepare_grads()
+    norm = float(policy.optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise HpcrlError(f"{where}: the gradient norm is {norm}", NOT_FINITE)
+    done, _, _ = policy.optimizer.step()
+    if not done:
+        raise HpcrlError(f"{where}: Megatron's optimizer refused the step")
+    return norm
+
+
+def _run(policy: Policy, micro_batches: list[Packed], body: Callable[..., Any], forward_only: bool) -> list[Any]:
     """Megatron's schedule over the micro-batches; what `body` reported of each, on the last pipeline stage."""
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
-        output = model(packed.tokens, packed.positions, None, packed_seq_params=packed.sequence)
+        output = model(packed.tokens, packed.positions, None, packed_seq_params=_sequence(packed))
         return output, partial(body, packed)
 
     return get_forward_backward_func()(
@@ -144,25 +185,46 @@ def _run(policy: Policy, micro_batches: list[Packed], body: Any, forward_only: b
     )
 
 
+def _sequence(packed: Packed) -> PackedSeqParams:
+    """The boundaries as Megatron's attention takes them: over all CP ranks."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packed.real,
+        cu_seqlens_kv=packed.real,
+        cu_seqlens_q_padded=packed.bounds,
+        cu_seqlens_kv_padded=packed.bounds,
+        max_seqlen_q=packed.longest,
+        max_seqlen_kv=packed.longest,
+    )
+
+
+def _tokens(policy: Policy, options: Options, packed: Packed, output: torch.Tensor) -> loss.Tokens:
+    """What is known of the rows that are trained on, from the model's output [1, t, vocabulary / TP]."""
+    group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
+    logits = output[0].index_select(0, packed.rows)
+    return loss.tokens(logits, packed.labels, loss.Vocabulary(policy.vocab_size, group), options.rollout_temperature)
+
+
 def _loss(
     policy: Policy, options: Options, packed: Packed, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(sum, count, report) of one micro-batch, as Megatron's schedules take it with calculate_per_token_loss.
 
-    Megatron sums gradients over micro-batches, DP and CP and divides them once by the sum of all counts.  With samples
-    counted, each on CP rank 0 only, that is the mean over samples; with tokens counted, each where it lies, over tokens.
+    The scale, exactly: Megatron leaves the sum as it is, adds the gradients of all micro-batches and (DDP then sums, it
+    does not average) of all DP and CP ranks, and divides them once by the sum of all counts over micro-batches, DP and
+    CP.  So the counts need only add up to the divisor: for a mean over tokens each counts where its row lies; for a mean
+    over samples of their own means, `share` holds 1 / the sample's whole mask sum and a sample counts once, on CP rank 0.
+    TP ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
-    logits = loss.scaled(output, policy.vocab_size, options.rollout_temperature)
-    logprobs = loss.token_logprobs(logits, packed.labels)
-    weights = packed.mask if options.calculate_per_token_loss else packed.share
+    found = _tokens(policy, options, packed, output)
+    per_token = options.calculate_per_token_loss
+    weights = torch.ones_like(packed.share) if per_token else packed.share
     if options.loss_type == "sft_loss":
-        total, report = loss.sft_loss(logprobs, packed, weights)
+        total, report = loss.sft_loss(found, weights)
     else:
-        with torch.set_grad_enabled(options.entropy_coef > 0):
-            entropy = loss.token_entropy(logits)
-        total, report = loss.policy_loss(logprobs, entropy, packed, _clip(options), weights)
-    count = packed.mask.sum() if options.calculate_per_token_loss else torch.tensor(packed.samples * (policy.ranks.cp_rank == 0))
-    return total, count.to(torch.int, copy=False).to(logprobs.device), report
+        total, report = loss.policy_loss(found, packed, _clip(options), weights)
+    count = len(packed.rows) if per_token else packed.samples * (policy.ranks.cp_rank == 0)
+    return total, torch.tensor(count, dtype=torch.int, device=total.device), report
 
 
 def _clip(options: Options) -> loss.Clip:
@@ -179,40 +241,52 @@ def _total(reports: list[torch.Tensor], ranks: Ranks) -> dict[str, float]:
     if reports:
         stacked = torch.stack(reports)
         found = torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
+    sums, peak = found[:-1].clone(), found[-1:].clone()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    peak = found[-1:].clone()
-    dist.all_reduce(found, group=group)
+    dist.all_reduce(sums, group=group)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    found[-1:] = peak
+    found = torch.cat([sums, peak])
     if ranks.pp_size > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(found, last, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(loss.REPORT, found.tolist(), strict=True))
 
 
-def _metrics(sums: dict[str, float], count: int, options: Options) -> dict[str, float]:
-    per = 1.0 / max(count, 1)
-    metrics = {"train/loss": sums["loss"] * per, "perf/train_tokens": sums["tokens"]}
-    if options.loss_type == "policy_loss":
-        metrics |= {
-            "train/pg_loss": sums["pg_loss"] * per,
-            "train/pg_clipfrac": sums["pg_clipfrac"] * per,
-            "train/ppo_kl": sums["ppo_kl"] * per,
-            "train/entropy_loss": sums["entropy"] * per,
-            "train/train_rollout_logprob_abs_diff": sums["difference"] / max(sums["tokens"], 1.0),
-            "train/train_rollout_logprob_abs_diff_max": sums["difference_max"],
-        }
+def _metrics(sums: dict[str, float], step: Step, options: Options) -> dict[str, float]:
+    """The metrics of one step from its sums; losses, and what is weighted as they are, over what the loss counts."""
+    count = max(step.tokens if options.calculate_per_token_loss else step.samples, 1)
+    mean = {name: sums[name] / count for name in ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "greedy")}
+    metrics = {"train/loss": mean["loss"], "perf/train_tokens": sums["tokens"]}
+    if options.loss_type == "sft_loss":
+        return metrics | {"train/token_accuracy": mean["greedy"]}
+    metrics |= {f"train/{name}": mean[name] for name in ("pg_loss", "pg_clipfrac", "ppo_kl")}
+    metrics["train/entropy_loss"] = mean["entropy"]
+    if step.comparable:
+        metrics[DIFFERENCE] = sums["difference"] / max(sums["tokens"], 1.0)
+        metrics[DIFFERENCE + "_max"] = sums["difference_max"]
     return metrics
 
 
-def _check(metrics: dict[str, float], options: Options, where: str, sampled: bool) -> None:
+def _over_steps(found: list[dict[str, float]]) -> dict[str, float]:
+    """One row of metrics for several optimizer steps."""
+
+    def combine(name: str, values: list[float]) -> float:
+        if name == "train/lr":
+            return values[-1]
+        if name == "perf/train_tokens":
+            return sum(values)
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    return {name: combine(name, [step[name] for step in found if name in step]) for name in found[0]}
+
+
+def _check(metrics: dict[str, float], options: Options, where: str) -> None:
     """HpcrlError before the optimizer has changed anything."""
     if not math.isfinite(metrics["train/loss"]):
-        raise HpcrlError(f"{where}: the loss is {metrics['train/loss']}", "lower --lr; the last checkpoint is good")
-    bound = options.max_logprob_diff or (0.1 if options.bf16 else 1e-3)
-    found = metrics.get("train/train_rollout_logprob_abs_diff", 0.0)
-    if sampled and not found <= bound:
+        raise HpcrlError(f"{where}: the loss is {metrics['train/loss']}", NOT_FINITE)
+    bound = options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
+    if not metrics.get(DIFFERENCE, 0.0) <= bound:
         raise HpcrlError(
-            f"{where}: trainer and engine log-probs differ by {found:.3g} (mean), --max-logprob-diff is {bound:.3g}",
-            "find the tensor with --check-weight-update-equal, or raise the bound",
+            f"{where}: trainer and engine log-probs differ by {metrics[DIFFERENCE]:.3g} (mean), --max-logprob-diff is {bound:.3g}",
+            "find the tensor with --check-weight-update-equal, compare the temperatures, or raise the bound",
         )

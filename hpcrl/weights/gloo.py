@@ -2,6 +2,9 @@
 
 Trainer and engine use the same functions.  The group is apart from torch's default groups of either side.
 
+A broadcast that is given up keeps its group, and the end of the process, waiting until gloo's own limit or until the
+peers are gone (gloo has no abort); who gives one up must let the run end.
+
 Invariants: the meeting point listens on one named address; every wait has a deadline.  Gloo itself neither encrypts nor
 asks who is there: it is for a network that only the run's allocation can reach, as NCCL is.
 """

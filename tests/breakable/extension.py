@@ -1,4 +1,4 @@
-"""The worker extension plus two calls."""
+"""The worker extension plus calls that spoil something."""
 
 from hpcrl.engine import reload, repairs
 from hpcrl.engine.receiver import WorkerExtension
@@ -12,3 +12,11 @@ class Extension(WorkerExtension):
     def mend_repairs(self) -> None:
         """Undo that."""
         reload.pack_heads = repairs.pack_heads
+
+    def forget(self, name: str) -> None:
+        """From now on an update that brings this tensor is refused."""
+        del self.weight_transfer_engine.take_stock().pieces[name]
+
+    def remember(self) -> None:
+        """Undo that."""
+        self.weight_transfer_engine.held = None
