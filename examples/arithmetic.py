@@ -54,7 +54,7 @@ def write_lines(path: Path, rows: Iterable[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_tokenizer():  # noqa: ANN201  (transformers is imported late)
+def make_tokenizer():
     """One character, one token; chat markers and \\boxed{ are single tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

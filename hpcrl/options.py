@@ -28,7 +28,9 @@ class RunOptions(Base):
     seed: int = opt(1234, "seed of Megatron's random numbers", "megatron")
     num_rollout: int | None = opt(None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0)
     num_epoch: int | None = opt(None, "passes over the prompts; read when --num-rollout is not given", "slime", ge=1)
-    deterministic_mode: bool = opt(False, "same seed, same bits: losses and samples repeat exactly, also across a resume", "megatron")
+    deterministic_mode: bool = opt(
+        False, "same seed, same bits: losses and samples repeat exactly, also across a resume", "megatron"
+    )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
     update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
@@ -52,7 +54,9 @@ class ModelOptions(Base):
     """model and checkpoints"""
 
     hf_checkpoint: str | None = opt(None, "Hugging Face directory: config, tokenizer, and the weights to start from", "slime")
-    load: str | None = opt(None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime")
+    load: str | None = opt(
+        None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime"
+    )
     save: str | None = opt(None, "checkpoint directory; default: checkpoints/ in the run directory", "slime")
     save_interval: int | None = opt(None, "save every N rollouts, and always after the last", "slime", ge=1)
     bf16: bool = opt(True, "train in bfloat16 with fp32 master weights; --no-bf16 trains in fp32", "megatron")
@@ -77,11 +81,15 @@ class RolloutOptions(Base):
     n_samples_per_prompt: int = opt(1, "responses to each prompt", "slime", ge=1)
     rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
     rollout_max_prompt_len: int | None = opt(None, "longer prompts are an error that names file and line", "slime", ge=1)
-    rollout_max_context_len: int | None = opt(None, "prompt and response together at most; sets the engine's context", "slime", ge=2)
+    rollout_max_context_len: int | None = opt(
+        None, "prompt and response together at most; sets the engine's context", "slime", ge=2
+    )
     rollout_temperature: float = opt(1.0, "sampling temperature; the trainer divides its logits by the same", "slime", gt=0)
     rollout_stop: list[str] = opt([], "strings that end a response", "slime")
     rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
-    rm_type: Literal["math", "exact"] | None = opt(None, "reward: math (boxed answer, 1 or 0), exact (whole response equals the label)", "slime")
+    rm_type: Literal["math", "exact"] | None = opt(
+        None, "reward: math (boxed answer, 1 or 0), exact (whole response equals the label)", "slime"
+    )
     custom_rm_path: str | None = opt(None, "module.function of an own reward: async (options, sample) -> float", "slime")
     rollout_server_concurrency: int = opt(512, "requests in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)
 
@@ -102,7 +110,9 @@ class EvalOptions(Base):
 class AlgorithmOptions(Base):
     """algorithm"""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = opt("policy_loss", "policy gradient, or supervised fine-tuning on the label", "slime")
+    loss_type: Literal["policy_loss", "sft_loss"] = opt(
+        "policy_loss", "policy gradient, or supervised fine-tuning on the label", "slime"
+    )
     advantage_estimator: Literal["grpo"] = opt("grpo", "how advantages come from rewards", "slime")
     disable_grpo_std_normalization: bool = opt(False, "subtract the group's mean only (Dr. GRPO)", "slime")
     disable_rewards_normalization: bool = opt(False, "use raw rewards as advantages", "slime")
@@ -121,7 +131,9 @@ class BatchOptions(Base):
     num_steps_per_rollout: int | None = opt(None, "optimizer steps of one rollout; sets --global-batch-size", "slime", ge=1)
     micro_batch_size: int = opt(1, "samples of one micro-batch without --use-dynamic-batch-size", "slime", ge=1)
     use_dynamic_batch_size: bool = opt(False, "pack samples up to --max-tokens-per-gpu", "slime")
-    max_tokens_per_gpu: int | None = opt(None, "tokens of one packed micro-batch per GPU; a longer sample runs alone", "slime", ge=1)
+    max_tokens_per_gpu: int | None = opt(
+        None, "tokens of one packed micro-batch per GPU; a longer sample runs alone", "slime", ge=1
+    )
     tensor_model_parallel_size: int = opt(1, "TP", "megatron", ge=1)
     pipeline_model_parallel_size: int = opt(1, "PP", "megatron", ge=1)
     context_parallel_size: int = opt(1, "CP", "megatron", ge=1)
@@ -147,19 +159,35 @@ class WeightOptions(Base):
     """weight updates"""
 
     update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
-    weight_transfer: Literal["auto", "shm", "gloo", "nccl"] = opt("auto", "auto: nccl with CUDA, else shm on one host, gloo over several")
-    check_weight_update_equal: bool = opt(False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime")
-    max_logprob_diff: float | None = opt(None, "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16", gt=0)
+    weight_transfer: Literal["auto", "shm", "gloo", "nccl"] = opt(
+        "auto", "auto: nccl with CUDA, else shm on one host, gloo over several"
+    )
+    check_weight_update_equal: bool = opt(
+        False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
+    )
+    max_logprob_diff: float | None = opt(
+        None, "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16", gt=0
+    )
 
 
 class Options(
-    RunOptions, ClusterOptions, ModelOptions, DataOptions, RolloutOptions, EvalOptions, AlgorithmOptions, BatchOptions,
-    OptimizerOptions, WeightOptions,
+    RunOptions,
+    ClusterOptions,
+    ModelOptions,
+    DataOptions,
+    RolloutOptions,
+    EvalOptions,
+    AlgorithmOptions,
+    BatchOptions,
+    OptimizerOptions,
+    WeightOptions,
 ):
     """All options of one run, checked and frozen."""
 
     name: str = opt("run", "name of the run")
-    megatron: dict[str, Any] = opt({}, "fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig")
+    megatron: dict[str, Any] = opt(
+        {}, "fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig"
+    )
     vllm: dict[str, Any] = opt({}, "fields of vLLM's engine arguments (flags: --vllm-X)")
 
     @property
@@ -170,7 +198,9 @@ class Options(
     @property
     def data_parallel_size(self) -> int:
         """DP = world size / (TP x PP x CP)."""
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+        return self.world_size // (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
 
     @property
     def needs_engines(self) -> bool:
@@ -199,6 +229,14 @@ class Options(
 
 
 SECTIONS: tuple[type[Base], ...] = (
-    RunOptions, ClusterOptions, ModelOptions, DataOptions, RolloutOptions, EvalOptions, AlgorithmOptions, BatchOptions,
-    OptimizerOptions, WeightOptions,
+    RunOptions,
+    ClusterOptions,
+    ModelOptions,
+    DataOptions,
+    RolloutOptions,
+    EvalOptions,
+    AlgorithmOptions,
+    BatchOptions,
+    OptimizerOptions,
+    WeightOptions,
 )

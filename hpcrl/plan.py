@@ -80,7 +80,10 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     for number in range(options.num_engines):
         taken, free = free[: options.rollout_num_gpus_per_engine], free[options.rollout_num_gpus_per_engine :]
         if len({host for host, _ in taken}) > 1:
-            raise UsageError(f"engine {number} would span {taken[0][0]} and {taken[-1][0]}", "choose --rollout-num-gpus-per-engine to divide a node")
+            raise UsageError(
+                f"engine {number} would span {taken[0][0]} and {taken[-1][0]}",
+                "choose --rollout-num-gpus-per-engine to divide a node",
+            )
         engines.append(Place(taken[0][0], tuple(slot for _, slot in taken)))
     rollout = Place((engines[0] if engines else trainers[0]).host, ())
     return Plan(run_id, attempt, trainers, tuple(engines), rollout)

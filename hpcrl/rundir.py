@@ -149,7 +149,9 @@ class RunDir:
         while (found := self.find(role, index)) is None:
             self.check()
             if time.monotonic() > end:
-                raise DeadlineError(f"{role}-{index} did not come up within {seconds:.0f} s", f"see {self.logs / f'{role}-{index}.log'}")
+                raise DeadlineError(
+                    f"{role}-{index} did not come up within {seconds:.0f} s", f"see {self.logs / f'{role}-{index}.log'}"
+                )
             time.sleep(0.05)
         return found
 

@@ -118,7 +118,7 @@ def _run(n: int, module: str, name: str, args: tuple[Any, ...], port: int, timeo
             _rank(rank, n, module, name, args, port, writer)
         os.close(writer)
         pids[rank], pipes[reader] = pid, rank
-    data: dict[int, bytes] = {rank: b"" for rank in range(n)}
+    data: dict[int, bytes] = dict.fromkeys(range(n), b"")
     end, error = time.monotonic() + timeout, ""
     while pipes and not error:
         ready, _, _ = select.select(list(pipes), [], [], max(0.0, end - time.monotonic()))

@@ -33,7 +33,14 @@ POLICY = {
     "update_timeout": 60,
 }
 #: supervised fine-tuning: no engine, so seconds from start to end
-SFT = {"num_rollout": 6, "rollout_batch_size": 8, "loss_type": "sft_loss", "rollout_num_gpus": 0, "label_key": "label", "rollout_timeout": 60}
+SFT = {
+    "num_rollout": 6,
+    "rollout_batch_size": 8,
+    "loss_type": "sft_loss",
+    "rollout_num_gpus": 0,
+    "label_key": "label",
+    "rollout_timeout": 60,
+}
 COMMON = {
     "input_key": "prompt",
     "apply_chat_template": True,
@@ -58,7 +65,10 @@ def make_task(directory: Path) -> Path:
     """A tiny model (tied embeddings) and its prompt files in `directory`."""
     make_model(directory / "model", tied=True)
     for name, first, count in (("train", 0, 40), ("heldout", 40, 6)):
-        rows = [{"prompt": [{"role": "user", "content": f"{i}+{i % 7}="}], "label": str(i + i % 7)} for i in range(first, first + count)]
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{i}+{i % 7}="}], "label": str(i + i % 7)}
+            for i in range(first, first + count)
+        ]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -78,7 +88,9 @@ class Run:
         self.root = root
         command = [sys.executable, "-m", "hpcrl", "run", *map(str, args)]
         env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | env
-        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root.parent, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root.parent, start_new_session=True
+        )
 
     def end(self, seconds: float = 240) -> tuple[int, str]:
         """(exit status, output); whatever happens, nothing of the run is left."""

@@ -66,5 +66,9 @@ def test_rooms_are_small_and_say_what_they_are_for(path: Path) -> None:
 def test_nobody_listens_on_every_interface() -> None:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip() in {"0.0.0.0", "tcp://*", "::"}:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.strip() in {"0.0.0.0", "tcp://*", "::"}
+            ):
                 pytest.fail(f"{path}:{node.lineno}")

@@ -93,7 +93,15 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> None:
     rng = random.Random(7)
-    seeds = ["node1 slots=8", "node1:8", "user@n2 slots = 3 max_slots=4", "node[01-03,07]:8", "10.0.0.1 slot=8 # x", "a", "n[1-2]x[3-4] count=2"]
+    seeds = [
+        "node1 slots=8",
+        "node1:8",
+        "user@n2 slots = 3 max_slots=4",
+        "node[01-03,07]:8",
+        "10.0.0.1 slot=8 # x",
+        "a",
+        "n[1-2]x[3-4] count=2",
+    ]
     alphabet = "".join(map(chr, range(9, 127))) + "é\u2028\x00"
     refused = 0
     for _ in range(10_000):
@@ -112,7 +120,9 @@ def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> N
     assert 1_000 < refused < 9_900
 
 
-def test_the_command_says_what_it_understood_and_writes_other_dialects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_says_what_it_understood_and_writes_other_dialects(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     from hpcrl.cli import main
 
     (tmp_path / "h").write_text("n1 slot=8\nn2 slot=4\n")

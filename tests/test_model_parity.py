@@ -349,7 +349,7 @@ REFUSED = [
     ({"lr_decay_style": "cosine"}, "--lr-decay-style cosine without --num-rollout"),
     ({"hf_checkpoint": None}, "--hf-checkpoint is not given"),
 ]
-TAKEN = {"hidden_size": 64, "attention_backend": "flash", "bucket_size": "1000", "use_distributed_optimizer": False}
+TAKEN = {"hidden_size": 64, "attention_backend": "auto", "bucket_size": "1000", "use_distributed_optimizer": False}
 
 
 def test_settings_that_do_not_fit_are_refused_and_others_taken(models: dict[str, Path]) -> None:

@@ -17,7 +17,9 @@ def options(trainers: int, gpus: int, per_engine: int = 1) -> Options:
 
 
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(1, 4), st.lists(st.integers(1, 8), min_size=1, max_size=6))
-def test_every_slot_has_at_most_one_role_and_ranks_follow_host_order(trainers: int, engines: int, per_engine: int, slots: list[int]) -> None:
+def test_every_slot_has_at_most_one_role_and_ranks_follow_host_order(
+    trainers: int, engines: int, per_engine: int, slots: list[int]
+) -> None:
     hosts = [Host(f"n{i}", n) for i, n in enumerate(slots)]
     try:
         plan = make_plan(options(trainers, engines * per_engine, per_engine), hosts, "r")

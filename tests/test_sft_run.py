@@ -146,7 +146,10 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: 
 
     small = tmp_path / "small"
     small.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], capture_output=True).returncode
+    ):
         pytest.skip("a small file system cannot be mounted here (needs root)")
     try:
         run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: tuple[int, ...]
     """Softmax attention, sequence by sequence, written out."""
     repeat = q.size(1) // k.size(1)
     out = []
-    for start, end in zip(cu[:-1], cu[1:], strict=True):
+    for start, end in pairwise(cu):
         keys, values = (x[start:end].repeat_interleave(repeat, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[start:end], keys) * scale
         future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)

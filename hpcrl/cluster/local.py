@@ -75,7 +75,9 @@ def held(root: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise UsageError(f"{root} is in use by process {file.read().strip() or '?'}", "wait for it, or stop it first") from None
+            raise UsageError(
+                f"{root} is in use by process {file.read().strip() or '?'}", "wait for it, or stop it first"
+            ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

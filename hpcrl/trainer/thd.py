@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     if cp_size == 1:
         return torch.arange(cu[-1])
     parts = []
-    for start, end in zip(cu[:-1], cu[1:], strict=True):
+    for start, end in pairwise(cu):
         chunk, rest = divmod(end - start, 2 * cp_size)
         if rest:
             raise ValueError(f"a sequence of {end - start} rows cannot be cut into {2 * cp_size} equal chunks")
@@ -84,7 +85,7 @@ class Segment:
 def segments(cu: Sequence[int], cp_size: int = 1, cp_rank: int = 0) -> list[Segment]:
     """One segment for each sequence, or two (its chunks) under CP; without the empty ones."""
     found, row = [], 0
-    for start, end in zip(cu[:-1], cu[1:], strict=True):
+    for start, end in pairwise(cu):
         if cp_size == 1:
             pieces = [(end - start, end - start)]
         else:
