@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
-sys.path.insert(0, str(REPO))
+sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
 from tests.runs import POLICY, Run, make_task, recipe  # noqa: E402
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+import zmq.utils.z85
 
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Place, Plan
@@ -63,13 +64,17 @@ def served(rundir: RunDir, ran: list[str]) -> Iterator[Served]:
     async def bad_data(params: dict[str, Any]) -> dict[str, Any]:
         raise DataError("prompts.jsonl, line 3: no label", "add one")
 
+    async def late(params: dict[str, Any]) -> dict[str, Any]:
+        await gate.wait()
+        raise DataError("too late to matter")
+
     async def broken(params: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("nobody")
 
     async def unsendable(params: dict[str, Any]) -> dict[str, Any]:
         return {"it": object()}
 
-    handlers = {f.__name__: f for f in (echo, slow, release, bad_data, broken, unsendable)}
+    handlers = {f.__name__: f for f in (echo, slow, release, bad_data, late, broken, unsendable)}
     its = Served(rundir, handlers, lease=0.3, part_bytes=2000)
     yield its
     its.close()
@@ -101,7 +106,8 @@ def test_each_rank_gets_its_own(served: Served, client: QueueClient) -> None:
     assert same(got, share(0, seed=1))  # it outlives the client
 
 
-def test_a_share_of_many_parts_is_put_together(served: Served, client: QueueClient) -> None:
+def test_a_share_of_many_parts_is_put_together(served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.queue.client.REPEAT", WAIT)  # each part is acknowledged as it comes
     served.put(0, share(0, answers=LONG), share(0, seed=1))
     assert len(served.server._ranks[0].outbox._shares[0].parts) > messages.CREDIT
     assert same(client.fetch(0), share(0, answers=LONG))
@@ -115,6 +121,41 @@ def test_shares_come_ahead_of_their_fetch_but_not_beyond_the_credit(served: Serv
         assert same(client.fetch(rollout_id), share(rollout_id, answers=LONG))
         box = served.server._ranks[0].outbox
         assert sum(its.under_way for its in box._shares.values()) <= messages.CREDIT
+
+
+def count_parts(client: QueueClient, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[int]:
+    """The rollout ids of all parts that come, each of which the client is made to take so often."""
+    came: list[int] = []
+    keep = client._keep
+
+    def spy(part: Part, pieces: list[zmq.Frame]) -> None:
+        came.append(part.rollout_id)
+        for _ in range(times):
+            keep(part, pieces)
+
+    monkeypatch.setattr(client, "_keep", spy)
+    return came
+
+
+def test_a_trainer_that_was_busy_is_sent_nothing_twice(
+    served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came = count_parts(client, monkeypatch)
+    for rollout_id in range(2):
+        served.put(rollout_id, share(rollout_id), share(rollout_id, seed=1))
+    client.fetch(0)
+    time.sleep(0.4)  # longer than the lease
+    assert same(client.fetch(1), share(1))
+    client.call("echo")
+    assert came == [0, 1]
+
+
+def test_a_part_that_comes_twice_counts_once(served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_parts(client, monkeypatch, times=2)
+    for rollout_id in range(3):
+        served.put(rollout_id, share(rollout_id, answers=LONG), share(rollout_id, seed=1))
+    for rollout_id in range(3):
+        assert same(client.fetch(rollout_id), share(rollout_id, answers=LONG))
 
 
 def test_a_share_is_delivered_once(served: Served, client: QueueClient) -> None:
@@ -215,8 +256,9 @@ def test_a_fetch_goes_on_where_one_stopped_at_its_deadline(served: Served, clien
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_another(served: Served, client: QueueClient) -> None:
-    with pytest.raises(DeadlineError):
-        client.call("slow", 0.05)
+    for method in ("slow", "late"):
+        with pytest.raises(DeadlineError):
+            client.call(method, 0.05)
     client.call("release")
     time.sleep(0.05)
     assert client.call("echo", a=1) == {"got": {"a": 1}}
@@ -416,6 +458,27 @@ def test_garbage_is_logged_and_answered_and_ends_nothing(
     assert client.call("echo") == {"got": {}}
 
 
+def test_a_defect_in_one_answer_ends_nothing(served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(served.server._ranks[0].outbox, "want", defect)
+        with pytest.raises(PeerError, match="could not answer: see its log"):
+            client.fetch(0)
+    assert client.call("echo") == {"got": {}}
+
+
+def test_who_is_gone_loses_its_seat(served: Served) -> None:
+    with raw(served) as dealer:
+        tell(dealer, hello(served), Fetch(0))
+        assert isinstance(hear(dealer), Welcome)
+        until(lambda: served.server._ranks[0].seat.waits_for == 0)
+    time.sleep(0.1)
+    served.put(0, share(0), share(0, seed=1))
+    assert not served.server._seats
+
+
 def test_too_large_a_message_ends_only_its_connection(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "MAX_FRAME", 100_000)
     served = Served(rundir)
@@ -467,8 +530,31 @@ def test_who_holds_no_key_of_the_attempt_gets_nothing(served: Served, who: str) 
     client.close()
 
 
-def test_a_server_that_admits_all_is_told_apart(rundir: RunDir) -> None:
+REQUEST = [b"1.0", b"7", auth.ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE"]
+
+
+@pytest.mark.parametrize(
+    ("at", "other"), [(None, None), (0, b"2.0"), (2, b"global"), (5, b"NULL"), (5, b"PLAIN"), (6, b"x" * 32), (6, b"short")]
+)
+def test_the_door_opens_to_a_known_curve_key_alone(served: Served, at: int | None, other: bytes) -> None:
+    request = [*REQUEST, zmq.utils.z85.decode(auth.client_keys(served.rundir, 1).public)]
+    if at is not None:
+        request[at] = other
+    answer = served.server._door.answer(request)
+    assert answer[:3] == [b"1.0", b"7", b"200" if at is None else b"400"]
+    assert answer[4] == (b"dp-1" if at is None else b"")
+
+
+def test_without_a_doorkeeper_nobody_comes_in(served: Served) -> None:
+    served.run(served.server._door.close())
+    with raw(served) as dealer:
+        tell(dealer, hello(served))
+        assert hear(dealer, 0.3) is None
+
+
+def test_a_server_that_admits_all_is_told_apart(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of ours sends nothing to who does not hold the server's secret key, even if he lets anybody in."""
+    monkeypatch.setattr(sockets, "LINGER", 100)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as false:
         false.linger = 0
         false.curve_server = True
@@ -507,6 +593,15 @@ def test_another_run_is_told_by_both_sides(served: Served) -> None:
         assert "belongs to run run-b, attempt 1; the rollout process to run run-a, attempt 0" in answer.what
         tell(dealer, Fetch(0))
         assert hear(dealer) == WhoAreYou()
+
+
+def test_a_client_does_not_take_a_welcome_from_another_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.queue.ranks.Rank.refusal", lambda *_: None)
+    served.server._plan = Plan("run-b", 4, PLAN.trainers, (), HERE)
+    with pytest.raises(
+        PeerError, match=r"says that it is of run run-b, attempt 4, protocol 1; .* is of run run-a, attempt 0, protocol 1"
+    ):
+        served.client()
 
 
 def test_a_rank_cannot_have_anothers_share(served: Served) -> None:

@@ -28,14 +28,15 @@ def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     """
     if cp_size == 1:
         return torch.arange(cu[-1])
-    parts = []
-    for start, end in pairwise(cu):
-        chunk, rest = divmod(end - start, 2 * cp_size)
-        if rest:
-            raise ValueError(f"a sequence of {end - start} rows cannot be cut into {2 * cp_size} equal chunks")
-        parts.append(torch.arange(start + cp_rank * chunk, start + (cp_rank + 1) * chunk))
-        parts.append(torch.arange(end - (cp_rank + 1) * chunk, end - cp_rank * chunk))
-    return torch.cat(parts) if parts else torch.arange(0)
+    bounds = torch.as_tensor(cu, dtype=torch.int64)
+    starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+    if (rest := lengths % (2 * cp_size)).any():
+        raise ValueError(f"a sequence of {int(lengths[rest > 0][0])} rows cannot be cut into {2 * cp_size} equal chunks")
+    chunk = lengths // (2 * cp_size)
+    pieces = torch.stack([starts + cp_rank * chunk, bounds[1:] - (cp_rank + 1) * chunk], dim=1).flatten()
+    sizes = chunk.repeat_interleave(2)
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return pieces.repeat_interleave(sizes) + within
 
 
 @lru_cache(maxsize=8)
@@ -124,7 +125,7 @@ def group(found: Sequence[Segment], width: int) -> list[list[Segment]]:
     return groups
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)  # the layers of a micro-batch share one; more would keep its masks in memory
 def plan(cu: tuple[int, ...], width: int, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu") -> Plan:
     """How to compute causal attention of packed rows; keys are rows of all CP ranks' parts laid end to end, rank by rank."""
     key_rows = _key_rows(cu, cp_size)
