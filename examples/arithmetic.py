@@ -1,26 +1,32 @@
-"""The quick start's task: sums whose answer is given as \\boxed{...}, and a small Qwen3 that knows nothing yet.
+"""The quick start's task: sums of four digits whose answer is given as \\boxed{...}, and a small Qwen3 that knows nothing yet.
 
     python examples/arithmetic.py --out DIR [--seed N]
 
 Writes, the same for the same seed:
-  DIR/model/         tokenizer (one character, one token), config.json, random weights (about half a million)
-  DIR/train.jsonl    {"prompt": [{"role": "user", "content": "38+54="}], "label": "92"}   (the shape of dapo-math-17k)
+  DIR/model/         tokenizer (one character, one token), config.json, random weights (about 0.3 million)
+  DIR/train.jsonl    {"prompt": [{"role": "user", "content": "3+8+5+9="}], "label": "25"}   (the shape of dapo-math-17k)
   DIR/heldout.jsonl  the same, of sums that are in no other file
-  DIR/sft.jsonl      the same with "response": "\\boxed{92}", for supervised fine-tuning
+  DIR/sft.jsonl      the same with a "response" to learn from.  Half of them work the answer out (`11,16,\\boxed{25}`), half
+                     are guesses without working (`\\boxed{18}`), so a model that has learned from them is right in a third
+                     of its answers, and has seen what would make it better.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import string
 from collections.abc import Iterable
 from pathlib import Path
 
-LARGEST = 99  #: the largest number in a sum
+TERMS = 4  #: digits in a sum
 HELD_OUT = 256  #: sums that nobody trains on
 SFT_LINES = 6144
+GUESSED = 0.5  #: share of the warm-up's answers that are guessed instead of worked out
+
+Digits = tuple[int, ...]
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>", "\\boxed{"]
 CHAT_TEMPLATE = (
@@ -29,25 +35,37 @@ CHAT_TEMPLATE = (
 )
 
 
-def sums(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def sums(seed: int) -> tuple[list[Digits], list[Digits]]:
     """All sums in random order: (for training, held out)."""
-    pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-    random.Random(seed).shuffle(pairs)
-    return pairs[HELD_OUT:], pairs[:HELD_OUT]
+    every = list(itertools.product(range(10), repeat=TERMS))
+    random.Random(seed).shuffle(every)
+    return every[HELD_OUT:], every[:HELD_OUT]
 
 
-def line(a: int, b: int, response: bool = False) -> dict[str, object]:
-    """One prompt with its label, and the full response if asked for."""
-    row: dict[str, object] = {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "label": str(a + b)}
-    return row | {"response": f"\\boxed{{{a + b}}}"} if response else row
+def prompt(digits: Digits) -> dict[str, object]:
+    """One prompt with its label."""
+    return {"prompt": [{"role": "user", "content": "+".join(map(str, digits)) + "="}], "label": str(sum(digits))}
+
+
+def worked(digits: Digits) -> str:
+    """The answer with its working: the sum so far after each digit but the last, as in `11,16,\\boxed{25}`."""
+    *steps, total = itertools.accumulate(digits)
+    return "".join(f"{step}," for step in steps[1:]) + f"\\boxed{{{total}}}"
+
+
+def guessed(rng: random.Random) -> str:
+    """An answer without working, and almost always wrong."""
+    return f"\\boxed{{{sum(rng.randrange(10) for _ in range(TERMS))}}}"
 
 
 def write_prompts(directory: Path, seed: int) -> None:
     """train.jsonl, heldout.jsonl and sft.jsonl."""
     train, held_out = sums(seed)
-    write_lines(directory / "train.jsonl", (line(a, b) for a, b in train))
-    write_lines(directory / "heldout.jsonl", (line(a, b) for a, b in held_out))
-    write_lines(directory / "sft.jsonl", (line(a, b, response=True) for a, b in train[:SFT_LINES]))
+    rng = random.Random(seed + 1)
+    answer = lambda digits: guessed(rng) if rng.random() < GUESSED else worked(digits)  # noqa: E731
+    write_lines(directory / "train.jsonl", (prompt(d) for d in train))
+    write_lines(directory / "heldout.jsonl", (prompt(d) for d in held_out))
+    write_lines(directory / "sft.jsonl", (prompt(d) | {"response": answer(d)} for d in train[:SFT_LINES]))
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, object]]) -> None:
@@ -59,7 +77,7 @@ def make_tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = string.digits + "+-*=} "
+    characters = string.digits + "+=,}"
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
@@ -87,12 +105,14 @@ def make_model(directory: Path, seed: int) -> None:
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=0.08,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -118,6 +118,16 @@ def test_metrics() -> None:
     assert batch_metrics(same, 5, 1.0)["rollout/zero_std"] == 0.5
 
 
+def test_an_empty_response_counts_no_token() -> None:
+    options = Options(rollout_batch_size=1, n_samples_per_prompt=3, actor_num_gpus_per_node=1)
+    rollout = full([4, 1, 3], 3)
+    empty = rollout.samples()[1]
+    empty.response_length, empty.loss_mask = 0, empty.loss_mask[:0]
+    empty.logprobs, empty.versions = empty.logprobs[:0], empty.versions[:0]
+    (share,) = make_shares(rollout, options, {})
+    assert share.step_tokens == [sum(int(s.loss_mask.sum()) for s in rollout.samples())]
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("cap", [None, 12])

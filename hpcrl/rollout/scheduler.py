@@ -99,8 +99,9 @@ def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -
         max_tokens_per_gpu=options.max_tokens_per_gpu if options.use_dynamic_batch_size else None,
         micro_batch_size=options.micro_batch_size,
     )
-    masked = np.add.reduceat(batch.loss_mask, batch.response_offsets[:-1], dtype=np.int64)
-    tokens = [int(masked[i * size : (i + 1) * size].sum()) for i in range(steps)]
+    masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
+    bounds = masked[batch.response_offsets[::size]]  # masked tokens before each optimizer step
+    tokens = np.diff(bounds).tolist()
     shares = []
     for own in schedule.steps:
         rows = [index for step in own for micro in step for index in micro]

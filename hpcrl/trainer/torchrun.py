@@ -40,6 +40,9 @@ def main() -> int:
     die_with_parent()
     seat = open_seat()
     os.environ.setdefault("OMP_NUM_THREADS", str(seat.options.trainer_threads))
+    if seat.plan.hosts == ("127.0.0.1",):  # or else gloo and NCCL listen on whatever interface the host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.update(seat.options.train_env_vars)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
