@@ -27,6 +27,10 @@ import msgspec
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 
 
+#: what a run has from the start
+FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write `data` beside `path`, flush it to disk, and rename: a reader sees the old file or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -94,15 +98,15 @@ class RunDir:
     # ---- life
 
     @classmethod
-    def create(cls, root: str | Path) -> RunDir:
-        """A new run directory, mode 0700.  UsageError if it exists and is not empty, or cannot be made."""
+    def create(cls, root: str | Path, folders: tuple[str, ...] = FOLDERS) -> RunDir:
+        """A new run directory with its `folders`, mode 0700.  UsageError if it is not empty, or cannot be made."""
         path = Path(root).resolve()
         if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)
-            for name in ("keys", "checkpoints", "samples", "attempts", "logs"):
+            for name in folders:
                 (path / name).mkdir(mode=0o700)
         except OSError as error:
             raise UsageError(f"--run-dir {root}: {error.strerror}", "choose a writable directory") from error

@@ -34,7 +34,7 @@ from hpcrl.report.picture import draw
 from hpcrl.report.progress import Progress
 from hpcrl.report.summary import closing_line
 from hpcrl.roles import read_options
-from hpcrl.rundir import RunDir, write_atomic
+from hpcrl.rundir import FOLDERS, RunDir, write_atomic
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def begin(recipe: Recipe | None, overrides: dict[str, Any]) -> Job:
     for stage in recipe.stages:
         options = job.options(stage)
         make_plan(options, local_hosts(options), "check")
-    RunDir.create(root)
+    alone = recipe.stages[0].name == ""
+    RunDir.create(root, FOLDERS if alone else ("logs",))
     shutil.copyfile(recipe.path, root / "recipe.toml")
     write_atomic(root / "recipe.json", msgspec.json.encode({"path": str(recipe.path), "overrides": overrides}))
     return job
@@ -163,7 +164,7 @@ def run_stage(job: Job, stage: Stage, stop: Stop) -> None:
         with closing(Progress(rundir, stage.name or job.recipe.name, options.num_rollout)) as progress:
             summary = run_attempt(options, plan, rundir, stop, progress.poll)
     finally:
-        draw(rundir)
+        draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
     if summary["status"] != "finished":
         where = f"after {summary['rollout_id']} of {summary['total']} rollouts"
         raise Stopped(f"saved and stopped {where}", f"continue with hpcrl run --resume {job.root}")

@@ -17,6 +17,7 @@ PANELS: dict[str, tuple[str, bool]] = {
     "reward": ("rollout/reward", False),
     "held-out accuracy": ("eval/", False),
     "response length, tokens": ("rollout/response_len/mean", False),
+    "entropy": ("train/entropy_loss", False),
     "loss": ("train/loss", False),
     "gradient norm": ("train/grad_norm", False),
     "|trainer - engine| log-prob": ("train/train_rollout_logprob_abs_diff", True),
@@ -43,10 +44,12 @@ def series(rows: list[dict[str, Any]], metric: str) -> dict[str, Points]:
 
 
 def draw(rundir: RunDir, title: str = "") -> bool:
-    """Draw curves.png; False if there is nothing to draw, or matplotlib is not installed."""
+    """Draw curves.png; False if there is nothing to draw, matplotlib is not installed, or the disk is full."""
     rows = list(read(rundir.metrics_file))
     panels = {name: (series(rows, metric), log) for name, (metric, log) in PANELS.items()}
     panels = {name: (curves, log) for name, (curves, log) in panels.items() if curves}
+    if "reward" in panels:  # with one optimizer step a rollout the policy loss is 0 but for rounding
+        panels.pop("loss", None)
     if not panels:
         return False
     try:
@@ -60,7 +63,10 @@ def draw(rundir: RunDir, title: str = "") -> bool:
     figure.suptitle(title or rundir.root.name, fontsize=12)
     for number, (name, (curves, log)) in enumerate(panels.items(), 1):
         _panel(figure.add_subplot(lines, columns, number), name, curves, log)
-    FigureCanvasAgg(figure).print_png(str(rundir.root / "curves.png"))
+    try:
+        FigureCanvasAgg(figure).print_png(str(rundir.root / "curves.png"))
+    except OSError:  # it can be drawn again; what went wrong with the run must not be hidden by it
+        return False
     return True
 
 
