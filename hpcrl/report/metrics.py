@@ -1,12 +1,13 @@
 """Metrics of a run: one JSON line a record in metrics.jsonl, and the same numbers as TensorBoard events.
 
-Invariant: only trainer rank 0 writes; a step stands in metrics.jsonl once, whatever was killed and resumed, and the file
-holds whole lines only.
+Invariant: only trainer rank 0 writes; a step stands in metrics.jsonl once, whatever was killed and resumed, and a reader
+sees whole lines only.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +18,23 @@ from hpcrl.rundir import RunDir, write_atomic
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that was torn by a crash is left out."""
+    """The records of a metrics.jsonl; what a crash has torn or damaged is left out."""
     try:
-        text = path.read_text()
+        data = path.read_bytes()
     except FileNotFoundError:
         return
-    for line in text.split("\n")[:-1]:  # what follows the last newline is torn, or nothing
-        yield json.loads(line)
+    for line in data.split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
+        if (row := parse(line)) is not None:
+            yield row
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """One record, or None if the line is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # a power cut may leave zeros where a line should be
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("rollout_id"), int) else None
 
 
 class MetricsLog:
@@ -31,50 +42,97 @@ class MetricsLog:
 
     def __init__(self, rundir: RunDir) -> None:
         self.path, self.rundir = rundir.metrics_file, rundir
-        self.events: Any = None
+        self.events: EventFile | NoEvents | None = None
+        self._purge: int | None = None
 
     def truncate(self, rollout_id: int) -> None:
-        """Forget what is logged for `rollout_id` and later: those steps come again.
+        """Forget what is logged for `rollout_id` and later, and a torn last line: those steps come again.
 
         At 0, what was logged before the first step (-1) goes too.
         """
         first = rollout_id if rollout_id > 0 else -1
         kept = [row for row in read(self.path) if row["rollout_id"] < first]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._purge = first + 1
 
     def evaluated(self, rollout_id: int) -> bool:
         """Whether an evaluation after `rollout_id` is logged."""
         return any(row["rollout_id"] == rollout_id and any(k.startswith("eval/") for k in row) for row in read(self.path))
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Add one record.  HpcrlError when it cannot be written."""
-        row = {"rollout_id": rollout_id, "time": round(time.time(), 3), **{k: float(v) for k, v in metrics.items()}}
+        """Add one record; a number that is not finite is written as null.  HpcrlError when it cannot be written."""
+        values = {name: float(value) for name, value in metrics.items()}
+        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"rollout_id": rollout_id, "time": round(time.time(), 3)} | told) + "\n"
+        at = self.path
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            self._to_tensorboard(rollout_id, metrics)
+            with at.open("a") as file:
+                file.write(line)
+            at = self.rundir.tensorboard
+            if self.events is None:
+                self.events = open_events(at, self.rundir.attempt, self._purge)
+            self.events.add(rollout_id + 1, values)
         except OSError as error:
-            raise HpcrlError(f"cannot write {self.path}: {error.strerror}", "free space, then continue with --resume") from error
-
-    def _to_tensorboard(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Events, if the tensorboard package is there; its x-axis counts rollouts that are done."""
-        if self.events is None:
-            self.events = _open_events(self.rundir.tensorboard, rollout_id)
-        if self.events:
-            for name, value in metrics.items():
-                self.events.add_scalar(name, value, rollout_id + 1)
-            self.events.flush()
+            raise HpcrlError(f"cannot write {at}: {error.strerror}", "free space, then continue with --resume") from error
 
     def close(self) -> None:
-        """Flush and close the events."""
-        if self.events:
+        """Close the events."""
+        if self.events is not None:
             self.events.close()
 
 
-def _open_events(directory: Path, rollout_id: int) -> Any:
-    """A SummaryWriter that hides the events of an earlier attempt from this step on; False without tensorboard."""
+# ---- TensorBoard
+
+
+class NoEvents:
+    """Stands in for the events where the tensorboard package is missing."""
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class EventFile:
+    """One event file, written at once and by this thread, so that a full disk is seen where it happens.
+
+    The package's own protobuf classes and record format are used; torch.utils.tensorboard would add a writer thread that
+    reports a failed write one step late.
+    """
+
+    def __init__(self, directory: Path, attempt: int, purge: int | None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(exist_ok=True, mode=0o700)
+        name = f"events.out.tfevents.{int(time.time()):010d}.attempt-{attempt}"
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._records = RecordWriter((directory / name).open("wb"))
+        self._write(file_version="brain.Event:2")
+        if purge is not None:
+            log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=purge, session_log=log)
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Write scalars of one step.  OSError when the disk is full."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=self._summary(value=values))
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def open_events(directory: Path, attempt: int, purge: int | None) -> EventFile | NoEvents:
+    """A new event file, if the tensorboard package is there; its x-axis counts rollouts that are done.
+
+    purge: events of earlier attempts from this step on are hidden.
+    """
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return EventFile(directory, attempt, purge)
     except ImportError:
-        return False
-    return SummaryWriter(str(directory), purge_step=rollout_id + 1)
+        return NoEvents()

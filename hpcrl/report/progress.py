@@ -1,21 +1,26 @@
 """Progress of a stage on the screen: the launcher follows metrics.jsonl and shows the numbers that matter.
 
-Invariant: it only reads; on a terminal it is one bar, elsewhere a line every few seconds.
+Invariant: it only reads, and reads every byte once; on a terminal it is one bar, elsewhere a line every few seconds, so
+that a job's log stays readable.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from hpcrl.report.metrics import read
+from hpcrl.report.metrics import parse
 from hpcrl.rundir import RunDir
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
 GLANCE = 0.5  #: seconds between looks at the file
+FORMAT = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
 
 #: metric -> how it is shown
 SHOWN = {
@@ -27,60 +32,93 @@ SHOWN = {
 }
 
 
+class Tail:
+    """The records that are new in a metrics.jsonl since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file, self._at, self._rest = path, 0, 0, b""
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What has been written since; from the beginning if the file was replaced (an attempt that resumes does so)."""
+        try:
+            with self.path.open("rb") as file:
+                number = os.fstat(file.fileno()).st_ino
+                if number != self._file:
+                    self._file, self._at, self._rest = number, 0, b""
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if (row := parse(line)) is not None:
+                yield row
+
+
 class Progress:
-    """One bar for one stage."""
+    """One bar for one stage.  total: rollouts; the trainer corrects it if it is not known before."""
 
     def __init__(self, rundir: RunDir, title: str, total: int | None) -> None:
-        self.rundir, self.title = rundir, title
-        self.seen, self.size, self.looked = 0, -1, 0.0
+        self.rundir, self.title, self.total = rundir, title, total
+        self.done = self.start = 0
         self.latest: dict[str, Any] = {}
-        self.accuracy: dict[str, float] = {}
-        terminal = sys.stderr.isatty()
-        self.bar = tqdm(
-            total=total,
-            desc=title,
-            unit="step",
-            dynamic_ncols=True,
-            file=sys.stderr,
-            mininterval=0.1 if terminal else EVERY,
-            disable=False,
-        )
+        self.accuracy: dict[str, float | None] = {}
+        self._tail, self._looked = Tail(rundir.metrics_file), 0.0
+        self._begun = self._told = time.monotonic()
+        self._line, self._working = "", False
+        self._bar = tqdm(total=total, desc=title, dynamic_ncols=True, bar_format=FORMAT) if sys.stderr.isatty() else None
 
     def poll(self) -> None:
-        """Look at the run and bring the bar up to date."""
-        if time.monotonic() - self.looked < GLANCE:
-            return
-        self.looked = time.monotonic()
-        try:
-            size = self.rundir.metrics_file.stat().st_size
-        except FileNotFoundError:
-            size = 0
-        if size != self.size:
-            self.size = size
-            self._read()
-        trainer = self.rundir.find("trainer", 0)
-        self.bar.set_description_str(self.title if trainer else f"{self.title} (starting)", refresh=False)
-        if trainer and self.bar.total != trainer["total"]:
-            self.bar.total = trainer["total"]
-        if sys.stderr.isatty():
-            self.bar.refresh()
+        """Look at the run and bring the screen up to date.  Cheap: may be called as often as one likes."""
+        now = time.monotonic()
+        if now - self._looked >= GLANCE:
+            self._looked = now
+            self._look()
+            if self._bar is not None:
+                self._draw(self._bar)
+            elif now - self._told >= EVERY:
+                self._tell(now)
 
-    def _read(self) -> None:
-        done = 0
-        for row in read(self.rundir.metrics_file):
+    def _look(self) -> None:
+        for row in self._tail.new():
             if "train/loss" in row:
-                self.latest, done = row, row["rollout_id"] + 1
+                self.latest, self.done = row, row["rollout_id"] + 1
             self.accuracy |= {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
-        self.bar.set_postfix_str(self.text(), refresh=False)
-        self.bar.update(done - self.bar.n)
+        if not self._working and (trainer := self.rundir.find("trainer", 0)):
+            self._working, self.total, self.start = True, trainer["total"], trainer["start"]
+            self.done = max(self.done, self.start)
+
+    def _draw(self, bar: tqdm) -> None:
+        bar.total, bar.initial = self.total, self.start
+        bar.set_description_str(self.title if self._working else f"{self.title} (starting)", refresh=False)
+        bar.set_postfix_str(self.text(), refresh=False)
+        bar.update(self.done - bar.n)
+        bar.refresh()
+
+    def _tell(self, now: float) -> None:
+        """A line, unless it would say the same again."""
+        line = f"{self.title}: {self.done}/{'?' if self.total is None else self.total}  {self.text() or 'starting'}"
+        if line != self._line:
+            minutes, seconds = divmod(int(now - self._begun), 60)
+            print(f"{line}  [{minutes:02d}:{seconds:02d}]", file=sys.stderr, flush=True)
+        self._line, self._told = line, now
 
     def text(self) -> str:
         """The latest numbers in one line."""
-        parts = [how.format(self.latest[name]) for name, how in SHOWN.items() if name in self.latest]
-        return ", ".join([*parts, *(f"{name} accuracy {value:.2f}" for name, value in self.accuracy.items())])
+        row = dict(self.latest)
+        if "rollout/reward" in row:  # the policy loss is 0 where its ratios are 1: it says nothing
+            row.pop("train/loss", None)
+        if "perf/tokens_per_sec" not in row and row.get("perf/step_time"):  # fine-tuning: the tokens that were learned
+            row["perf/tokens_per_sec"] = row.get("perf/train_tokens", 0.0) / row["perf/step_time"]
+        parts = [how.format(row[name]) for name, how in SHOWN.items() if row.get(name) is not None]
+        return ", ".join([*parts, *(f"{name} accuracy {value:.2f}" for name, value in self.accuracy.items() if value is not None)])
 
     def close(self) -> None:
-        self.looked = 0.0
-        self.poll()
-        self.bar.refresh()
-        self.bar.close()
+        """Show where the stage ended."""
+        self._look()
+        if self._bar is not None:
+            self._draw(self._bar)
+            self._bar.close()
+        else:
+            self._tell(time.monotonic())
