@@ -33,6 +33,10 @@ from bench.queue_roles.work import Passes  # noqa: E402
 from hpcrl.process import adopt_orphans, end_descendants  # noqa: E402
 
 BASE = "zmq"
+NOTE = """\
+MB/s counts ids, mask and log-probs as they lie in memory. hpcrl's queue carries the policy version of every token besides;
+it sends versions as runs and the mask as bits. Each rate is the median over the rounds, each ratio that of the rounds' own
+ratios; CPU is that of both processes together."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def report(chosen: list[Transport], found: dict[str, list[Measured]], whole: boo
             numbers[f"ours_over_{peer}"] = statistics.median(ratios(found, "ours", peer))
     rounds = len(next(iter(found.values())))
     head = f"{kilobytes:.1f} kB a sample, 256 samples a batch, {rounds} rounds, {os.cpu_count()} cores; {versions()}."
-    text = f"{__doc__.split(chr(10))[0]}\n\n{head}\n\n" + "\n".join(lines) + "\n"
+    text = f"{__doc__.split(chr(10))[0]}\n\n{head}\n{NOTE}\n\n" + "\n".join(lines) + "\n"
     print(text)
     if whole:
         (REPO / "bench" / "results").mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from hpcrl.rundir import RunDir
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
 GLANCE = 0.5  #: seconds between looks at the file
-FORMAT = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+FORMAT = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 #: metric -> how it is shown
 SHOWN = {
@@ -90,7 +90,7 @@ class Progress:
             self.done = max(self.done, self.start)
 
     def _draw(self, bar: tqdm) -> None:
-        bar.total, bar.initial = self.total, self.start
+        bar.total, bar.initial, bar.n = self.total, self.start, max(bar.n, self.start)  # what is resumed is no speed of ours
         bar.set_description_str(self.title if self._working else f"{self.title} (starting)", refresh=False)
         bar.set_postfix_str(self.text(), refresh=False)
         bar.update(self.done - bar.n)
@@ -112,7 +112,9 @@ class Progress:
         if "perf/tokens_per_sec" not in row and row.get("perf/step_time"):  # fine-tuning: the tokens that were learned
             row["perf/tokens_per_sec"] = row.get("perf/train_tokens", 0.0) / row["perf/step_time"]
         parts = [how.format(row[name]) for name, how in SHOWN.items() if row.get(name) is not None]
-        return ", ".join([*parts, *(f"{name} accuracy {value:.2f}" for name, value in self.accuracy.items() if value is not None)])
+        return ", ".join(
+            [*parts, *(f"{name} accuracy {value:.2f}" for name, value in self.accuracy.items() if value is not None)]
+        )
 
     def close(self) -> None:
         """Show where the stage ended."""
