@@ -132,7 +132,8 @@ def start(
     fd = control.fileno() if control else -1
     numbers = [str(n) for n in (passes.warm, passes.timed, passes.batches)]
     command = [sys.executable, "-m", "bench.queue_roles.run", transport.name, role, *numbers, scratch, str(fd)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(REPO)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "RAY_USAGE_STATS_ENABLED": "0"}
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # without this Ray listens on every interface, also with an address given
     fds, errors = [fd] if control else [], None if transport.pair else subprocess.DEVNULL  # Ray's warnings
     return subprocess.Popen(command, cwd=REPO, env=env, pass_fds=fds, stdout=subprocess.PIPE, stderr=errors, text=True)
 

@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141 if (argv or sys.argv[1:])[:1] == ["run"] else 0  # a run has ended with it, and is not done
+    except OSError as error:
+        print(f"hpcrl: error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def command(argv: list[str]) -> int:

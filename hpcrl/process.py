@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import psutil
 
+PARENT = "HPCRL_PARENT"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -25,11 +26,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG)."""
-    parent = os.getppid()
+    """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
+
+    Whoever starts us may put its process id into HPCRL_PARENT: then its death before this call, while we were still
+    importing, is noticed too.  What we start ourselves finds our own id there.
+    """
+    if os.environ.get(PARENT) == str(os.getpid()):
+        return  # done already
+    parent = int(os.environ.get(PARENT) or os.getppid())
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call: nobody would tell us any more
+    if os.getppid() != parent:
         os._exit(1)
+    os.environ[PARENT] = str(os.getpid())
 
 
 def adopt_orphans() -> None:
@@ -64,3 +72,8 @@ def end_descendants(grace: float) -> None:
         if not (rest := descendants()):
             return
         end(rest, 0.0)
+
+
+if __name__ == "__main__":  # python -m hpcrl.process COMMAND ...: run a command that dies with its parent
+    die_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -26,7 +26,6 @@ import msgspec
 
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 
-
 #: what a run has from the start
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 

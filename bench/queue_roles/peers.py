@@ -55,7 +55,7 @@ def _ray(passes: Passes, scratch: Path, make: Callable[[Any, Any], Callable[[int
     import ray
 
     options = {"num_cpus": 4, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 2**30}
-    ray.init(_node_ip_address="127.0.0.1", **options)
+    ray.init(**options)
     try:
         hand_over = make(ray, ray.remote(num_cpus=1)(_Consumer).remote())
         seconds = []

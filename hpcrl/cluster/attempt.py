@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped
 from hpcrl.options import Options
 from hpcrl.plan import Plan
-from hpcrl.process import end, end_descendants
+from hpcrl.process import PARENT, end, end_descendants
 from hpcrl.rundir import RunDir
 
-GRACE = 4.0  #: seconds between SIGTERM and SIGKILL
+GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 CLOSING = 30.0  #: seconds that the other roles may take to end once the trainer has
 
 
@@ -92,7 +92,12 @@ def environment() -> dict[str, str]:
     """The user's environment, less what would change a role's behaviour by accident."""
     drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {name: value for name, value in os.environ.items() if name not in drop}
-    return kept | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": kept.get("HF_HUB_OFFLINE", "1")}
+    return kept | {
+        PARENT: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": kept.get("HF_HUB_OFFLINE", "1"),
+    }
 
 
 def run_attempt(options: Options, plan: Plan, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> dict[str, object]:
@@ -125,6 +130,8 @@ def watch(roles: list[Role], options: Options, rundir: RunDir, stop: Stop, poll:
         poll()
         check(roles, rundir)
         now = time.monotonic()
+        if stop.requests and rundir.find("trainer", 0) is None:
+            raise Stopped("stopped while starting: nothing was trained since the last checkpoint", "continue with --resume")
         if stop.requests and stop_by == float("inf"):
             rundir.request_stop()
             stop_by = now + options.stop_timeout

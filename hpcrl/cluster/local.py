@@ -9,12 +9,14 @@ its last checkpoint with the options that it began with.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.cluster.attempt import Stop, run_attempt
+from hpcrl.cluster.attempt import Stop, environment, run_attempt
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.flags import Recipe, Stage, load_recipe, resolve
 from hpcrl.options import Options
@@ -44,6 +46,7 @@ class Job:
     recipe: Recipe
     overrides: dict[str, Any]
     root: Path
+    identity: str  #: of this run alone, wherever its directory is moved
 
     def options(self, stage: Stage) -> Options:
         """The stage's options, with placeholders filled in."""
@@ -96,14 +99,16 @@ def begin(recipe: Recipe | None, overrides: dict[str, Any]) -> Job:
     assert recipe is not None
     given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
     root = Path(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).resolve()
-    job = Job(recipe, overrides, root)
+    job = Job(recipe, overrides, root, uuid.uuid4().hex)
     for stage in recipe.stages:
         options = job.options(stage)
         make_plan(options, local_hosts(options), "check")
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
     shutil.copyfile(recipe.path, root / "recipe.toml")
-    write_atomic(root / "recipe.json", msgspec.json.encode({"path": str(recipe.path), "overrides": overrides}))
+    write_atomic(
+        root / "recipe.json", msgspec.json.encode({"path": str(recipe.path), "overrides": overrides, "identity": job.identity})
+    )
     return job
 
 
@@ -113,9 +118,12 @@ def reopen(root: Path) -> Job:
         raise UsageError(
             f"--resume {root}: no run directory (it has no recipe.json)", "name the directory that hpcrl run printed"
         )
-    saved = msgspec.json.decode((root / "recipe.json").read_bytes())
+    try:
+        saved = msgspec.json.decode((root / "recipe.json").read_bytes())
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{root / 'recipe.json'} is damaged: {error}", "start the recipe anew") from error
     recipe = load_recipe(root / "recipe.toml", origin=Path(saved["path"]))
-    return Job(recipe, saved["overrides"], root.resolve())
+    return Job(recipe, saved["overrides"], root.resolve(), saved["identity"])
 
 
 # ---- before the first stage
@@ -133,7 +141,12 @@ def prepare(job: Job, stop: Stop) -> None:
     for command in job.recipe.prepare_commands(job.root, job.overrides):
         with log.open("ab") as out:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                [sys.executable, "-m", "hpcrl.process", *command],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             while process.poll() is None and not stop.requests:
                 time.sleep(0.05)
@@ -156,7 +169,7 @@ def run_stage(job: Job, stage: Stage, stop: Stop) -> None:
     if stop.requests:
         raise Stopped(f"stopped before stage {stage.name}", f"continue with hpcrl run --resume {job.root}")
     rundir, options = open_stage(job, stage, directory)
-    plan = make_plan(options, local_hosts(options), run_id=f"{job.root.name}/{stage.name}", attempt=rundir.attempt)
+    plan = make_plan(options, local_hosts(options), run_id=f"{job.identity}/{stage.name}", attempt=rundir.attempt)
     rundir.begin()
     write_atomic(rundir.plan_file, msgspec.json.encode(plan))
     make_keys(rundir, options.data_parallel_size)
@@ -164,7 +177,8 @@ def run_stage(job: Job, stage: Stage, stop: Stop) -> None:
         with closing(Progress(rundir, stage.name or job.recipe.name, options.num_rollout)) as progress:
             summary = run_attempt(options, plan, rundir, stop, progress.poll)
     finally:
-        draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
+        with contextlib.suppress(Exception):  # a picture must never hide how the run ended
+            draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
     if summary["status"] != "finished":
         where = f"after {summary['rollout_id']} of {summary['total']} rollouts"
         raise Stopped(f"saved and stopped {where}", f"continue with hpcrl run --resume {job.root}")
@@ -184,6 +198,10 @@ def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options
         last = RunDir.latest(directory)
         return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
     options = job.options(stage)
-    rundir = RunDir(directory) if directory == job.root else RunDir.create(directory)
+    if directory == job.root:
+        rundir = RunDir(directory)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)  # without options it had not begun: a crash left it half made
+        rundir = RunDir.create(directory)
     write_atomic(rundir.options_file, options.model_dump_json(indent=1).encode())
     return rundir, options

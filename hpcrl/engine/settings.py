@@ -24,6 +24,7 @@ LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.receiver.WorkerExtension", "hpcrl.engine.guard.RunKeyGuard"
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
+CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
 
 #: fields of vLLM that belong to the run -> what to use instead
 RESERVED = {
@@ -131,6 +132,8 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     }
     if length is not None:
         ours["max_model_len"] = length
+    if options.deterministic_mode:
+        ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
     if found.cpu:
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
     for name in options.vllm:
@@ -149,6 +152,9 @@ def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict
     return {
         "enforce_eager": True,  # compiling takes longer than it saves, and needs a C++ compiler
         "max_num_seqs": sequences,
+        # a prompt in two chunks kills a request with a seed: vLLM rewinds its generator, which a CPU's cannot
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(length, CPU_BATCHED_TOKENS),
         "kv_cache_memory_bytes": kv_cache_bytes(config, sequences, length, 2 if options.bf16 else 4, available),
         "distributed_executor_backend": "uni" if options.rollout_num_gpus_per_engine == 1 else "mp",
     }

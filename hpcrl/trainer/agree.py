@@ -5,16 +5,29 @@ Invariant: bytes travel as uint8 tensors; nothing is pickled.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from hpcrl.options import Options
+
 
 def device() -> torch.device:
     """Where tensors of a collective must lie: CUDA with NCCL, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def make_patient(options: Options) -> dist.ProcessGroup:
+    """A group of all ranks for waiting on other roles, as long as any of them may take; collective.
+
+    Megatron's own groups give up after --distributed-timeout-minutes, which is right for ranks that compute together
+    and wrong for ranks that wait while the first one waits for samples or engines.  gloo: these are small messages.
+    """
+    seconds = 60 + max(options.rollout_timeout, options.engine_start_timeout, options.update_timeout)
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
 
 def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
@@ -23,9 +36,10 @@ def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGrou
         assert data is not None
         return data
     mine = dist.get_rank() == source
-    size = torch.tensor([len(data) if mine and data is not None else 0], dtype=torch.int64, device=device())
+    where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device()
+    size = torch.tensor([len(data) if mine and data is not None else 0], dtype=torch.int64, device=where)
     dist.broadcast(size, source, group=group)
-    buffer = torch.empty(int(size), dtype=torch.uint8, device=device())
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
     if mine and data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, source, group=group)

@@ -66,7 +66,7 @@ def latest(directory: Path) -> Path | None:
     return path
 
 
-def save(policy: Policy, ranks: Ranks, directory: Path, position: Position) -> Path:
+def save(policy: Policy, ranks: Ranks, directory: Path, position: Position, run_id: str) -> Path:
     """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written."""
     final = directory / f"iter_{position.rollout_id:07d}"
     if latest(directory) == final:  # a run stopped right after a save: nothing has changed since
@@ -77,27 +77,29 @@ def save(policy: Policy, ranks: Ranks, directory: Path, position: Position) -> P
     state = _state(policy, ranks, loading=False)
     error = _attempt(lambda: dist_checkpointing.save(state, str(beside), content_metadata=SHARDING), True)
     _agree(error, beside)
-    error = _attempt(lambda: _commit(beside, final, directory, position), ranks.rank == 0)
+    error = _attempt(lambda: _commit(beside, final, directory, position, run_id), ranks.rank == 0)
     _agree(error, beside)
     return final
 
 
-def load(policy: Policy, ranks: Ranks, path: Path, *, weights_only: bool = False) -> Position:
+def load(policy: Policy, ranks: Ranks, path: Path, run_id: str, *, weights_only: bool = False) -> Position:
     """Load a checkpoint into `policy`; collective.
 
     weights_only: take the model's weights and nothing else (another stage's result): the position is the start.
-    HpcrlError if the checkpoint does not fit the model.
+    HpcrlError if the checkpoint is damaged, does not fit the model, or was saved by another run than `run_id`.
     """
-    record = msgspec.json.decode((path / "hpcrl.json").read_bytes(), type=dict) if (path / "hpcrl.json").is_file() else {}
     try:
         if weights_only:
             state = dist_checkpointing.load({"model": _model_state(policy)}, str(path))
             _load_model(policy, state)
             policy.optimizer.reload_model_params()
             return Position()
+        record = _record(path, run_id)
         cpu.before_load(policy.optimizer)
         state = dist_checkpointing.load(_state(policy, ranks, loading=True), str(path))
-    except Exception as error:
+    except HpcrlError:
+        raise
+    except (Exception, CheckpointException) as error:
         raise HpcrlError(
             f"{path} does not load into this model: {_short(error)}", "is it a checkpoint of --hf-checkpoint's model?"
         ) from error
@@ -107,6 +109,24 @@ def load(policy: Policy, ranks: Ranks, path: Path, *, weights_only: bool = False
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])
     _set_random(state["rng_state"][0])
     return Position(record["rollout_id"], record["version"], record["data"])
+
+
+def _record(path: Path, run_id: str) -> dict[str, Any]:
+    """hpcrl.json of a checkpoint of this run."""
+    record = msgspec.json.decode((path / "hpcrl.json").read_bytes(), type=dict)
+    if record["run_id"] != run_id:
+        raise HpcrlError(f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights")
+    return record
+
+
+def writable(directory: Path) -> None:
+    """Make the checkpoint directory; HpcrlError before any work if nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (probe := directory / f".probe-{os.getpid()}").touch()
+        probe.unlink()
+    except OSError as error:
+        raise HpcrlError(f"--save {directory}: {error.strerror}", "choose a writable directory") from error
 
 
 # ---- what is saved
@@ -162,12 +182,13 @@ def _set_random(state: dict[str, Any]) -> None:
 
 
 def _prepare(beside: Path) -> None:
-    shutil.rmtree(beside, ignore_errors=True)
+    for old in beside.parent.glob(".partial-*"):  # of a save that a crash cut short
+        shutil.rmtree(old, ignore_errors=True)
     beside.mkdir(parents=True)
 
 
-def _commit(beside: Path, final: Path, directory: Path, position: Position) -> None:
-    record = {"rollout_id": position.rollout_id, "version": position.version, "data": position.data}
+def _commit(beside: Path, final: Path, directory: Path, position: Position, run_id: str) -> None:
+    record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
     write_atomic(beside / "hpcrl.json", msgspec.json.encode(record))
     for file in beside.iterdir():
         _flush(file)
@@ -206,7 +227,7 @@ def _agree(error: str, beside: Path) -> None:
     if first.item() == world:
         return
     why = broadcast_bytes(error.encode(), int(first)).decode()
-    free = shutil.disk_usage(beside.parent).free / 1e6
+    free = shutil.disk_usage(beside.parent).free / 1e6 if beside.parent.is_dir() else 0.0
     raise HpcrlError(
         f"checkpoint {beside.parent / beside.name.removeprefix('.partial-')} was not saved: {why} ({free:.1f} MB are free there)",
         "the previous checkpoint is untouched: free space and use --resume",

@@ -30,6 +30,7 @@ class Crank:
         from hpcrl.queue.client import QueueClient
         from hpcrl.report.metrics import MetricsLog
         from hpcrl.trainer import checkpoint, model
+        from hpcrl.trainer.agree import make_patient
         from hpcrl.trainer.megatron import initialize
         from hpcrl.weights.sender import WeightSender
 
@@ -37,16 +38,19 @@ class Crank:
         self.ranks = initialize(seat.options)
         self.policy = model.build(seat.options, self.ranks)
         self.checkpoints = Path(seat.options.save) if seat.options.save else seat.rundir.checkpoints
+        checkpoint.writable(self.checkpoints)
+        self.patient = make_patient(seat.options)
         self.at = self._begin_weights(checkpoint, model)
         leads = self.ranks.tp_rank == self.ranks.cp_rank == self.ranks.pp_rank == 0
         args = (seat.rundir, seat.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if leads else None
         self.log = MetricsLog(seat.rundir) if self.driver else None
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        self.sender = WeightSender(seat.rundir, seat.plan, seat.options, self.driver) if seat.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
             seat.rundir.publish("trainer", 0, start=self.at.rollout_id, total=self.total)
-        self.sender = WeightSender(seat.rundir, seat.plan, seat.options, self.driver) if seat.plan.engines else None
+        self._together()
 
     @property
     def driver(self) -> bool:
@@ -55,7 +59,7 @@ class Crank:
     def _begin_weights(self, checkpoint, model):  # noqa: ANN001, ANN202  (modules, imported late)
         """Resume from this run's checkpoint, or start from --load's weights, or from --hf-checkpoint's."""
         if path := checkpoint.latest(self.checkpoints):
-            at = checkpoint.load(self.policy, self.ranks, path)
+            at = checkpoint.load(self.policy, self.ranks, path, self.seat.plan.run_id)
             say(f"resumed from {path} at rollout {at.rollout_id}, policy version {at.version}")
             return at
         if self.options.load:
@@ -64,7 +68,7 @@ class Crank:
                 raise HpcrlError(
                     f"--load {self.options.load} holds no {checkpoint.TRACKER}", "give a directory that a run saved to"
                 )
-            return checkpoint.load(self.policy, self.ranks, path, weights_only=True)
+            return checkpoint.load(self.policy, self.ranks, path, self.seat.plan.run_id, weights_only=True)
         model.load_hf(self.policy, self.options.hf_checkpoint)
         return checkpoint.Position()
 
@@ -89,7 +93,9 @@ class Crank:
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
-        share = step.spread(self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None, self.ranks)
+        fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
+        self._together()
+        share = step.spread(fetched, self.ranks)
         if share is None:
             return False
         metrics = step.train(self.policy, self.ranks, self.options, share)
@@ -99,7 +105,7 @@ class Crank:
         metrics["perf/step_time"] = time.monotonic() - begun
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
-        if self._due(self.options.save_interval) and self.at.rollout_id < self.total:
+        if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
         if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
             self._evaluate(rollout_id)
@@ -121,7 +127,7 @@ class Crank:
         from hpcrl.trainer.agree import broadcast_json
 
         due = self._due(self.options.eval_interval) or self.at.rollout_id == self.total
-        done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None)
+        done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None, group=self.patient)
         return due and not done
 
     def _evaluate(self, rollout_id: int) -> None:
@@ -135,7 +141,7 @@ class Crank:
     def _save(self) -> None:
         from hpcrl.trainer import checkpoint
 
-        path = checkpoint.save(self.policy, self.ranks, self.checkpoints, self.at)
+        path = checkpoint.save(self.policy, self.ranks, self.checkpoints, self.at, self.seat.plan.run_id)
         if self.driver:
             say(f"saved {path}")
 
@@ -159,7 +165,13 @@ class Crank:
         from hpcrl.trainer.agree import broadcast_json
 
         answer = self.client.call(method, self.options.rollout_timeout, **params) if self.driver else None
-        return broadcast_json(answer)
+        return broadcast_json(answer, group=self.patient)
+
+    def _together(self) -> None:
+        """Wait until all ranks are here, as long as one of them may have to wait for other roles."""
+        import torch.distributed as dist
+
+        dist.barrier(group=self.patient)
 
 
 def _echo(error: BaseException) -> float:

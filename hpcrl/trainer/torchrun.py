@@ -19,7 +19,14 @@ from hpcrl.roles import Seat, open_seat, say
 def command(seat: Seat) -> list[str]:
     """torchrun's arguments for the ranks of one host (all of them sit on one host here)."""
     return [
-        "--standalone",
+        "--nnodes",
+        "1",
+        "--rdzv-backend",
+        "hpcrl",
+        "--rdzv-endpoint",
+        seat.plan.trainers[0].host,
+        "--rdzv-id",
+        "ranks",
         "--local-addr",
         seat.plan.trainers[0].host,
         "--nproc-per-node",
@@ -46,6 +53,10 @@ def main() -> int:
     os.environ.update(seat.options.train_env_vars)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
+
+    from hpcrl.trainer.rendezvous import register
+
+    register()
 
     try:
         torchrun(command(seat))
