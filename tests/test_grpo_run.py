@@ -113,3 +113,21 @@ def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path) -> 
     status, out = run.end()
     assert status not in (0, 143)
     assert "--max-logprob-diff" in out and "1e-12" in out, out
+
+
+def test_long_prompts_that_do_not_fit_one_batch(tmp_path: Path, task: Path) -> None:
+    """128 prompts of some 150 tokens are more than one forward pass takes; each request has a seed."""
+    rows = [{"prompt": "1+2+3+4+5+6+7+8+9+" * 8 + f"{i}=", "label": str(i)} for i in range(16)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_context_len": 256, "max_tokens_per_gpu": 2048}
+    more = {
+        "prompt_data": str(tmp_path / "long.jsonl"),
+        "num_rollout": 2,
+        "eval_interval": None,
+        "eval_prompt_data": None,
+        "eval_label_key": None,
+    }
+    run = start(tmp_path, task, **values, **more)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in metrics(run.root).values())

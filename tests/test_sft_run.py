@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.runs import SFT, Run, all_gone, metrics, processes, recipe, role_pid, samples
@@ -166,3 +167,49 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: 
         same_as(uncut, run.root)
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_killed_before_the_roles_have_started_leaves_none(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task)
+    run.until(lambda: (run.root / "logs" / "latest" / "trainer-0.log").exists())
+    pids = run.pids()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert all_gone(run.root, pids)
+    assert run.steps() == 0
+    resume(run.root)
+
+
+def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    found = [
+        c.laddr.ip.removeprefix("::ffff:")
+        for pid in run.pids()
+        for c in psutil.Process(pid).net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
+    run.process.send_signal(signal.SIGTERM)
+    run.end(60)
+    assert len(found) >= 2 and set(found) == {"127.0.0.1"}, found
+
+
+def test_another_runs_checkpoints_are_not_taken_for_our_own(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(uncut / "checkpoints"))
+    status, out = run.end(60)
+    assert status == 1 and "was saved by another run" in out and "--load" in out, out
+
+
+def test_a_damaged_checkpoint_and_an_unwritable_directory_are_named(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=2)
+    assert run.end()[0] == 0
+    (run.root / "summary.json").unlink()
+    shard = next((run.root / "checkpoints" / "iter_0000002").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    status, out = Run("--resume", run.root, root=run.root).end(60)
+    assert status == 1 and "iter_0000002 does not load" in out, out
+    (tmp_path / "file").touch()
+    (tmp_path / "b").mkdir()
+    other = start(tmp_path / "b", task, save=str(tmp_path / "file" / "x"))
+    status, out = other.end(60)
+    assert status == 1 and "--save" in out and "writable" in out, out
