@@ -38,6 +38,7 @@ class Engines:
             "engine_start_timeout": 240,
             "update_timeout": 60,
             "deterministic_mode": True,
+            "vllm": {"enable_prefix_caching": True},  # off there by itself, but to be seen not to outlive an update
         }
         self.options = Options(**(options | values))
         self.rundir = RunDir.create(root)
