@@ -43,6 +43,8 @@ open(sys.argv[1], "w").close()
 dist.destroy_process_group()
 """
 RAY = """
+import os
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux it is what keeps Ray on the loopback interface
 import ray
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 1).remote()) == 1
