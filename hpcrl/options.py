@@ -228,15 +228,5 @@ class Options(
         return self.samples_per_rollout // self.steps_per_rollout
 
 
-SECTIONS: tuple[type[Base], ...] = (
-    RunOptions,
-    ClusterOptions,
-    ModelOptions,
-    DataOptions,
-    RolloutOptions,
-    EvalOptions,
-    AlgorithmOptions,
-    BatchOptions,
-    OptimizerOptions,
-    WeightOptions,
-)
+#: the groups of options, in the order of the help text
+SECTIONS: tuple[type[Base], ...] = Options.__bases__
