@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.12     another interpreter (3.11 or later) to make the environment with
 #   HPCRL_VENV=/big/venv  another place for it
+#   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
 
 PYTHON ?= python3
 HPCRL_VENV ?= .venv
@@ -9,9 +10,10 @@ BIN := $(HPCRL_VENV)/bin
 LOG := $(HPCRL_VENV)/install.log
 RECIPE ?= examples/quickstart.toml
 BENCHES ?= $(wildcard bench/*.py)
+CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test fast lint docs bench
+.PHONY: help env quickstart test fast lint docs bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
@@ -20,6 +22,8 @@ help:
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md anew"
 	@echo "make bench        measure beside Ray and Redis (installs them into the environment)"
+	@echo "make cluster      a real Slurm and MPI cluster on this machine, to play on; it is in $(CLUSTER)"
+	@echo "make packages     the Debian packages that the cluster needs (as root; make test does it too)"
 	@echo "make env          the environment alone, in $(HPCRL_VENV)"
 
 # One quiet step of the installation: `$(call pip,what it is,arguments)`; its output is in the log, and shown if it fails.
@@ -51,12 +55,20 @@ env: $(ENV)
 quickstart: $(ENV)
 	$(BIN)/hpcrl run $(RECIPE)
 
-test: $(ENV)
-	$(BIN)/python -m pytest -m "not process and not vllm"
-	$(BIN)/python -m pytest -m "process or vllm"
+# Without the Debian packages the last layer is skipped, and says what is missing.
+test: $(ENV) packages
+	$(BIN)/python -m pytest -m "not process and not vllm and not cluster"
+	$(BIN)/python -m pytest -m "(process or vllm) and not cluster"
+	$(BIN)/python -m pytest -m cluster
 
 fast: $(ENV)
-	$(BIN)/python -m pytest -m "not process and not vllm"
+	$(BIN)/python -m pytest -m "not process and not vllm and not cluster"
+
+packages: $(ENV)
+	@$(BIN)/python -m tools.cluster packages --install || true
+
+cluster: packages
+	@$(BIN)/python -m tools.cluster start $(CLUSTER)
 
 lint: $(ENV)
 	$(BIN)/ruff check .

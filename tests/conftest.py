@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+from tests.cluster import cluster, cluster_left_clean  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +16,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.runs import make_task
 
     return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registry_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the tests start is not remembered among the user's runs."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
