@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from hpcrl import megatron_flags
 from hpcrl.dataclass_fields import Setting, locate, read_fields
 from hpcrl.errors import UsageError
 from hpcrl.kinds import Kind
@@ -39,15 +40,23 @@ CLASSES: dict[Table, tuple[tuple[str, str], ...]] = {
 
 #: what a user may say of the model beside TransformerConfig: arguments of Megatron's GPTModel, compared with config.json
 MODEL_ARGUMENTS: dict[str, Kind] = {
+    "group_query_attention": Kind("bool"),
+    "max_position_embeddings": Kind("int"),
     "position_embedding_type": Kind("str"),
+    "post_mlp_layernorm": Kind("bool"),
+    "post_self_attn_layernorm": Kind("bool"),
+    "rope_scaling": Kind("bool"),
+    "rope_scaling_factor": Kind("float"),
     "rotary_base": Kind("float"),
     "rotary_percent": Kind("float"),
+    "seq_length": Kind("int"),
     "share_embeddings_and_output_weights": Kind("bool"),
     "vocab_size": Kind("int"),
 }
 
 #: Megatron's flags that do not follow from a field's name -> (field, the value they stand for; None: the flag's own value)
 IRREGULAR: dict[str, tuple[str, Any]] = {
+    **megatron_flags.IRREGULAR,
     "accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
     "ddp-average-in-collective": ("average_in_collective", True),
     "ddp-bucket-size": ("bucket_size", None),
@@ -59,19 +68,20 @@ IRREGULAR: dict[str, tuple[str, Any]] = {
     "no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_grad", False),
     "no-overlap-p2p-communication": ("overlap_p2p_comm", False),
     "no-rope-fusion": ("apply_rope_fusion", False),
+    "num-experts": ("num_moe_experts", None),
+    "rotary-scaling-factor": ("rope_scaling_factor", None),
     "swiglu": ("gated_linear_unit", True),
     "untie-embeddings-and-output-weights": ("share_embeddings_and_output_weights", False),
+    "use-rope-scaling": ("rope_scaling", True),
     "use-rotary-position-embeddings": ("position_embedding_type", "rope"),
 }
 
 _MODEL = "it is read from the model's config.json (--hf-checkpoint)"
 _ONE_ENGINE = "an engine is one tensor-parallel group: use --rollout-num-gpus-per-engine, and --rollout-num-gpus for more engines"
-_EXPERTS = "mixture-of-experts models are not supported yet"
 
 #: Megatron's flags that describe the model and have no counterpart to compare with
 _OF_MODEL = """
-group_query_attention make_vocab_size_divisible_by max_position_embeddings padded_vocab_size seq_length spec squared_relu
-use_rope_scaling
+make_vocab_size_divisible_by padded_vocab_size squared_relu
 """
 
 #: vLLM's ways to split an engine over processes
@@ -83,24 +93,18 @@ data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_bac
 
 #: settings that are hpcrl's to decide -> why, or what to use instead
 OWNED: dict[Table, dict[str, str]] = {
-    "megatron": dict.fromkeys(_OF_MODEL.split(), _MODEL)
+    "megatron": megatron_flags.REFUSED
+    | dict.fromkeys(_OF_MODEL.split(), _MODEL)
     | {
         "autocast_dtype": "use --bf16 or --no-bf16",
         "enable_autocast": "use --bf16 or --no-bf16",
-        "expert_model_parallel_size": _EXPERTS,
-        "expert_tensor_parallel_size": _EXPERTS,
-        "num_experts": _EXPERTS,
-        "num_moe_experts": _EXPERTS,
         "fp16": "training is in bf16 or fp32: use --bf16 or --no-bf16",
         "hierarchical_context_parallel_sizes": "use --context-parallel-size",
         "hybrid_context_parallel": "use --context-parallel-size",
-        "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages are not supported yet",
-        "num_virtual_stages_per_pipeline_rank": "virtual pipeline stages are not supported yet",
         "params_dtype": "use --bf16 or --no-bf16",
         "perform_initialization": "weights come from --hf-checkpoint or --load",
         "pipeline_dtype": "use --bf16 or --no-bf16",
         "variable_seq_lengths": "samples are packed, so lengths always vary",
-        "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported yet",
     },
     "vllm": {
         "api_key": "every route of an engine asks for the key of the run",

@@ -53,18 +53,39 @@ def groups(sizes: Mapping[str, int], kinds: Sequence[str]) -> Groups:
     return [[first + offset for offset in inside] for first in offsets([name for name in sizes if name not in kinds])]
 
 
-def describe(options: Options, plan: Plan) -> str:
-    """The trainer's groups as text, a line each: kind, ranks, and the hosts that a group spans."""
-    found = layout(
-        len(plan.trainers),
+def planned(options: Options) -> dict[str, Groups]:
+    """The layout that the options ask for."""
+    return layout(
+        options.world_size,
         options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size,
         options.context_parallel_size,
+        options.expert_model_parallel_size,
+        options.expert_tensor_parallel_size,
     )
+
+
+def describe(options: Options, plan: Plan) -> str:
+    """The groups as text, a line each: kind, ranks, and the hosts that a group spans; then who sends weights to whom."""
+    found = planned(options)
     lines = ["group  ranks"]
     for kind, members in found.items():
         for group in members if len(members[0]) > 1 else []:
             hosts = list(dict.fromkeys(plan.trainers[rank].host for rank in group))
             where = f"inside {hosts[0]}" if len(hosts) == 1 else f"over {len(hosts)} hosts: {', '.join(hosts)}"
             lines.append(f"{kind:5}  {','.join(map(str, group))}  {where}")
-    return "\n".join(lines) if len(lines) > 1 else "every group is one rank"
+    if len(lines) == 1:
+        lines = ["every group is one rank"]
+    return "\n".join(lines + weight_groups(plan))
+
+
+def weight_groups(plan: Plan) -> list[str]:
+    """Who takes part in a weight update: rank 0, to which all others hand their parts, and every worker of every engine."""
+    sender = plan.trainers[0].host
+    lines = []
+    for number, engine in enumerate(plan.engines):
+        for place in (engine, *engine.also):
+            near = "inside" if place.host == sender else f"from {sender} to"
+            workers = ",".join(map(str, place.slots))
+            lines.append(f"weights  rank 0 -> engine {number} workers on slots {workers}  {near} {place.host}")
+    return lines

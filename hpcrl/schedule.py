@@ -1,16 +1,17 @@
 """Which sample is trained on which rank in which micro-batch: a pure function of lengths.
 
 Invariants: every sample is in exactly one micro-batch; a micro-batch holds at most max_tokens_per_gpu x CP tokens, or one
-longer sample alone; in every optimizer step all data-parallel ranks have the same number of micro-batches, none empty;
-the same lengths give the same schedule.
+longer sample alone; in every optimizer step all data-parallel ranks have the same number of micro-batches, a multiple of
+what the pipeline asks for, none empty; the same lengths give the same schedule.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heapreplace
+from itertools import pairwise
 
 from hpcrl.errors import UsageError
 
@@ -32,11 +33,15 @@ def make_schedule(
     num_steps: int = 1,
     max_tokens_per_gpu: int | None = None,
     micro_batch_size: int = 1,
+    multiple: int = 1,
+    balance: bool = True,
 ) -> Schedule:
     """Schedule samples of `lengths` tokens: step i takes the i-th part of them, in order.
 
-    max_tokens_per_gpu None: micro-batches of micro_batch_size samples each.
-    UsageError if the samples do not divide into steps, or a step's samples into ranks.
+    max_tokens_per_gpu None: micro-batches of micro_batch_size samples at most.  multiple: what divides the micro-batches
+    of a rank in a step (virtual pipeline stages need it).  balance False: samples go to the ranks in turn, whatever their
+    length, instead of so that all ranks have about as many tokens.
+    UsageError if the samples do not divide into steps, a step's samples into ranks, or a rank's samples by `multiple`.
     """
     size, rest = divmod(len(lengths), num_steps)
     if rest or size == 0 or size % dp:
@@ -44,38 +49,84 @@ def make_schedule(
             f"{len(lengths)} samples in {num_steps} optimizer steps over {dp} data-parallel ranks do not divide",
             "choose --rollout-batch-size x --n-samples-per-prompt as a multiple of steps x ranks",
         )
+    if size // dp % multiple:
+        raise UsageError(
+            f"{size // dp} samples of a data-parallel rank in one optimizer step cannot be divided by {multiple}",
+            "virtual pipeline stages need a multiple of --pipeline-model-parallel-size",
+        )
     steps = []
-    for number in range(num_steps):
-        members = range(number * size, (number + 1) * size)
+    for first in range(0, len(lengths), size):
+        sizes = lengths[first : first + size]
         if max_tokens_per_gpu is None:
-            steps.append(_fixed(lengths, members, dp, micro_batch_size))
+            ranks = _fixed(sizes, dp, micro_batch_size, multiple, balance)
         else:
-            steps.append(_packed(lengths, members, dp, max_tokens_per_gpu * cp))
+            ranks = _packed(sizes, dp, max_tokens_per_gpu * cp, multiple, balance)
+        steps.append([tuple(tuple(first + i for i in sorted(micro)) for micro in rank) for rank in ranks])
     return Schedule(tuple(tuple(step[rank] for step in steps) for rank in range(dp)))
 
 
-def _fixed(lengths: Sequence[int], members: range, dp: int, size: int) -> list[tuple[MicroBatch, ...]]:
-    """Ranks get as many samples each, of about as many tokens, in micro-batches of `size` samples."""
-    ranks = spread([lengths[i] for i in members], dp, len(members) // dp)
-    found = []
-    for rank in ranks:
-        own = sorted(members[i] for i in rank)
-        found.append(tuple(tuple(own[at : at + size]) for at in range(0, len(own), size)))
-    return found
+def _fixed(sizes: Sequence[int], dp: int, most: int, multiple: int, balance: bool) -> list[list[list[int]]]:
+    """Ranks get as many samples each, in as few micro-batches as `most` samples in one allow, of as many samples or one less."""
+    each = len(sizes) // dp
+    count = _up(-(-each // most), multiple)
+    ranks = spread(sizes, dp, each) if balance else [list(range(rank, len(sizes), dp)) for rank in range(dp)]
+    cuts = [each * i // count for i in range(count + 1)]
+    return [[sorted(own)[a:b] for a, b in pairwise(cuts)] for own in ranks]
 
 
-def _packed(lengths: Sequence[int], members: range, dp: int, limit: int) -> list[tuple[MicroBatch, ...]]:
-    """As few micro-batches a rank as hold all samples within `limit` tokens, of about as many tokens each."""
-    sizes = [lengths[i] for i in members]
-    most = len(members) // dp
-    each = min(most, max(1, math.ceil(sum(min(s, limit) for s in sizes) / (limit * dp))))
+def _packed(sizes: Sequence[int], dp: int, limit: int, multiple: int, balance: bool) -> list[list[list[int]]]:
+    """As few micro-batches a rank as hold all samples within `limit` tokens, of about as many tokens each.
+
+    Balanced: all samples into dp x m micro-batches of about equal sum, m of them to a rank; else each rank its own
+    samples into m.  m grows until nothing exceeds the limit, which is certain for one sample each.
+    """
+    parts = [list(range(len(sizes)))] if balance else [list(range(rank, len(sizes), dp)) for rank in range(dp)]
+    parts = [sorted(part, key=sizes.__getitem__, reverse=True) for part in parts]
+    over = dp // len(parts)  # ranks that share the samples of one part
+    most = len(sizes) // dp
+    filled = max(sum(min(sizes[i], limit) for i in part) for part in parts)
+    # about half the smallest sample is left over in each, which shows where there are many: else m would grow in more turns
+    waste = min(sizes) / 2 if min(sizes) < limit else 0.0
+    least = max(1, math.ceil(filled / (limit * over)), int(filled / ((limit - waste) * over)))
+    count = min(most, _up(least, multiple))
     while True:
-        bins = spread(sizes, each * dp, len(members))
-        if each == most or all(len(b) == 1 or sum(sizes[i] for i in b) <= limit for b in bins):
+        bins = [_longest_first(sizes, part, count * over, limit) for part in parts]
+        if all(found is not None for found in bins):
             break
-        each = min(most, max(each + 1, each * 101 // 100))
-    ranks = spread([sum(sizes[i] for i in b) for b in bins], dp, each)
-    return [tuple(sorted(tuple(sorted(members[i] for i in bins[b])) for b in rank)) for rank in ranks]
+        count = min(most, _up(max(count + 1, count * 101 // 100), multiple))
+    if not balance:
+        return [_largest_first(sizes, own) for own in bins]
+    (found,) = bins
+    ranks = spread([sum(sizes[i] for i in micro) for micro in found], dp, count)
+    return [_largest_first(sizes, [found[number] for number in rank]) for rank in ranks]
+
+
+def _largest_first(sizes: Sequence[int], micros: list[list[int]]) -> list[list[int]]:
+    """In the same order on all ranks, so that ranks which wait for one another at each wait least."""
+    return sorted(micros, key=lambda micro: sum(sizes[i] for i in micro), reverse=True)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _longest_first(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
+    """`order`, sorted by falling size, in `count` parts by longest processing time first; None if one exceeds the limit.
+
+    A sample above the limit has a part of its own: no part may take another one.
+    """
+    found: list[list[int]] = [[i] for i in order[:count]]
+    # one integer for (load, part), which a heap handles twice as fast as a pair; rising, so it is a heap
+    heap = [sizes[i] * count + part for part, i in enumerate(order[:count])]
+    heap.sort()
+    full = (limit + 1) * count
+    for index in order[count:]:
+        loaded = heap[0] + sizes[index] * count
+        if loaded >= full:  # the emptiest part cannot take it: nor can any other
+            return None
+        found[loaded % count].append(index)
+        heapreplace(heap, loaded)
+    return found
 
 
 def spread(sizes: Sequence[int], parts: int, most: int) -> list[list[int]]:
@@ -84,10 +135,12 @@ def spread(sizes: Sequence[int], parts: int, most: int) -> list[list[int]]:
     Longest processing time first (Graham 1969): each, the largest first, into the part with the least so far.
     """
     found: list[list[int]] = [[] for _ in range(parts)]
-    loads = [(0, part) for part in range(parts)]
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, part = heapq.heappop(loads)
+    heap = list(range(parts))  # load x parts + part
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        part = heap[0] % parts
         found[part].append(index)
         if len(found[part]) < most:
-            heapq.heappush(loads, (load + sizes[index], part))
+            heapreplace(heap, heap[0] + sizes[index] * parts)
+        else:
+            heappop(heap)
     return found

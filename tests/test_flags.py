@@ -54,7 +54,13 @@ def example(name: str) -> Any:
     kind, value = kind_of_field(Options.model_fields[name]), Options.model_fields[name].get_default(call_default_factory=True)
     if kind.choices:
         return kind.choices[-1]
-    one = {"bool": not value, "int": 4096, "float": 0.5 if "beta" in name else 1.5, "str": "some text", "object": {}}[kind.base]
+    one = {
+        "bool": not value,
+        "int": 4096,
+        "float": 0.5 if "beta" in name or "fraction" in name else 1.5,
+        "str": "some text",
+        "object": {},
+    }[kind.base]
     return [one, one] if kind.many else one
 
 
@@ -133,6 +139,10 @@ def test_the_command_line_is_read_word_by_word() -> None:
         ("--norm-epsilon 1e-6", "megatron", "layernorm_epsilon", 1e-6),
         ("--disable-bias-linear", "megatron", "add_bias_linear", False),
         ("--swiglu", "megatron", "gated_linear_unit", True),
+        ("--num-experts 8", "megatron", "num_moe_experts", 8),
+        ("--moe-layer-freq [0]*1+[1]*45", "megatron", "moe_layer_freq", "[0]*1+[1]*45"),
+        ("--use-rope-scaling", "megatron", "rope_scaling", True),
+        ("--group-query-attention", "megatron", "group_query_attention", True),
         ("--untie-embeddings-and-output-weights", "megatron", "share_embeddings_and_output_weights", False),
         ("--rotary-base 1000000", "megatron", "rotary_base", 1e6),
         ("--vllm-max-num-seqs 64", "vllm", "max_num_seqs", 64),
@@ -178,10 +188,8 @@ def test_a_whole_table_as_json() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--group-query-attention", "config.json"),
-        ("--num-experts 8", "not supported yet"),
+        ("--padded-vocab-size 8", "config.json"),
         ("--params-dtype fp32", "use --bf16"),
-        ("--expert-model-parallel-size 2", "not supported yet"),
         ("--vllm-tensor-parallel-size 2", "--rollout-num-gpus-per-engine"),
         ("--vllm-api-key k", "key of the run"),
         ("--vllm-model m", "--hf-checkpoint"),
@@ -285,7 +293,7 @@ def test_a_wrong_command_line_says_flag_value_and_what_was_expected(words: str, 
         ("[vllm]\nmax_num_seq = 3", r"\[vllm\]: max_num_seq is an unknown option; did you mean max_num_seqs\?"),
         ("[vllm]\nmax_num_seqs = 'a'", r"\[vllm\] max_num_seqs = \"a\": expected a whole number"),
         ("[megatron]\nlr = 1", r"\[megatron\]: lr is an option of hpcrl's own; write lr outside the table"),
-        ("[megatron]\nnum_moe_experts = 1", r"\[megatron\]: num_moe_experts cannot be set: mixture-of-experts"),
+        ("[megatron]\npadded_vocab_size = 1", r"\[megatron\]: padded_vocab_size cannot be set: it is read from"),
         ("[stage]\nname = 'a'", "begin each stage with"),
         ("[[stage]]\nlr = 1", "stage 1 has no name; every stage needs a name of its own"),
         ("[[stage]]\nname = 'a/b'", "cannot be named .*good for a directory"),
@@ -387,6 +395,10 @@ def test_what_differs_from_the_defaults() -> None:
         ({"num_rollout": None}, "give --num-rollout or --num-epoch"),
         ({"num_rollout": 0}, "leaves nothing to do"),
         ({"tensor_model_parallel_size": 2}, "1 trainer ranks .* TP x PP x CP = 2"),
+        (
+            {"expert_model_parallel_size": 2},
+            "1 trainer ranks cannot be divided into --expert-tensor-parallel-size 1 x --expert-model-parallel-size 2 x",
+        ),
         ({"actor_num_gpus_per_node": 8, "pipeline_model_parallel_size": 2, "context_parallel_size": 3}, "8 trainer ranks .* = 6"),
         ({"rollout_num_gpus": None}, "--loss-type policy_loss needs engines; give --rollout-num-gpus"),
         ({"rollout_num_gpus": 0}, "needs engines"),

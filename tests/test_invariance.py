@@ -18,6 +18,7 @@ from hpcrl.options import Options
 from hpcrl.queue.wire import Share
 from hpcrl.sample import COMPLETED, Sample, SampleBatch
 from hpcrl.schedule import make_schedule
+from tests.families import make
 from tests.ranks import run_ranks
 from tests.tiny import make_model
 
@@ -39,6 +40,32 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 cp2": (4, {"context_parallel_size": 2}),
     "dp2 pp2": (4, {"pipeline_model_parallel_size": 2}),
     "dp4": (4, {}),
+}
+DEEP: dict[str, tuple[int, dict[str, Any]]] = {  # of the deep model
+    "pp2 uneven": (2, {"pipeline_model_parallel_size": 2, "megatron": {"num_layers_in_first_pipeline_stage": 4}}),
+    "tp2 sp pp2 vpp3": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,  # three stages on each pipeline rank
+        },
+    ),
+    "pp2 vpp2 uneven": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "megatron": {"num_layers_in_last_pipeline_stage": 2},
+        },
+    ),
+}
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "uniform": FULL | {"recompute_method": "uniform"},
+    "block": FULL | {"recompute_method": "block"},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
 }
 PACKINGS: dict[str, dict[str, Any]] = {
     "one sample each": {"micro_batch_size": 1},
@@ -64,6 +91,12 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), tied=True, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers: enough for virtual stages, and for uneven ones."""
+    return make_model(tmp_path_factory.mktemp("deep"), tied=False, vocab_size=VOCAB, num_hidden_layers=6)
 
 
 def options(model: Path, n: int = 1, **values: Any) -> Options:
@@ -107,6 +140,8 @@ def shares(opts: Options, data: SampleBatch | None = None) -> list[Share]:
         num_steps=steps,
         max_tokens_per_gpu=opts.max_tokens_per_gpu if opts.use_dynamic_batch_size else None,
         micro_batch_size=opts.micro_batch_size,
+        multiple=opts.micro_batch_multiple,
+        balance=opts.balance_data,
     )
     counts = [int(data.take(range(i * size, (i + 1) * size)).loss_mask.sum()) for i in range(steps)]
     found = []
@@ -149,16 +184,17 @@ def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
     """What the optimizer was about to see, under Hugging Face names, on rank 0."""
     from hpcrl.trainer import model, step
 
-    policy, found = start(opts), {}
+    policy, found = start(opts), []
+    parameters = [p for module in policy.modules for p in module.parameters()]
 
-    def instead_of_a_step() -> tuple[bool, float, None]:
-        found.update({name: p.main_grad.clone() for name, p in policy.module.named_parameters()})
-        return True, 0.0, None
+    def instead_of_a_step() -> bool:
+        found.extend(p.main_grad.clone() for p in parameters)
+        return True
 
-    policy.optimizer.step = instead_of_a_step
+    policy.optimizer.step_with_ready_grads = instead_of_a_step
     step.train(policy, policy.ranks, opts, step.spread(shares(opts)[policy.ranks.dp_rank], policy.ranks))
-    for name, parameter in policy.module.named_parameters():
-        parameter.data = found[name]
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.data = gradient
     whole = {name: tensor.clone() for name, tensor in model.export(policy)}
     return whole if policy.ranks.rank == 0 else {}
 
@@ -274,16 +310,109 @@ def on_one_rank(model: Path, loss: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "loss"), [("one rank", "grpo"), ("one rank", "per token"), ("tp2 pp2", "grpo"), ("dp2 cp2", "per token")]
+    ("layout", "loss"),
+    [("one rank", "grpo"), ("one rank", "per token"), ("dp2 cp2", "per token"), *((x, "grpo") for x in LAYOUTS)],
 )
 def test_every_gradient_is_that_of_transformers(model: Path, layout: str, loss: str) -> None:
     n, fields = LAYOUTS.get(layout, (1, {}))
+    equal(gradients(model, n, fields | LOSSES[loss]), reference(model, loss)[3])
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [("one rank", "uniform"), ("one rank", "selective"), ("tp2 sp", "uniform"), ("pp2", "block")],
+)
+def test_recomputing_does_not_matter(model: Path, layout: str, how: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    found = gradients(model, n, fields | LOSSES["grpo"] | {"megatron": {**fields.get("megatron", {}), **RECOMPUTE[how]}})
+    equal(found, reference(model, "grpo")[3])
+
+
+@pytest.mark.parametrize("layout", DEEP)
+def test_uneven_and_virtual_pipeline_stages_do_not_matter(deep: Path, layout: str) -> None:
+    n, fields = DEEP[layout]
+    more = {**fields.get("megatron", {}), **(RECOMPUTE["block"] if "uneven" in layout else {})}
+    equal(gradients(deep, n, fields | LOSSES["grpo"] | {"megatron": more}), gradients(deep, 1, LOSSES["grpo"]))
+
+
+def test_virtual_pipeline_stages_forward_only(deep: Path) -> None:
+    """The old log-probs of several steps are computed without a backward pass."""
+    common = {"num_steps_per_rollout": 2, "lr": 1e-2} | PACKINGS["64 tokens"]
+    layout = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3}
+    (one,) = run_ranks(1, train_on_rank, [options(deep, 1, **common)])[0]
+    (found,) = same_everywhere(run_ranks(2, train_on_rank, [options(deep, 2, **common, **layout)]))
+    for name in ("train/loss", "train/ppo_kl", "train/grad_norm", "second/train/grad_norm"):
+        assert found[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6)
+    assert abs(found["train/ppo_kl"]) > 1e-3
+
+
+def test_experts_on_several_ranks_do_not_matter(tmp_path: Path) -> None:
+    model = make(tmp_path / "experts", "glm4_moe", odd=True)
+    one = gradients(model, 1, LOSSES["grpo"])
+    assert any(".experts.7." in name for name in one)
+    for fields in (
+        {"expert_model_parallel_size": 2},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ):
+        equal(gradients(model, 2, fields | LOSSES["grpo"]), one)
+
+
+def gradients(model: Path, n: int, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of the fixed batch, under Hugging Face names."""
     whole = {"use_distributed_optimizer": False}  # with it each DP and CP rank has but a part of the gradient
-    opts = options(model, n, **fields, **PACKINGS["64 tokens"], **LOSSES[loss], megatron=whole)
-    found, wanted = run_ranks(n, gradients_on_rank, opts)[0], reference(model, loss)[3]
+    opts = options(model, n, **PACKINGS["64 tokens"], **fields | {"megatron": {**fields.get("megatron", {}), **whole}})
+    return run_ranks(n, gradients_on_rank, opts)[0]
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def widths_on_rank(opts: Options) -> tuple[list[int], list[int]]:
+    """(rows that passed the output layer, rows that are trained on) of each micro-batch."""
+    from hpcrl.trainer import packing, step
+
+    policy, seen = start(opts), []
+    policy.module.output_layer.register_forward_hook(lambda _, args, output: seen.append(output[0].size(0)))
+    (own,) = shares(opts)
+    step.train(policy, policy.ranks, opts, own)
+    return seen, [len(packing.pack(own.batch, rows, policy.ranks, False).rows) for rows in own.micro_batches[0]]
+
+
+def clipped_on_rank(opts: Options) -> list[float]:
+    """The largest difference of any weight after steps of ours, and after Megatron's own ones, from the same weights."""
+    from hpcrl.trainer import step
+
+    ranks, weights = None, []
+    for own in (True, False):
+        policy = start(opts, ranks)
+        ranks, optimizer = policy.ranks, policy.optimizer
+        if not own:
+            step.take_step = lambda _, norm, optimizer=optimizer: optimizer.step()[0]
+        for _ in range(2):
+            step.train(policy, ranks, opts, step.spread(shares(opts)[ranks.dp_rank], ranks))
+        weights.append([p.detach().clone() for module in policy.modules for p in module.parameters()])
+    return [float((a - b).abs().max()) for a, b in zip(*weights, strict=True)]
+
+
+def test_clipping_is_megatrons(model: Path, tmp_path: Path) -> None:
+    """Also of experts, whose optimizer is one of two that share one norm."""
+    experts = make(tmp_path / "experts", "glm4_moe", odd=True)
+    for directory, more in ((model, {}), (experts, {"expert_model_parallel_size": 2})):
+        opts = options(directory, 2, **PACKINGS["64 tokens"], clip_grad=0.01, **more)
+        assert all(max(differences) == 0.0 for differences in run_ranks(2, clipped_on_rank, opts))
+
+
+def test_only_rows_that_are_trained_on_get_logits(model: Path) -> None:
+    seen, trained = run_ranks(1, widths_on_rank, options(model, **PACKINGS["64 tokens"]))[0]
+    assert seen == trained
 
 
 def test_a_long_sample_is_whole_and_alone(model: Path) -> None:

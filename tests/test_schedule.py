@@ -18,18 +18,21 @@ SHAPES = st.tuples(
 )
 
 
-@given(SHAPES, st.booleans(), st.integers(1, 5))
-def test_a_schedule_keeps_its_promises(shape: tuple, packed: bool, micro: int) -> None:
-    dp, steps, each, cp, limit, seed = shape
-    rng = random.Random(seed)
+@given(SHAPES, st.booleans(), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_a_schedule_keeps_its_promises(shape: tuple, packed: bool, micro: int, multiple: int, balance: bool) -> None:
+    dp, steps, groups, cp, limit, seed = shape
+    rng, each = random.Random(seed), groups * multiple
     lengths = [int(rng.lognormvariate(4, 1)) + 1 for _ in range(dp * steps * each)]
     args = {"dp": dp, "cp": cp, "num_steps": steps, "max_tokens_per_gpu": limit if packed else None, "micro_batch_size": micro}
+    args |= {"multiple": multiple, "balance": balance}
     found = make_schedule(lengths, **args)
     assert found == make_schedule(lengths, **args)
     size = dp * each
     for step in range(steps):
         ranks = [rank[step] for rank in found.steps]
-        assert len({len(r) for r in ranks}) == 1
+        assert len({len(r) for r in ranks}) == 1 and len(ranks[0]) % multiple == 0
+        if not balance:
+            assert all(i % dp == number for number, r in enumerate(ranks) for m in r for i in m)
         assert sorted(i for r in ranks for m in r for i in m) == list(range(step * size, (step + 1) * size))
         for micro_batch in (m for r in ranks for m in r):
             assert micro_batch
@@ -51,6 +54,27 @@ def test_long_tails_are_balanced() -> None:
     loads = [[sum(lengths[i] for i in micro) for micro in rank[0]] for rank in found.steps]
     makespan = sum(max(column) for column in zip(*map(sorted, loads), strict=True))
     assert makespan / (sum(lengths) / 8) <= 1.02
+
+
+def test_without_balance_a_rank_may_get_all_the_long_samples() -> None:
+    lengths = [100, 1] * 8
+    for limit in (None, 400):
+        loads = {}
+        for balance in (True, False):
+            found = make_schedule(lengths, dp=2, max_tokens_per_gpu=limit, balance=balance)
+            loads[balance] = [sum(lengths[i] for micro in rank[0] for i in micro) for rank in found.steps]
+        assert max(loads[True]) - min(loads[True]) <= 4
+        assert loads[False] == [800, 8]
+
+
+def test_micro_batches_that_a_multiple_asks_for() -> None:
+    """Three would do; four are needed, of one sample or two; and six samples a rank give no multiple of four."""
+    (steps,) = make_schedule([10] * 8, dp=1, max_tokens_per_gpu=30, multiple=4).steps
+    assert [len(micro) for micro in steps[0]] == [2, 2, 2, 2]
+    (steps,) = make_schedule([10] * 8, dp=1, micro_batch_size=3, multiple=4).steps
+    assert [len(micro) for micro in steps[0]] == [2, 2, 2, 2]
+    with pytest.raises(UsageError, match="cannot be divided by 4"):
+        make_schedule([10] * 6, dp=1, max_tokens_per_gpu=30, multiple=4)
 
 
 @pytest.mark.parametrize(("count", "dp", "steps"), [(10, 3, 1), (8, 2, 3), (0, 1, 1), (6, 4, 2)])

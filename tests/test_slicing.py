@@ -19,6 +19,7 @@ def tensors(kind: str, s: Shapes) -> list[torch.Tensor]:
         "column": [(24, 6)],
         "vocab": [(s.vocab, 6)],
         "gate_up": [(24, 6)] * 2,
+        "fused_gate_up": [(48, 6)],
         "qkv": [(s.heads * s.head_size, 6), (s.groups * s.head_size, 6), (s.groups * s.head_size, 6)],
     }[kind]
     return [torch.arange(float(torch.tensor(size).prod())).view(size) + 1000 * i + 1 for i, size in enumerate(sizes)]
@@ -32,6 +33,7 @@ def part_shape(kind: str, s: Shapes) -> tuple[int, ...]:
         "column": (24 // s.tp, 6),
         "vocab": (-(-s.vocab // s.tp), 6),
         "gate_up": (48 // s.tp, 6),
+        "fused_gate_up": (48 // s.tp, 6),
         "qkv": (rows // s.tp, 6),
     }[kind]
 
@@ -70,3 +72,12 @@ def test_padding_rows_of_the_vocabulary_are_zero_even_a_whole_rank_of_them() -> 
     s = shapes(4, vocab=5)
     parts = [CUTS["vocab"].part([torch.ones(5, 3)], rank, (2, 3), s) for rank in range(4)]
     assert [int(p.sum()) for p in parts] == [6, 6, 3, 0]
+
+
+def test_one_tensor_of_gate_and_up_is_cut_as_the_two_would_be() -> None:
+    s = shapes(2)
+    gate, up = tensors("gate_up", s)
+    shape = part_shape("gate_up", s)
+    for rank in range(2):
+        part = CUTS["fused_gate_up"].part([torch.cat([gate, up])], rank, shape, s)
+        assert torch.equal(part, CUTS["gate_up"].part([gate, up], rank, shape, s))

@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.errors import HpcrlError
 from hpcrl.options import Options
-from hpcrl.trainer import cpu, thd
+from hpcrl.trainer import cpu, rope, thd
 from tests.ranks import run_ranks
 from tests.tiny import make_model
 
@@ -55,10 +55,10 @@ def rotated() -> list[tuple[float, str]]:
                 for rank in range(cp):
                     rows = thd.cp_indices(cu, cp, rank)
                     bounds = torch.tensor(cu, dtype=torch.int32)
-                    mine = cpu._rope_packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
+                    mine = rope.packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
                     error = float((mine - torch.cat(whole)[rows]).abs().max())
                     found.append((error, f"interleaved {interleaved}, {rotary} of 16, cp {cp}"))
-    assert rope_utils._apply_rotary_pos_emb_thd is cpu._rope_packed
+    assert rope_utils._apply_rotary_pos_emb_thd is rope.packed
     return found
 
 

@@ -82,3 +82,66 @@ def make_model(directory: str | Path, tied: bool = True, seed: int = 0, vocab_si
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+#: what makes a tiny model of each family differ from the common fields of `make_family`
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1},  # vLLM on the CPU wants heads of 32 columns or more
+    "llama": {"head_dim": 32},
+    "qwen3": {"head_dim": 32},
+    "glm4": {"head_dim": 32, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def make_family(directory: str | Path, name: str, tied: bool = False, seed: int = 0, **config: Any) -> Path:
+    """Save tokenizer, config and fp32 weights of a tiny random model of one family (a key of FAMILIES); returns `directory`.
+
+    config: fields that replace the defaults.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    fields: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(fields | FAMILIES[name] | config))).float()
+        with torch.no_grad():
+            for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
+                if key.endswith("bias"):  # of linear layers, and e_score_correction_bias, a buffer
+                    parameter.normal_(0, 0.2)
+                elif parameter.dim() > 1:
+                    parameter.mul_(3.0)
+                elif "norm" in key:  # not all ones: a mixed-up norm would not show
+                    parameter.uniform_(0.8, 1.2)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return Path(directory)

@@ -1,6 +1,7 @@
 """What a model family is: one file beside this one that says how a Hugging Face model becomes a Megatron model.
 
-To add a family, add a file whose `FAMILY` is a `Family`.  Nothing here imports torch, so a command line can ask.
+To add a family, add a file whose `FAMILY` is a `Family`; files without one are helpers, and those whose name begins with
+an underscore may import torch.  Nothing else here imports torch, so a command line can ask.
 
 Invariant: the architecture is read from the model directory's config.json alone; a setting of it that the family does
 not implement is an error, never ignored.
@@ -12,41 +13,59 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, UsageError
 
 Config = Mapping[str, Any]
-Kind = Literal["same", "row", "column", "qkv", "gate_up", "vocab"]
+Kind = Literal["same", "row", "column", "qkv", "gate_up", "fused_gate_up", "vocab"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter and the Hugging Face tensors that it is made of.
+    """One Megatron parameter or buffer and the Hugging Face tensors that it is made of.
 
-    megatron: its name, with {layer} for the number of the layer in the whole model.
+    megatron: its name, with {layer} for the number of the layer and {expert} for that of the expert in the whole model.
     kind: how it is cut over tensor-parallel ranks (`trainer/slicing.py` does it).
         same     every rank holds the whole          row     columns are cut (RowParallelLinear)
         column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
         qkv      three tensors, interleaved by key-value group, rows cut
-        gate_up  two tensors, each cut by rows, stacked
-    hf: names of the tensors, with {layer}.
+        gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
+    hf: names of the tensors, with {layer} and {expert}.
+    layers: those that have it: all, only the dense ones, or only those with experts.
+    needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm.
+    expert: the number of the expert that it belongs to, filled in by `Family.tensors`; None: to no expert.
     """
 
     megatron: str
     kind: Kind
     hf: tuple[str, ...]
+    layers: Literal["all", "dense", "experts"] = "all"
+    needs: str = ""
+    expert: int | None = None
+
+    def filled(self, layer: int, expert: int | None = None) -> Rule:
+        """The rule with {layer} and {expert} replaced by numbers (a large model has 60,000 of them: no str.format)."""
+
+        def fill(name: str) -> str:
+            return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+        return Rule(fill(self.megatron), self.kind, tuple(map(fill, self.hf)), self.layers, self.needs, expert)
 
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: of config.json.  transformer: fields of Megatron's TransformerConfig (activation_func by name).
-    gpt: arguments of Megatron's GPTModel beyond them.  rules: see Rule; a rule that no stage holds is not used, so names
-    of both the local and Transformer Engine's layers may stand here.  ignored: patterns of tensors that files may hold in
-    excess.  adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
+    """One kind of model.
+
+    model_type: of config.json.  transformer: fields of Megatron's TransformerConfig (activation_func by name; with
+    num_moe_experts also moe_layer_freq, a list of 0 and 1).  gpt: arguments of Megatron's GPTModel beyond them.
+    rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's layers
+    may stand here.  ignored: patterns of tensors that files may hold in excess.  adapt: changes a layer's spec in place,
+    given the spec, the norm class and the TransformerConfig.  facts: what Megatron's own flags may say of the model
+    beyond these fields (`flags.py` compares them).  specs: words of slime's --spec that stand for the family.
     """
 
     model_type: str
@@ -55,33 +74,54 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     adapt: Callable[[Any, type, Any], None] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    specs: tuple[tuple[str, ...], ...] = ()
 
     def tensors(self, config: Config) -> list[tuple[str, Rule]]:
         """(Megatron name, rule with names filled in) of every parameter, layer by layer in the order of the model."""
-        plain = [rule for rule in self.rules if "{layer}" not in rule.megatron]
-        layered = [rule for rule in self.rules if "{layer}" in rule.megatron]
-        found = [(rule.megatron, rule) for rule in plain]
-        for layer in range(config["num_hidden_layers"]):
-            for rule in layered:
-                name = rule.megatron.format(layer=layer)
-                found.append((name, Rule(name, rule.kind, tuple(x.format(layer=layer) for x in rule.hf))))
+        fields = self.transformer(config)
+        rules = [rule for rule in self.rules if not rule.needs or fields.get(rule.needs)]
+        found = [(rule.megatron, rule) for rule in rules if "{layer}" not in rule.megatron]
+        experts = fields.get("num_moe_experts") or 0
+        sparse = fields["moe_layer_freq"] if experts else [0] * fields["num_layers"]
+        for layer, has_experts in enumerate(sparse):
+            for rule in rules:
+                if "{layer}" in rule.megatron and rule.layers in ("all", "experts" if has_experts else "dense"):
+                    found += [(filled.megatron, filled) for filled in _every(rule, layer, experts)]
         if tied(config):  # the last pipeline stage holds a copy of the embedding
             embedding = next(rule for name, rule in found if name == "embedding.word_embeddings.weight")
             found = [(n, Rule(n, "vocab", embedding.hf) if n == "output_layer.weight" else r) for n, r in found]
         return found
 
     def ignores(self, name: str, config: Config) -> bool:
-        """Whether a file may hold tensor `name` although the model has no place for it."""
+        """Whether a file may hold tensor `name` although the model has no place for it.
+
+        So may the layers behind the last one, which predict further tokens: they take no part in the model's own
+        prediction.
+        """
         if tied(config) and name == "lm_head.weight":
             return True
+        behind = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and 0 <= int(layer[1]) - config["num_hidden_layers"] < behind:
+            return True
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+
+def _every(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
+    """The rule for one layer: once, or for each expert."""
+    if "{expert}" not in rule.megatron:
+        yield rule.filled(layer)
+    else:
+        yield from (rule.filled(layer, expert) for expert in range(experts))
 
 
 def registry() -> dict[str, Family]:
     """Every family beside this file, by model_type."""
     package = importlib.import_module(__package__)
-    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "family"]
-    families = [importlib.import_module(f"{__package__}.{name}").FAMILY for name in sorted(names)]
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in families}
 
 
@@ -91,6 +131,26 @@ def find(config: Config, directory: str | Path) -> Family:
     if asked not in known:
         raise DataError(f"{directory}: model type {asked!r} is not supported", f"supported: {', '.join(sorted(known))}")
     return known[asked]
+
+
+def named_by_spec(words: Sequence[str]) -> str | None:
+    """The model_type that the words of --spec stand for; None if no family is known by them."""
+    for family in registry().values():
+        if tuple(words) in family.specs:
+            return family.model_type
+    return None
+
+
+def check_spec(words: Sequence[str], config: Config) -> None:
+    """UsageError unless --spec, if it is given, names the family of this config.json."""
+    if not words:
+        return
+    named, shown = named_by_spec(words), f"--spec {' '.join(words)}"
+    if named is None:
+        known = sorted(" ".join(spec) for family in registry().values() for spec in family.specs)
+        raise UsageError(f"{shown} names no model family", f"known: {'; '.join(known)}; or leave the flag out")
+    if named != config.get("model_type"):
+        raise UsageError(f"{shown} is a {named} model, config.json says {config.get('model_type')!r}", "leave the flag out")
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -108,15 +168,18 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def tied(config: Config) -> bool:
-    """Whether the output layer shares the embedding's weight (transformers' default: yes)."""
-    return bool(config.get("tie_word_embeddings", True))
+    """Whether the output layer shares the embedding's weight (the default of all these families in transformers: no)."""
+    return bool(config.get("tie_word_embeddings", False))
 
 
-def rope(config: Config) -> dict[str, Any]:
-    """Rotary settings, from `rope_parameters` (transformers 5) or the attributes and `rope_scaling` of older configs."""
+def rope(config: Config, share: float = 1.0) -> dict[str, Any]:
+    """Rotary settings, from `rope_parameters` (transformers 5) or the attributes and `rope_scaling` of older configs.
+
+    share: of a head's columns that are rotated, where the config does not say.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or share)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return {"theta": theta, "share": share, "kind": kind, "scaling": scaling}
 

@@ -5,13 +5,17 @@ Invariant: bytes travel as uint8 tensors; nothing is pickled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from hpcrl import errors
+from hpcrl.errors import HpcrlError
 from hpcrl.options import Options
 
 
@@ -50,3 +54,40 @@ def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None 
     """A JSON value of rank `source`, on every rank of `group`; collective."""
     data = msgspec.json.encode(value) if dist.get_rank() == source else None
     return msgspec.json.decode(broadcast_bytes(data, source, group))
+
+
+def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
+    """Run `action` on the ranks where it is wanted; collective.  Its result, or None elsewhere.
+
+    If it fails on any rank, all ranks raise the error of the first that failed: none goes on alone.
+    """
+    result, error = None, None
+    if wanted:
+        try:
+            result = action()
+        except (Exception, CheckpointException) as caught:  # noqa: BLE001  (told to all ranks)
+            error = caught
+    if dist.get_world_size() == 1:
+        if error is not None:
+            raise _as_ours(error) from error
+        return result
+    world = dist.get_world_size()
+    first = torch.tensor([dist.get_rank() if error is not None else world], device=device())
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if first.item() == world:
+        return result
+    ours = _as_ours(error) if error is not None else HpcrlError("")
+    kind, what, mend = broadcast_json([type(ours).__name__, ours.what, ours.mend], int(first))
+    raise getattr(errors, kind)(what, mend) from error
+
+
+def _as_ours(error: BaseException) -> HpcrlError:
+    if isinstance(error, HpcrlError):
+        return error
+    return HpcrlError(short(error) or type(error).__name__)
+
+
+def short(error: BaseException) -> str:
+    """The line of an error that says most: a CheckpointException lists the ranks first and the cause last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1 if isinstance(error, CheckpointException) else 0][:300] if lines else ""

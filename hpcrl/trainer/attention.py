@@ -25,6 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from hpcrl.trainer import thd
+from hpcrl.trainer.keys import name_as_elsewhere
 
 Adapt = Callable[[ModuleSpec, type, TransformerConfig], None]
 
@@ -40,13 +41,15 @@ def use_flash_attention(query: torch.Tensor) -> bool:
     return query.is_cuda and half and importlib.util.find_spec("flash_attn") is not None
 
 
-def block_spec(config: TransformerConfig, adapt: Adapt | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage: Transformer Engine's where installed, else Megatron's with our attention and norm.
+def block_spec(config: TransformerConfig, adapt: Adapt | None = None, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this (virtual) pipeline stage: Transformer Engine's where installed, else Megatron's with our attention and norm.
 
     adapt: a family's change to a layer's spec, called with (spec, norm class, config).
     """
-    engine = use_transformer_engine()
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization=config.normalization)
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
     if not engine:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -56,6 +59,8 @@ def block_spec(config: TransformerConfig, adapt: Adapt | None = None) -> Transfo
     if adapt:
         for layer in block.layer_specs:
             adapt(layer, block.layer_norm, config)
+    for layer in block.layer_specs:
+        name_as_elsewhere(layer)
     return block
 
 

@@ -5,34 +5,44 @@
 
 Invariant: a directory named iter_* is complete.  A checkpoint is written under another name, flushed, renamed, and only
 then named by the tracker file; a crash at any moment leaves the previous checkpoint good.  Model, optimizer, RNG, data
-position and policy version are in the same directory, so they can never be of different steps.
+position and policy version are in the same directory, so they can never be of different steps.  It loads into any other
+parallel layout.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
-import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir import write_atomic
-from hpcrl.trainer import cpu
-from hpcrl.trainer.agree import broadcast_bytes, device
+from hpcrl.trainer import cpu, fit, rng
+from hpcrl.trainer.agree import agree
 from hpcrl.trainer.megatron import Ranks
-from hpcrl.trainer.model import Policy
+from hpcrl.trainer.megatron_args import megatron_args
+from hpcrl.trainer.model import Policy, padded_vocab_size
+from hpcrl.trainer.torchdist import TRACKER, TorchDist, latest, step
 
-TRACKER = "latest_checkpointed_iteration.txt"
+__all__ = ["TRACKER", "Position", "latest", "load", "load_weights", "save", "saved_by", "step", "writable"]
+
+RECORD = "hpcrl.json"
 #: optimizer state that any data-parallel size can read (Megatron's name for it)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -51,72 +61,153 @@ class Position:
     data: dict[str, Any] | None = None
 
 
-def latest(directory: Path) -> Path | None:
-    """The checkpoint that the tracker file names, or None if there is no tracker.
-
-    HpcrlError if the tracker names a checkpoint that is not there.
-    """
-    tracker = directory / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    path = directory / (f"iter_{int(text):07d}" if text.isdigit() else text)
-    if not path.is_dir():
-        raise HpcrlError(f"{tracker} names {path.name}, which is not there", "write the number of an iter_* directory into it")
-    return path
+# ---- out
 
 
 def save(policy: Policy, ranks: Ranks, directory: Path, position: Position, run_id: str) -> Path:
     """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written."""
-    final = directory / f"iter_{position.rollout_id:07d}"
+    final = step(directory, position.rollout_id)
     if latest(directory) == final:  # a run stopped right after a save: nothing has changed since
         return final
-    beside = directory / f".partial-{final.name}"
-    error = _attempt(lambda: _prepare(beside), ranks.rank == 0)
-    _agree(error, beside)
-    state = _state(policy, ranks, loading=False)
-    error = _attempt(lambda: dist_checkpointing.save(state, str(beside), content_metadata=SHARDING), True)
-    _agree(error, beside)
-    error = _attempt(lambda: _commit(beside, final, directory, position, run_id), ranks.rank == 0)
-    _agree(error, beside)
+    with told(final):
+        beside = prepare(final, ranks)
+        write(everything(policy, ranks, position), beside)
+        commit(beside, final, position, run_id, ranks)
     return final
 
 
-def load(policy: Policy, ranks: Ranks, path: Path, run_id: str, *, weights_only: bool = False) -> Position:
-    """Load a checkpoint into `policy`; collective.
-
-    weights_only: take the model's weights and nothing else (another stage's result): the position is the start.
-    HpcrlError if the checkpoint is damaged, does not fit the model, or was saved by another run than `run_id`.
-    """
+@contextlib.contextmanager
+def told(final: Path) -> Iterator[None]:
+    """Make an error, which all ranks must raise alike, say which checkpoint was not saved."""
     try:
-        if weights_only:
-            state = dist_checkpointing.load({"model": _model_state(policy)}, str(path))
-            _load_model(policy, state)
-            policy.optimizer.reload_model_params()
-            return Position()
-        record = _record(path, run_id)
-        cpu.before_load(policy.optimizer)
-        state = dist_checkpointing.load(_state(policy, ranks, loading=True), str(path))
-    except HpcrlError:
-        raise
-    except (Exception, CheckpointException) as error:
+        yield
+    except HpcrlError as error:
+        free = shutil.disk_usage(final.parent).free / 1e6 if final.parent.is_dir() else 0.0
         raise HpcrlError(
-            f"{path} does not load into this model: {_short(error)}", "is it a checkpoint of --hf-checkpoint's model?"
+            f"checkpoint {final} was not saved: {error.what} ({free:.1f} MB are free there)",
+            "the previous checkpoint is untouched: free space and use --resume",
         ) from error
-    _load_model(policy, state)
-    policy.optimizer.load_state_dict(state["optimizer"])
+
+
+def prepare(final: Path, ranks: Ranks) -> Path:
+    """An empty directory beside `final` to write in; what a crash left of earlier ones goes.  Collective."""
+    beside = final.with_name(f".partial-{final.name}")
+
+    def make() -> None:
+        for pattern in (".partial-*", ".deleted-*"):
+            for old in final.parent.glob(pattern):
+                shutil.rmtree(old, ignore_errors=True)
+        beside.mkdir(parents=True)
+
+    agree(make, ranks.rank == 0)
+    return beside
+
+
+def write(state: dict[str, Any], beside: Path, *, later: bool = False) -> Any:
+    """Write `state` into an empty directory; collective.  later: plan only, and return Megatron's request to write it."""
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )  # what data-parallel ranks hold alike is divided among them
+    return agree(
+        lambda: dist_checkpointing.save(state, str(beside), strategy, content_metadata=dict(SHARDING), async_sharded_save=later)
+    )
+
+
+def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:
+    """Add hpcrl.json, rename to `final` and name it in the tracker; collective."""
+    record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
+
+    def last() -> None:
+        write_atomic(beside / RECORD, msgspec.json.encode(record), mode=0o644)
+        settle(beside, final, str(position.rollout_id))
+
+    agree(last, ranks.rank == 0)
+
+
+def settle(beside: Path, final: Path, name: str) -> None:
+    """Flush, rename, and write `name` into the tracker; one rank does it."""
+    for path in [*beside.iterdir(), beside]:
+        _flush(path)
+    if final.exists():  # left by a crash before the tracker named it: nobody reads it
+        shutil.rmtree(final)
+    os.rename(beside, final)
+    _flush(final.parent)
+    write_atomic(final.parent / TRACKER, name.encode(), mode=0o644)
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ---- in
+
+
+def load(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
+    """Go on from a checkpoint of ours, saved in whatever layout; collective.
+
+    run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the checkpoint
+    is damaged or does not fit the model, naming tensor or file.
+    """
+    record = agree(lambda: _record(path, run_id))
+    cpu.before_load(policy.optimizer)
+    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    request = everything(policy, ranks, Position(), loading=True)
+    if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
+        del request["rng_state"]
+    optimizer = [{k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"} for leaf in _leaves(request["optimizer"])]
+    state = _read(request, stored, policy)
+    _fill(policy, state)
+    policy.optimizer.load_state_dict(_as_chained(state["optimizer"], optimizer))
     cpu.after_load(policy.optimizer)
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])
-    _set_random(state["rng_state"][0])
+    if "rng_state" in request:
+        rng.restore(state["rng_state"][0])
     return Position(record["rollout_id"], record["version"], record["data"])
 
 
-def _record(path: Path, run_id: str) -> dict[str, Any]:
-    """hpcrl.json of a checkpoint of this run."""
-    record = msgspec.json.decode((path / "hpcrl.json").read_bytes(), type=dict)
-    if record["run_id"] != run_id:
+def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
+    """Take a torch_dist checkpoint's weights and nothing else: ours, slime's, or Megatron-LM's; collective.
+
+    DataError as `load`.
+    """
+    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    _fill(policy, _read(weights(policy), stored, policy))
+    policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
+
+
+def _read(request: dict[str, Any], stored: TorchDist, policy: Policy) -> dict[str, Any]:
+    fit.check(request, stored, policy.vocab_size)
+    try:
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(stored.path)),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )  # each file is read once for all data-parallel ranks
+        return agree(lambda: dist_checkpointing.load(request, str(stored.path), strategy))
+    except HpcrlError as error:
+        raise HpcrlError(
+            f"{stored.path} does not load into this model: {error.what}", "is it a checkpoint of --hf-checkpoint's model?"
+        ) from error
+
+
+def saved_by(path: Path) -> str | None:
+    """The run that saved a checkpoint; None if it was no run of hpcrl."""
+    return _record(path, None)["run_id"] if (path / RECORD).is_file() else None
+
+
+def _record(path: Path, run_id: str | None) -> dict[str, Any]:
+    """hpcrl.json of a checkpoint that a run of ours saved."""
+    try:
+        record = msgspec.json.decode((path / RECORD).read_bytes(), type=dict)
+        known = {name: record[name] for name in ("run_id", "rollout_id", "version", "data")}
+    except (OSError, msgspec.DecodeError, KeyError) as error:
+        raise HpcrlError(f"{path / RECORD} cannot be read: {error}", "--load starts from the weights alone") from error
+    if run_id not in (None, known["run_id"]):
         raise HpcrlError(f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights")
-    return record
+    return known
 
 
 def writable(directory: Path) -> None:
@@ -132,109 +223,60 @@ def writable(directory: Path) -> None:
 # ---- what is saved
 
 
-def _state(policy: Policy, ranks: Ranks, *, loading: bool) -> dict[str, Any]:
-    model = _model_state(policy)
-    return {
-        "checkpoint_version": 3.0,
-        "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata()),
+def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: bool = False) -> dict[str, Any]:
+    """Model, optimizer, schedule and RNG, under Megatron-LM's keys; collective."""
+    cpu.before_load(policy.optimizer)  # before the first step there is no state to save
+    model = weights(policy)
+    optimizer = policy.optimizer.sharded_state_dict(
+        {k: v for k, v in model.items() if k.startswith("model")}, is_loading=loading, metadata=metadata()
+    )
+    return model | {
+        "iteration": position.rollout_id,
+        "optimizer": optimizer,
         "opt_param_scheduler": policy.scheduler.state_dict(),
-        "rng_state": _random_state(ranks),
+        "rng_state": rng.as_object(ranks),
     }
 
 
-def _metadata() -> dict[str, Any]:
+def weights(policy: Policy) -> dict[str, Any]:
+    """The model alone, with what a reader asks for beside it; under model, or of virtual stages model0, model1, ..."""
+    many = len(policy.modules) > 1
+    model = {f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)}
+    args = megatron_args(policy, padded_vocab_size(policy.vocab_size, policy.ranks.tp_size))
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, **model}
+
+
+def metadata() -> dict[str, Any]:
+    """What Megatron's sharded_state_dict wants to know."""
     return SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def _model_state(policy: Policy) -> dict[str, Any]:
-    return policy.module.sharded_state_dict(metadata=_metadata())
+def _fill(policy: Policy, state: dict[str, Any]) -> None:
+    for i, module in enumerate(policy.modules):
+        own = state["model"] if len(policy.modules) == 1 else state[f"model{i}"]
+        module.load_state_dict(own, strict=False)  # fit.check has compared the names already
 
 
-def _load_model(policy: Policy, state: dict[str, Any]) -> None:
-    policy.module.load_state_dict(state["model"], strict=False)  # dist_checkpointing has checked the names already
+def _leaves(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The parts of a chained optimizer's state: one each for dense and expert parameters, or the only one."""
+    numbers = sorted(key for key in optimizer if isinstance(key, int))
+    return [optimizer[number] for number in numbers] or [optimizer]
 
 
-def _random_state(ranks: Ranks) -> ShardedObject:
-    """This rank's random-number states, as one object per (pipeline, tensor) rank, as Megatron-LM keeps them."""
-    mine = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    shape, offset = (ranks.pp_size, ranks.tp_size), (ranks.pp_rank, ranks.tp_rank)
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return ShardedObject("rng_state", [mine], shape, offset, replica_id=replica)
+def _as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
 
-
-def _set_random(state: dict[str, Any]) -> None:
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    if state["cuda_rng_state"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-
-# ---- whole or not at all
-
-
-def _prepare(beside: Path) -> None:
-    for old in beside.parent.glob(".partial-*"):  # of a save that a crash cut short
-        shutil.rmtree(old, ignore_errors=True)
-    beside.mkdir(parents=True)
-
-
-def _commit(beside: Path, final: Path, directory: Path, position: Position, run_id: str) -> None:
-    record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
-    write_atomic(beside / "hpcrl.json", msgspec.json.encode(record))
-    for file in beside.iterdir():
-        _flush(file)
-    _flush(beside)
-    if final.exists():  # left by a crash before the tracker named it: nobody reads it
-        shutil.rmtree(final)
-    os.rename(beside, final)
-    _flush(directory)
-    write_atomic(directory / TRACKER, str(position.rollout_id).encode())
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _attempt(action: Any, wanted: bool) -> str:
-    """Run `action` if wanted; the error's text, or ''."""
-    if not wanted:
-        return ""
-    try:
-        action()
-        return ""
-    except (Exception, CheckpointException) as error:  # noqa: BLE001  (told to all ranks by _agree, which raises)
-        return _short(error) or type(error).__name__
-
-
-def _agree(error: str, beside: Path) -> None:
-    """All ranks raise the first failing rank's error: none goes on with half a checkpoint."""
-    world = dist.get_world_size()
-    first = torch.tensor([dist.get_rank() if error else world], device=device())
-    dist.all_reduce(first, op=dist.ReduceOp.MIN)
-    if first.item() == world:
-        return
-    why = broadcast_bytes(error.encode(), int(first)).decode()
-    free = shutil.disk_usage(beside.parent).free / 1e6 if beside.parent.is_dir() else 0.0
-    raise HpcrlError(
-        f"checkpoint {beside.parent / beside.name.removeprefix('.partial-')} was not saved: {why} ({free:.1f} MB are free there)",
-        "the previous checkpoint is untouched: free space and use --resume",
-    )
-
-
-def _short(error: BaseException) -> str:
-    """The line of an error that says most: a CheckpointException lists the ranks first and the cause last."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1 if isinstance(error, CheckpointException) else 0][:300] if lines else ""
+    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group takes
+    its numbers (learning rate, weight decay, step) from a stored one of the same kind.
+    """
+    leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
+    stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]
+    parts = []
+    for i, part in enumerate(own):
+        for group in part["optimizer"]["param_groups"]:
+            same = [g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))]
+            keep = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
+            group.update({k: v for k, v in (same or stored)[0].items() if k not in keep})
+        tensors = loaded[i] if len(own) > 1 else loaded
+        parts.append({**part, "param_state": tensors["param_state"]})
+    return dict(enumerate(parts)) if len(parts) > 1 else parts[0]

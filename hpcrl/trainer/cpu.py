@@ -18,7 +18,7 @@ import os
 import queue
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcrl.errors import HpcrlError
@@ -70,8 +70,13 @@ def install() -> None:
 def _quiet() -> None:
     """Silence what Megatron says on every rank and nobody can act upon."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # Megatron's collectives
+    warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
+    warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
     warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)  # of CUDA streams
+    warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)  # of CUDA streams
+    warnings.filterwarnings("ignore", "If you are using transformer_engine as the transformer impl", UserWarning)  # recompute
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)  # its zero_grad
+    warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
 
 
@@ -125,6 +130,9 @@ def _megatron_on_cpu() -> None:
     """Retarget the literals, and replace the functions that have no CPU meaning or are wrong without Transformer Engine."""
     import torch
 
+    from hpcrl.trainer import rope as rope_functions
+    from hpcrl.trainer import uneven
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
         for name in RETARGET:
@@ -135,6 +143,7 @@ def _megatron_on_cpu() -> None:
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
         embedding = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+        mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
 
     # The tensor-parallel RNG tracker switches the state of torch.cuda's default generator: here the CPU's generator.
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -148,11 +157,26 @@ def _megatron_on_cpu() -> None:
     # For a CPU tensor the stock function forgets as_numpy: all_to_all_single gets tensors for split sizes, TypeError.
     moe.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
+    # gloo refuses pieces of unequal length, which the dispatcher exchanges where several ranks share an expert.
+    mappings._gather_along_first_dim = _unless_equal(mappings._gather_along_first_dim, uneven.gather)
+    scatter = mappings._reduce_scatter_along_first_dim
+    mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, uneven.reduce_scatter)
+
     # The stock function pins memory, which needs CUDA.
-    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = _rope_table_of_cp_rank
+    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = rope_functions.table_of_cp_rank
     # The stock function slices the table once per sequence, in Python, in every layer: 100 short sequences cost more
     # than the attention itself.
-    rope._apply_rotary_pos_emb_thd = _rope_packed
+    rope._apply_rotary_pos_emb_thd = rope_functions.packed
+
+
+def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Callable[..., Any]:
+    """One of Megatron's two functions that take sizes of pieces, with ours where they are given."""
+
+    def replaced(x: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        alike = sizes is None or group.size() == 1
+        return stock(x, group, None, use_global_buffer) if alike else unequal(x, group, sizes)
+
+    return replaced
 
 
 def _retarget(module: types.ModuleType) -> None:
@@ -190,43 +214,6 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     import torch
 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _rope_table_of_cp_rank(table: Any, dim: int, group: Any) -> Any:
-    """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
-    import torch
-
-    size, rank = group.size(), group.rank()
-    chunks = table.chunk(2 * size, dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
-
-
-def _rope_packed(
-    t: Any,
-    cu_seqlens: Any,
-    freqs: Any,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
-    mscale: float = 1.0,
-    cp_group: Any = None,
-) -> Any:
-    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by CP."""
-    import torch
-
-    from hpcrl.trainer.thd import positions
-
-    assert not multi_latent_attention, "multi-latent attention takes another path"
-    rows = positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
-    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
-    rotated, rest = t[..., : cos.size(-1)], t[..., cos.size(-1) :]
-    if rotary_interleaved:  # pairs (0, 1), (2, 3), ...
-        other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
-    else:  # pairs (0, d/2), (1, d/2 + 1), ...: the sign goes into the table, the halves change places
-        half = cos.size(-1) // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        other = rotated.roll(half, -1)
-    rotated = rotated * cos[rows] + other * sin[rows]
-    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
 
 # ---- checkpoints of Megatron's optimizers whose Adam is torch.optim.AdamW (no Transformer Engine, no apex)

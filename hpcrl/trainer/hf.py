@@ -8,19 +8,21 @@ pickled between ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
+from megatron.core.models.gpt import GPTModel
 
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.models.family import Rule
+from hpcrl.trainer.hf_files import Files
+from hpcrl.trainer.megatron import Ranks
 from hpcrl.trainer.slicing import CUTS, Shapes
 
 if TYPE_CHECKING:
@@ -28,61 +30,29 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = ("F32", "BF16", "F16", "F64")
+#: a parameter of one expert, in its layer: those of Megatron's own experts, and of Transformer Engine's grouped ones
+EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
 
 
 # ---- in
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, directory: str | Path) -> None:
+def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
     """Fill the model from the safetensors of a Hugging Face directory; collective, every rank reads its own part.
 
-    DataError, the same on all ranks, names the tensors that are missing, in excess, of another shape or no floats, or the
-    file that cannot be read.
+    progress: what shows how far it is, such as tqdm.  DataError, the same on all ranks, names the tensors that are missing,
+    in excess, of another shape or no floats, or the file that cannot be read.
     """
-    shapes = _shapes(policy)
     with ExitStack() as stack:
         files = Files(Path(directory), stack)
         _check_names(policy, files)
-        _check_shapes(policy, files, shapes)
-        for rule, parameter in _own(policy).values():
+        _check_shapes(policy, files)
+        for rule, parameter in progress(_own(policy).values()):
             sources = [files.slice(name) for name in rule.hf]
-            parameter.copy_(CUTS[rule.kind].part(sources, policy.ranks.tp_rank, tuple(parameter.shape), shapes))
+            rank = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
+            parameter.copy_(CUTS[rule.kind].part(sources, rank, tuple(parameter.shape), _shapes(policy, rule)))
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
-
-
-class Files:
-    """The safetensors files of a directory, opened lazily: one, or several with an index."""
-
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self.directory, self.stack = directory, stack
-        self.opened: dict[str, Any] = {}
-        index = directory / "model.safetensors.index.json"
-        try:
-            if index.is_file():
-                self.where = msgspec.json.decode(index.read_bytes())["weight_map"]
-            else:
-                self.where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise DataError(f"{index} is no index of safetensors: {error!r}") from error
-
-    def _open(self, name: str) -> Any:
-        if name not in self.opened:
-            path = self.directory / name
-            if not path.is_file():
-                raise DataError(f"{path} is not there", "--hf-checkpoint needs safetensors weights")
-            try:
-                self.opened[name] = self.stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise DataError(f"{path} cannot be read: {error}", "is it complete?") from error
-        return self.opened[name]
-
-    def slice(self, name: str) -> Any:
-        """Tensor `name`: its header now, its numbers when it is indexed."""
-        try:
-            return self._open(self.where[name]).get_slice(name)
-        except SafetensorError as error:
-            raise DataError(f"{self.directory / self.where[name]} does not hold {name}: {error}") from error
 
 
 def _check_names(policy: Policy, files: Files) -> None:
@@ -93,10 +63,11 @@ def _check_names(policy: Policy, files: Files) -> None:
         raise DataError(f"{files.directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?")
 
 
-def _check_shapes(policy: Policy, files: Files, shapes: Shapes) -> None:
+def _check_shapes(policy: Policy, files: Files) -> None:
     wrong = []
-    for rule, _, part, _ in _table(policy):
-        for name, wanted in zip(rule.hf, CUTS[rule.kind].full(part, shapes), strict=True):
+    for held in _table(policy):
+        rule, full = held.rule, CUTS[held.rule.kind].full(held.shape, _shapes(policy, held.rule))
+        for name, wanted in zip(rule.hf, full, strict=True):
             found = files.slice(name)
             if tuple(found.get_shape()) != wanted:
                 wrong.append(f"{name} is {list(found.get_shape())}, config.json asks for {list(wanted)}")
@@ -119,68 +90,86 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full tensor) of every tensor, once; collective: all ranks iterate to the end.
 
     Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
-    output layer is not a tensor of its own.  One tensor at a time is gathered, over TP and then from its pipeline stage.
+    output layer is not a tensor of its own.  The parts of one parameter at a time (of an expert: of one linear layer)
+    go from the ranks that hold them to rank 0; nobody else has more than its own.
     """
-    shapes, mine = _shapes(policy), _own(policy)
-    rows = {row[0].hf: row for row in reversed(_table(policy))}  # of a tied pair, the embedding
+    mine = _own(policy)
+    rows = {held.rule.hf: held for held in reversed(_table(policy))}  # of a tied pair, the embedding
     if missing := _expected(policy) - {name for names in rows for name in names}:
         raise HpcrlError(f"no rank holds {_some(sorted(missing))}")
-    for rule, stage, shape, dtype in reversed(rows.values()):
-        parameter = mine[rule.megatron][1] if rule.megatron in mine else None
-        tensors = _collect(policy, rule, parameter, stage, shape, dtype, shapes)
-        yield from zip(rule.hf, tensors if policy.ranks.rank == 0 else [t.to("meta") for t in tensors], strict=True)
+    for held in reversed(rows.values()):
+        own = mine.get(held.rule.megatron)
+        yield from zip(held.rule.hf, _collect(policy, held, own[1] if own else None), strict=True)
 
 
-def _collect(
-    policy: Policy, rule: Rule, parameter: torch.Tensor | None, stage: int, shape: tuple[int, ...], dtype: torch.dtype, s: Shapes
-) -> list[torch.Tensor]:
-    """The tensors of one rule, on rank 0: gathered to the stage's first TP rank, then sent to the first stage."""
-    ranks, cut = policy.ranks, CUTS[rule.kind]
-    full = [torch.empty(x, dtype=dtype, device="meta") for x in cut.full(shape, s)]
-    if ranks.dp_rank or ranks.cp_rank or ranks.pp_rank not in (0, stage):
-        return full  # rank 0's tensor- and pipeline-parallel peers do the work
-    if ranks.pp_rank == stage:
-        parts = _gather(parameter.detach().contiguous(), ranks.tp_rank, ranks.tp_size)
-        full = cut.join(parts, s) if ranks.tp_rank == 0 else full
-    if stage and ranks.tp_rank == 0:
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        peer = dist.get_global_rank(pipeline, 0 if ranks.pp_rank else stage)
-        for i, tensor in enumerate(full):
-            if ranks.pp_rank:
-                dist.send(tensor.contiguous(), peer, group=pipeline)
-            else:
-                full[i] = torch.empty_like(tensor, device=ranks.device)
-                dist.recv(full[i], peer, group=pipeline)
-    return full
+def _collect(policy: Policy, held: Held, parameter: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors of one rule, on rank 0; elsewhere their likes on "meta"."""
+    rank, cut, shapes = policy.ranks.rank, CUTS[held.rule.kind], _shapes(policy, held.rule)
+    if rank:
+        if rank in held.owners:
+            _exchange(dist.isend, [(parameter.detach().contiguous(), 0)])
+        return [torch.empty(shape, dtype=held.dtype, device="meta") for shape in cut.full(held.shape, shapes)]
+    empty = partial(torch.empty, held.shape, dtype=held.dtype, device=policy.ranks.device)
+    parts = [empty() if owner else parameter.detach() for owner in held.owners]
+    _exchange(dist.irecv, [(part, owner) for part, owner in zip(parts, held.owners, strict=True) if owner])
+    return cut.join(parts, shapes)
 
 
-def _gather(part: torch.Tensor, rank: int, size: int) -> list[torch.Tensor]:
-    """Every TP rank's part on the first; nothing elsewhere."""
-    if size == 1:
-        return [part]
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(part) for _ in range(size)] if rank == 0 else None
-    dist.gather(part, parts, dist.get_global_rank(group, 0), group=group)
-    return parts or []
+def _exchange(operation: Callable[..., Any], pairs: list[tuple[torch.Tensor, int]]) -> None:
+    """Send or receive tensors to or from ranks of the world."""
+    if pairs:  # batched, NCCL uses the world's own communicator instead of making one for each pair of ranks
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer) for tensor, peer in pairs]):
+            work.wait()
 
 
-def _table(policy: Policy) -> list[tuple[Rule, int, tuple[int, ...], torch.dtype]]:
-    """(rule, pipeline stage, shape of one rank's part, dtype) of every parameter that some stage holds.
+@dataclass(frozen=True)
+class Held:
+    """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who sends the parts.
 
-    Agreed among the stages as a table of numbers.
+    owners: global ranks in order of TP (of an expert's: ETP) rank, the first copy of each part.
     """
+
+    rule: Rule
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owners: tuple[int, ...]
+
+
+def _table(policy: Policy) -> list[Held]:
+    """Every parameter that some rank holds, agreed among all ranks as a table of numbers.
+
+    HpcrlError if a part of one is held by nobody.
+    """
+    ranks, mine = policy.ranks, _own(policy)
     rules = [rule for _, rule in policy.family.tensors(policy.hf_config)]
-    mine = _own(policy)
-    numbers = torch.full((len(rules), 4), -1, dtype=torch.int64)  # stage, dtype, rows, columns
-    for i, rule in enumerate(rules):
-        if rule.megatron in mine:
-            parameter = mine[rule.megatron][1]
-            row = [policy.ranks.pp_rank, DTYPES.index(parameter.dtype), *parameter.shape]
-            numbers[i, : len(row)] = torch.tensor(row)
-    numbers = numbers.to(policy.ranks.device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group())
-    rows = zip(rules, numbers.tolist(), strict=True)
-    return [(r, stage, tuple(n for n in shape if n >= 0), DTYPES[dtype]) for r, (stage, dtype, *shape) in rows if stage >= 0]
+    sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
+    numbers = torch.full((len(rules), 4 + max(sizes)), -1, dtype=torch.int64)  # dtype, dimensions, rows, columns, owners
+    for row, rule in zip(numbers, rules, strict=True):
+        if rule.megatron not in mine:
+            continue
+        parameter = mine[rule.megatron][1]
+        known = [DTYPES.index(parameter.dtype), parameter.dim(), *parameter.shape]
+        row[: len(known)] = torch.tensor(known)
+        first, place = _copy_and_part(ranks, rule)
+        if first:
+            row[4 + place] = ranks.rank
+    numbers = numbers.to(ranks.device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    found = []
+    for rule, size, (dtype, dims, rows, columns, *owners) in zip(rules, sizes, numbers.tolist(), strict=True):
+        if dtype < 0:
+            continue
+        if -1 in owners[:size]:
+            raise HpcrlError(f"no rank holds part {owners.index(-1)} of {rule.megatron}")
+        found.append(Held(rule, (rows, columns)[:dims], DTYPES[dtype], tuple(owners[:size])))
+    return found
+
+
+def _copy_and_part(ranks: Ranks, rule: Rule) -> tuple[bool, int]:
+    """Whether this rank has the first copy of its part of a parameter, and which part that is."""
+    if rule.expert is None:
+        return ranks.dp_rank == ranks.cp_rank == 0, ranks.tp_rank
+    return ranks.edp_rank == 0, ranks.etp_rank
 
 
 # ---- names
@@ -189,10 +178,10 @@ def _table(policy: Policy) -> list[tuple[Rule, int, tuple[int, ...], torch.dtype
 def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
     """This rank's parameters with their rules, by name.  HpcrlError if the family has no rule for one."""
     rules = dict(policy.family.tensors(policy.hf_config))
-    state = policy.module.state_dict(keep_vars=True).items()
     held = {
-        _in_whole_model(policy, name): value
-        for name, value in state
+        _in_whole_model(module, name, policy.ranks): value
+        for module in policy.modules
+        for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and "_extra_state" not in name
     }
     if unknown := sorted(held.keys() - rules.keys()):
@@ -200,13 +189,17 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
     return {name: (rules[name], value) for name, value in held.items()}
 
 
-def _in_whole_model(policy: Policy, name: str) -> str:
-    """A parameter's name with the layer's number in the whole model instead of in its pipeline stage."""
+def _in_whole_model(module: GPTModel, name: str, ranks: Ranks) -> str:
+    """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP rank."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return name
-    number = policy.module.decoder.layers[int(match[1])].layer_number - 1
-    return f"decoder.layers.{number}.{name[match.end() :]}"
+    number = module.decoder.layers[int(match[1])].layer_number - 1
+    rest = name[match.end() :]
+    if expert := EXPERT.match(rest):
+        first = ranks.ep_rank * (module.config.num_moe_experts // ranks.ep_size)
+        rest = f"{expert[1]}{first + int(expert[2])}{rest[expert.end() :]}"
+    return f"decoder.layers.{number}.{rest}"
 
 
 def _expected(policy: Policy) -> set[str]:
@@ -215,6 +208,7 @@ def _expected(policy: Policy) -> set[str]:
     return {name for name in names if not policy.family.ignores(name, policy.hf_config)}
 
 
-def _shapes(policy: Policy) -> Shapes:
-    c = policy.config
-    return Shapes(c.num_attention_heads, c.num_query_groups, c.kv_channels, policy.vocab_size, policy.ranks.tp_size)
+def _shapes(policy: Policy, rule: Rule) -> Shapes:
+    c, ranks = policy.config, policy.ranks
+    parts = ranks.tp_size if rule.expert is None else ranks.etp_size
+    return Shapes(c.num_attention_heads, c.num_query_groups, c.kv_channels, policy.vocab_size, parts)

@@ -51,7 +51,8 @@ def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, t
     """Log-prob of each label, entropy and whether the label is likeliest, under softmax(logits / temperature).
 
     logits: [r, columns of this rank], any float type, computed in float32 or wider; labels: int64 [r].  All TP ranks get
-    the same values; gradients flow to the rank's own columns through log-probs and entropy.  r may be 0.
+    the same values; gradients flow to the rank's own columns through log-probs and entropy, in one backward pass: what was
+    saved for it becomes the gradient, and a second one is torch's error.  r may be 0.
     """
     return Tokens(*_Softmax.apply(logits, labels, vocabulary, temperature))
 
@@ -67,13 +68,17 @@ class _Softmax(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        first, real = vocabulary.range(x.size(1))
-        x[:, real:] = torch.finfo(x.dtype).min  # a padding column that took part would change every log-prob
-        peak = x.amax(1)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        least = torch.finfo(dtype).min
+        first, real = vocabulary.range(logits.size(1))
+        # a padding column that took part would change every log-prob
+        peak = logits[:, :real].amax(1).to(dtype) if real else logits.new_full((len(logits),), least, dtype=dtype)
         if vocabulary.group is not None:
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=vocabulary.group)
-        x -= peak[:, None]
+        x = torch.sub(logits, peak[:, None])  # in one pass a copy of type `dtype`, which all below changes in place
+        if temperature != 1.0:
+            x /= temperature
+        x[:, real:] = least
         own = (labels >= first) & (labels < first + real)
         index = torch.where(own, labels - first, 0)[:, None]
         label = torch.where(own, x.gather(1, index)[:, 0], 0.0)
@@ -95,13 +100,15 @@ class _Softmax(torch.autograd.Function):
         ctx: Any, logprob: torch.Tensor | None, entropy: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor, None, None, None]:
         p, index, own, value = ctx.saved_tensors
-        grad = torch.zeros_like(p)
-        if logprob is not None:
-            grad -= p * logprob[:, None]
-            grad.scatter_add_(1, index, torch.where(own, logprob, 0.0)[:, None])
+        extra = None
         if entropy is not None:
-            grad -= (torch.xlogy(p, p) + p * value[:, None]) * entropy[:, None]
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None
+            extra = torch.addcmul(torch.xlogy(p, p), p, value[:, None]).mul_(entropy[:, None] / -ctx.temperature)
+        scaled = torch.zeros_like(value) if logprob is None else logprob / ctx.temperature
+        grad = p.mul_(-scaled[:, None])  # in place, which spares the largest tensor of the step a copy
+        grad.scatter_add_(1, index, torch.where(own, scaled, 0.0)[:, None])
+        if extra is not None:
+            grad += extra
+        return grad.to(ctx.dtype), None, None, None
 
 
 # ---- losses

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.errors import HpcrlError
 from hpcrl.process import die_with_parent
 from hpcrl.roles import Seat, act, open_seat, say
 from hpcrl.rundir import write_atomic
@@ -31,20 +30,28 @@ class Crank:
         from hpcrl.report.metrics import MetricsLog
         from hpcrl.trainer import checkpoint, model
         from hpcrl.trainer.agree import make_patient
+        from hpcrl.trainer.begin import begin
         from hpcrl.trainer.megatron import initialize
+        from hpcrl.trainer.saver import Saver
+        from hpcrl.trainer.verify import verify
         from hpcrl.weights.sender import WeightSender
 
         self.seat, self.options = seat, seat.options
         self.ranks = initialize(seat.options)
+        verify(seat.options, self.ranks.rank)
         self.policy = model.build(seat.options, self.ranks)
         self.checkpoints = Path(seat.options.save) if seat.options.save else seat.rundir.checkpoints
         checkpoint.writable(self.checkpoints)
         self.patient = make_patient(seat.options)
-        self.at = self._begin_weights(checkpoint, model)
+        self.at, said = begin(self.policy, self.ranks, seat.options, self.checkpoints, seat.plan.run_id)
+        if self.driver:
+            say(said)
+        self.saver = Saver(self.policy, self.ranks, self.checkpoints, seat.plan.run_id, seat.options)
         leads = self.ranks.tp_rank == self.ranks.cp_rank == self.ranks.pp_rank == 0
         args = (seat.rundir, seat.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if leads else None
         self.log = MetricsLog(seat.rundir) if self.driver else None
+        self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         self.sender = WeightSender(seat.rundir, seat.plan, seat.options, self.driver) if seat.plan.engines else None
         if self.driver:
@@ -56,22 +63,6 @@ class Crank:
     def driver(self) -> bool:
         return self.ranks.rank == 0
 
-    def _begin_weights(self, checkpoint, model):  # noqa: ANN001, ANN202  (modules, imported late)
-        """Resume from this run's checkpoint, or start from --load's weights, or from --hf-checkpoint's."""
-        if path := checkpoint.latest(self.checkpoints):
-            at = checkpoint.load(self.policy, self.ranks, path, self.seat.plan.run_id)
-            say(f"resumed from {path} at rollout {at.rollout_id}, policy version {at.version}")
-            return at
-        if self.options.load:
-            path = checkpoint.latest(Path(self.options.load))
-            if path is None:
-                raise HpcrlError(
-                    f"--load {self.options.load} holds no {checkpoint.TRACKER}", "give a directory that a run saved to"
-                )
-            return checkpoint.load(self.policy, self.ranks, path, self.seat.plan.run_id, weights_only=True)
-        model.load_hf(self.policy, self.options.hf_checkpoint)
-        return checkpoint.Position()
-
     # ---- the loop
 
     def run(self) -> None:
@@ -81,6 +72,7 @@ class Crank:
             self._evaluate(self.at.rollout_id - 1)
         while self.at.rollout_id < self.total:
             if not self._step():
+                self.stopping = True
                 self._save()
                 self._finish("stopped", started)
                 return
@@ -105,6 +97,8 @@ class Crank:
         metrics["perf/step_time"] = time.monotonic() - begun
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
+        if (path := self.saver.poll()) and self.driver:
+            say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
         if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
@@ -139,11 +133,14 @@ class Crank:
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
     def _save(self) -> None:
-        from hpcrl.trainer import checkpoint
-
-        path = checkpoint.save(self.policy, self.ranks, self.checkpoints, self.at, self.seat.plan.run_id)
+        """Save; the last time, and before an early end, to the end."""
+        last = self.at.rollout_id == self.total or self.stopping
+        begun = time.monotonic()
+        path = self.saver.save(self.at, wait=last)
+        if self.log:
+            self.log.append(self.at.rollout_id - 1, {"perf/save_time": time.monotonic() - begun})
         if self.driver:
-            say(f"saved {path}")
+            say(f"{'saving' if self.saver.pending else 'saved'} {path}")
 
     def _finish(self, status: str, started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
@@ -182,8 +179,11 @@ def _echo(error: BaseException) -> float:
 
 def main() -> int:
     die_with_parent()
-    seat = open_seat()
-    rank = int(os.environ.get("RANK", "0"))
+    return work(open_seat(), int(os.environ.get("RANK", "0")))
+
+
+def work(seat: Seat, rank: int) -> int:
+    """Be trainer rank `rank` to the end of the run; the exit status."""
 
     def body() -> None:
         from hpcrl.trainer import cpu

@@ -18,13 +18,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from hpcrl.check import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.options import Options
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place: global rank, and rank and size in each kind of parallelism."""
+    """This process's place: global rank, and rank and size in each kind of parallelism.
+
+    Experts are laid over the same ranks in a way of their own: etp ranks share one expert, ep ranks share out the
+    experts of a layer, edp ranks hold copies.
+    """
 
     rank: int
     world: int
@@ -36,6 +41,11 @@ class Ranks:
     cp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    edp_rank: int
     device: torch.device
 
     @property
@@ -68,6 +78,8 @@ def initialize(options: Options) -> Ranks:
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_size,
         distributed_timeout_minutes=options.distributed_timeout_minutes,
     )
     ranks = Ranks(
@@ -81,6 +93,11 @@ def initialize(options: Options) -> Ranks:
         cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
         device=device,
     )
     _seed(options.seed, ranks)
@@ -96,7 +113,7 @@ def shutdown() -> None:
 
 
 def check_world(options: Options, world: int) -> None:
-    """UsageError unless `world` ranks is what the options ask for and the layout divides it."""
+    """UsageError unless `world` ranks is what the options ask for and the layouts of the model and its experts divide it."""
     if world != options.world_size:
         asked = f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {options.actor_num_gpus_per_node}"
         raise UsageError(f"{asked} asks for {options.world_size} trainer ranks, torchrun started {world}")
@@ -106,6 +123,7 @@ def check_world(options: Options, world: int) -> None:
             f"{world} trainer ranks cannot be divided into --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
             f" x --context-parallel-size {cp}"
         )
+    expert_layout(options)
 
 
 def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
@@ -114,7 +132,12 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
     fields: Megatron's TransformerConfig fields of the model (`Family.transformer`), with the user's own.
     """
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    for name, what in (("num_attention_heads", "attention heads"), ("ffn_hidden_size", "MLP columns")):
+    columns = [("num_attention_heads", "attention heads")]
+    if not all(fields.get("moe_layer_freq") or [0]):
+        columns.append(("ffn_hidden_size", "MLP columns"))
+    if fields.get("moe_shared_expert_intermediate_size"):
+        columns.append(("moe_shared_expert_intermediate_size", "columns of its shared experts"))
+    for name, what in columns:
         if fields[name] % tp:
             raise UsageError(f"--tensor-model-parallel-size {tp} does not divide the model's {fields[name]} {what}")
     groups = fields["num_query_groups"]
@@ -125,6 +148,38 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--pipeline-model-parallel-size {pp} does not divide the model's {fields['num_layers']} layers",
             "set --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
+        )
+    _check_experts_of(options, fields)
+
+
+def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
+    """UsageError unless the model's experts can be cut as the options ask, and Megatron adds up all of their gradients.
+
+    With EP 1 Megatron takes the experts' parameters for ordinary ones and reduces their gradients over data-parallel ranks
+    only; if each tensor-parallel rank holds whole experts, for its own tokens, their gradients are never added.
+    """
+    tp, ep, etp = options.tensor_model_parallel_size, options.expert_model_parallel_size, options.expert_tensor_size
+    experts = fields.get("num_moe_experts")
+    if not experts:
+        if ep > 1:
+            raise UsageError(f"--expert-model-parallel-size {ep}: the model has no experts", "leave it out")
+        return  # ETP says nothing then: slime's recipes give 1 to every model
+    if ep == 1 and etp != tp:
+        raise UsageError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and --expert-model-parallel-size 1:"
+            " Megatron would not add up the gradients of the experts",
+            "leave --expert-tensor-parallel-size out, or use expert parallelism",
+        )
+    if experts % ep:
+        raise UsageError(f"--expert-model-parallel-size {ep} does not divide the model's {experts} experts")
+    columns = fields["moe_ffn_hidden_size"]
+    if columns % etp:
+        what = "--expert-tensor-parallel-size" + ("" if options.expert_tensor_parallel_size else " (by default that of TP)")
+        raise UsageError(f"{what} {etp} does not divide the model's {columns} columns of an expert")
+    if tp > 1 and not options.sequence_parallel:
+        raise UsageError(
+            f"--tensor-model-parallel-size {tp}: Megatron trains a model with experts only with sequence parallelism",
+            "add --sequence-parallel",
         )
 
 

@@ -2,7 +2,10 @@
 
     policy = build(options, ranks)
     load_hf(policy, directory)          # or checkpoint.load: a built model holds no weights yet
-    logits = policy.model(ids, positions, None, packed_seq_params=packed)   # [1, t, vocabulary / TP] on the last stage
+    logits = policy.chunks[-1](ids, positions, None, packed_seq_params=packed)   # [1, t, vocabulary / TP] on the last stage
+
+A rank holds one chunk of consecutive layers, or with virtual pipeline stages several: chunk i of every pipeline rank comes
+before chunk i + 1 of any.
 
 Invariant: all of the architecture comes from config.json of --hf-checkpoint.
 """
@@ -10,8 +13,9 @@ Invariant: all of the architecture comes from config.json of --hf-checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -20,25 +24,25 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from hpcrl.errors import UsageError
-from hpcrl.models.family import Config, Family, find, read_config
+from hpcrl.models.family import Config, Family, check_spec, find, read_config
 from hpcrl.options import Options
 from hpcrl.trainer.attention import block_spec
 from hpcrl.trainer.hf import export, load_hf
 from hpcrl.trainer.megatron import Ranks, check_layout
 from hpcrl.trainer.optimizer import make_optimizer, make_scheduler
-from hpcrl.trainer.settings import Settings, construct, resolve
+from hpcrl.trainer.settings import Settings, construct, refusals, resolve
 
 __all__ = ["Policy", "build", "export", "load_hf"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """model: DDP around (for bf16) Float16Module around GPTModel; config: its TransformerConfig.
+    """chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage; config: their TransformerConfig.
 
     hf_config: config.json.  optimizer and scheduler: Megatron's; the schedule counts optimizer steps.
     """
 
-    model: DistributedDataParallel
+    chunks: tuple[DistributedDataParallel, ...]
     config: TransformerConfig
     family: Family
     hf_config: Config
@@ -47,12 +51,20 @@ class Policy:
     ranks: Ranks
 
     @property
+    def modules(self) -> tuple[GPTModel, ...]:
+        """The GPTModel inside the wrappers of each chunk."""
+        return tuple(inner(chunk) for chunk in self.chunks)
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The only chunk; ValueError where there are virtual stages."""
+        (chunk,) = self.chunks
+        return chunk
+
+    @property
     def module(self) -> GPTModel:
-        """The GPTModel inside the wrappers."""
-        inner: Any = self.model
-        while not isinstance(inner, GPTModel):
-            inner = inner.module
-        return inner
+        """The GPTModel of the only chunk; ValueError where there are virtual stages."""
+        return inner(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -60,8 +72,17 @@ class Policy:
         return self.hf_config["vocab_size"]
 
 
-def build(options: Options, ranks: Ranks) -> Policy:
+class NoOptimizer:
+    """Stands where a model that is not trained has no optimizer."""
+
+    def reload_model_params(self) -> None:
+        """No copies to refresh."""
+
+
+def build(options: Options, ranks: Ranks, *, trainable: bool = True) -> Policy:
     """The model of --hf-checkpoint's config.json, without weights, on this rank's device; collective.
+
+    trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).
 
     The config says calculate_per_token_loss: a loss function returns (sum, count, report) of its micro-batch, Megatron
     sums gradients over micro-batches, DP and CP and divides them by the sum of all counts, whatever is counted.
@@ -71,23 +92,40 @@ def build(options: Options, ranks: Ranks) -> Policy:
         raise UsageError("--hf-checkpoint is not given", "name a Hugging Face model directory")
     hf_config = read_config(options.hf_checkpoint)
     family = find(hf_config, options.hf_checkpoint)
+    check_spec(options.spec, hf_config)
     fields, gpt = family.transformer(hf_config), family.gpt(hf_config)
-    settings = resolve(options, fields, {**gpt, "vocab_size": hf_config["vocab_size"]})
+    sizes = {name: hf_config.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    settings = resolve(options, fields, {**gpt, **family.facts, **sizes})
     check_layout(options, settings.transformer)
+    if not trainable:
+        settings.transformer["perform_initialization"] = False  # every weight comes from a file, and no gradient is taken
     config = construct(TransformerConfig, settings.transformer)
-    module: Any = GPTModel(
+    stages = config.virtual_pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)  # some of Megatron asks here, some the config
+    modules = [_module(config, family, hf_config, gpt, ranks, stage) for stage in (range(stages) if stages else [None])]
+    if options.bf16:
+        modules = [Float16Module(config, module) for module in modules]
+    if not trainable:
+        return Policy(tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks)
+    return _wrap(modules, config, family, hf_config, settings, options, ranks)
+
+
+def _module(
+    config: TransformerConfig, family: Family, hf_config: Config, gpt: dict[str, Any], ranks: Ranks, stage: int | None
+) -> Any:
+    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None)."""
+    last = config.virtual_pipeline_model_parallel_size
+    return GPTModel(
         config,
-        block_spec(config, family.adapt),
+        block_spec(config, family.adapt, stage),
         vocab_size=padded_vocab_size(hf_config["vocab_size"], ranks.tp_size),
         max_sequence_length=hf_config.get("max_position_embeddings", 2**20),
-        pre_process=ranks.first_stage,
-        post_process=ranks.last_stage,
+        pre_process=ranks.first_stage and stage in (None, 0),
+        post_process=ranks.last_stage and stage in (None, (last or 0) - 1),
         parallel_output=True,
+        vp_stage=stage,
         **gpt,
     ).to(ranks.device)
-    if options.bf16:
-        module = Float16Module(config, module)
-    return _wrap(module, config, family, hf_config, settings, options, ranks)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -95,14 +133,30 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
+def inner(chunk: Any) -> GPTModel:
+    """The GPTModel inside a chunk's wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
 def _wrap(
-    module: Any, config: TransformerConfig, family: Family, hf_config: Config, settings: Settings, options: Options, ranks: Ranks
+    modules: list[Any],
+    config: TransformerConfig,
+    family: Family,
+    hf_config: Config,
+    settings: Settings,
+    options: Options,
+    ranks: Ranks,
 ) -> Policy:
     """DDP, optimizer, schedule, and the hooks by which Megatron's schedules find them."""
-    model = DistributedDataParallel(config, construct(DistributedDataParallelConfig, settings.ddp), module)
-    optimizer = make_optimizer(model, settings.optimizer)
+    ddp = construct(DistributedDataParallelConfig, settings.ddp)
+    # as Megatron-LM: buckets only for the first chunk, whose gradients come last
+    with refusals("its DistributedDataParallel"):
+        chunks = [DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)]
+    optimizer = make_optimizer(chunks, settings.optimizer)
     scheduler = make_scheduler(optimizer, options)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = model.no_sync
-    return Policy(model, config, family, hf_config, optimizer, scheduler, ranks)
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    return Policy(tuple(chunks), config, family, hf_config, optimizer, scheduler, ranks)

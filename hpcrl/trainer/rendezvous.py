@@ -1,7 +1,8 @@
-"""Where the ranks of one host meet: a store that listens on the plan's address and nowhere else.
+"""Where the ranks meet: a store that listens on the address of the first trainer's host and nowhere else.
 
-torchrun's own rendezvous listens on every interface, and its c10d backend unpickles what it finds in its store, which asks
-nobody for a key.  Invariant: ours binds one address, port 0, and holds only what torch.distributed puts there.
+torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and unpickles what it finds
+in its store.  Invariant: ours binds one address of the plan, port 0, tells the port through the run directory, and holds
+only what torch.distributed puts there.
 """
 
 from __future__ import annotations
@@ -19,25 +20,43 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from hpcrl.errors import UsageError
+from hpcrl.roles import Seat
+
 BACKEND = "hpcrl"
+TIMEOUT = timedelta(minutes=10)
 
 
-class OneHost(RendezvousHandler):
-    """A rendezvous of one torchrun, whose store the ranks use too."""
+def meet(seat: Seat, first: bool) -> tuple[TCPStore, str, int]:
+    """(store, address, port): the first process opens it, the others connect to it.
 
-    def __init__(self, host: str, run_id: str) -> None:
-        self.host, self.run_id = host, run_id
-        listener = socket.create_server((host, 0), backlog=512)
-        self.port = listener.getsockname()[1]
-        # a descriptor that is handed over: the store closes it
-        self.store = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=10),
-            master_listen_fd=listener.detach(),
-        )
+    UsageError if the address cannot be bound; DeadlineError if the first process does not come up in --launch-timeout,
+    counted twice, since it may still be importing torch.
+    """
+    address = seat.plan.trainers[0].at
+    if not first:
+        found = seat.rundir.wait_for("store", 0, 2 * seat.options.launch_timeout)
+        store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        return store, found["host"], found["port"]
+    try:
+        listener = socket.create_server((address, 0), backlog=512)
+    except OSError as error:
+        raise UsageError(
+            f"trainer rank 0 cannot listen on {address}: {error.strerror}", "does the plan name this host? see --interface"
+        ) from error
+    port = listener.getsockname()[1]
+    # a descriptor that is handed over: the store closes it
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach())
+    seat.rundir.publish("store", 0, host=address, port=port)
+    return store, address, port
+
+
+class Meeting(RendezvousHandler):
+    """torchrun's view of it: one rendezvous, of as many torchruns as there are trainer hosts."""
+
+    def __init__(self, seat: Seat, number: int, run_id: str) -> None:
+        self.number, self.nodes, self.run_id = number, len(seat.plan.trainer_hosts), run_id
+        self.store, self.host, self.port = meet(seat, first=number == 0)
 
     @property
     def use_agent_store(self) -> bool:
@@ -47,7 +66,8 @@ class OneHost(RendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, RendezvousStoreInfo(self.host, self.port))
+        store = PrefixStore(self.run_id, self.store)
+        return RendezvousInfo(store, self.number, self.nodes, RendezvousStoreInfo(self.host, self.port))
 
     def is_closed(self) -> bool:
         return False
@@ -65,10 +85,10 @@ class OneHost(RendezvousHandler):
         return True
 
 
-def register() -> None:
-    """Make `--rdzv-backend hpcrl` known to torchrun in this process; the endpoint is the address to bind."""
+def register(seat: Seat, number: int) -> None:
+    """Make `--rdzv-backend hpcrl` known to torchrun in this process, which is that of trainer host `number`."""
 
     def create(params: RendezvousParameters) -> Any:
-        return OneHost(params.endpoint, params.run_id)
+        return Meeting(seat, number, params.run_id)
 
     rendezvous_handler_registry.register(BACKEND, create)

@@ -9,12 +9,13 @@ must fix, or that this machine cannot do, is a UsageError before anything is bui
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pydantic
@@ -25,31 +26,15 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from hpcrl.errors import UsageError
+from hpcrl.models.flags import check_model_args
 from hpcrl.options import Options
+from hpcrl.trainer import capabilities
 from hpcrl.trainer.attention import use_transformer_engine
+from hpcrl.trainer.pipeline import pipeline_fields
 
 CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 ACTIVATIONS: dict[str, Callable] = {"silu": F.silu, "gelu": F.gelu}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-#: what cannot be done without CUDA (or without Transformer Engine's kernels)
-NEEDS_CUDA = {
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "optimizer_cpu_offload",
-    "use_precision_aware_optimizer",
-    "enable_cuda_graph",
-    "fp8",
-    "fp4",
-    "fp16",
-    "nccl_ub",
-    "use_megatron_fsdp",
-    "use_custom_fsdp",
-    "tp_comm_overlap",
-    "cpu_offloading",
-    "virtual_pipeline_model_parallel_size",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +51,9 @@ def resolve(options: Options, model: Mapping[str, Any], gpt: Mapping[str, Any]) 
 
     model: TransformerConfig fields from config.json; gpt: GPTModel's arguments from it (vocab_size among them).
     """
-    given = {}
-    for name, value in options.megatron.items():
-        if not _agrees(name, value, {**gpt, **model}):
-            given[name] = _checked(name, value)
-    fixed = _fixed(options)
+    given = {name: _checked(name, value) for name, value in check_model_args(options.megatron, model, gpt).items()}
+    capabilities.check(given, _dataclass_defaults())
+    fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given})}
     for name in given.keys() & fixed.keys():
         if given[name] != fixed[name]:
             raise UsageError(f"--{_flag(name)} {given[name]} cannot be: hpcrl needs {fixed[name]}")
@@ -85,6 +68,15 @@ def construct(cls: type, values: Mapping[str, Any]) -> Any:
         return cls(**values)
     except (AssertionError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise UsageError(f"Megatron's {cls.__name__} refuses these settings: {' '.join(str(error).split())}") from error
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Around building `what`: what Megatron's own checks refuse is a UsageError, not a traceback."""
+    try:
+        yield
+    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        raise UsageError(f"Megatron refuses these settings for {what}: {' '.join(str(error).split())}") from error
 
 
 # ---- what hpcrl sets
@@ -109,7 +101,11 @@ def _defaults(options: Options) -> dict[str, Any]:
         "use_distributed_optimizer": True,
         "optimizer": "adam",
         "decoupled_weight_decay": True,
+        "optimizer_offload_fraction": 1.0,  # as Megatron-LM: --optimizer-cpu-offload moves all of it
+        "transformer_impl": "transformer_engine" if use_transformer_engine() else "local",
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
     }
 
 
@@ -119,8 +115,13 @@ def _fixed(options: Options) -> dict[str, Any]:
     tp = options.tensor_model_parallel_size
     return {
         "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         "context_parallel_size": options.context_parallel_size,
+        "expert_model_parallel_size": options.expert_model_parallel_size,
+        "expert_tensor_parallel_size": options.expert_tensor_size,
+        # these count or weigh every row that goes through the router, those of padding too
+        "moe_router_bias_update_rate": 0.0,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
         "sequence_parallel": options.sequence_parallel and tp > 1,  # as Megatron-LM: nothing to split for TP 1
         "bf16": options.bf16,
         "params_dtype": dtype,
@@ -128,7 +129,6 @@ def _fixed(options: Options) -> dict[str, Any]:
         "hidden_dropout": 0.0,  # with dropout a token's log-prob would not be a fact of the weights
         "attention_dropout": 0.0,
         "deterministic_mode": options.deterministic_mode,
-        "variable_seq_lengths": options.pipeline_model_parallel_size > 1,  # packed micro-batches differ in length
         "calculate_per_token_loss": True,  # gradients are summed over DP and CP, then divided by the counts the loss returns
         # the weights come from a file, but only initialization marks them as split over TP, and without the mark the
         # gradient norm leaves out the parts of all TP ranks but the first
@@ -146,15 +146,6 @@ def _fixed(options: Options) -> dict[str, Any]:
 # ---- what the user gives
 
 
-def _agrees(name: str, value: Any, facts: Mapping[str, Any]) -> bool:
-    """Whether config.json decides this field; UsageError if it says otherwise than the user."""
-    if name not in facts:
-        return False
-    if facts[name] != value:
-        raise UsageError(f"--{_flag(name)} {value}: the model's config.json says {facts[name]}", "leave the flag out")
-    return True
-
-
 def _checked(name: str, value: Any) -> Any:
     """The value in the type of its field.  UsageError if no dataclass has it, or it does not belong here."""
     if name in Options.model_fields:
@@ -163,8 +154,6 @@ def _checked(name: str, value: Any) -> Any:
     if name not in known:
         near = difflib.get_close_matches(name, sorted(known), n=1)
         raise UsageError(f"--{_flag(name)}: Megatron has no such setting", f"did you mean --{_flag(near[0])}?" if near else "")
-    if name in NEEDS_CUDA and value and not torch.cuda.is_available():
-        raise UsageError(f"--{_flag(name)} cannot be done without CUDA", "leave it out on a CPU")
     hint = next(_fields(cls)[name] for cls in CLASSES if name in _fields(cls))
     return _coerced(name, value, hint)
 
@@ -189,6 +178,16 @@ def _members(hint: Any) -> tuple[Any, ...]:
     """The types that a union names, or the type itself."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return tuple(m for part in typing.get_args(hint) for m in _members(part)) if union else (hint,)
+
+
+def _dataclass_defaults() -> dict[str, Any]:
+    """The default of every field of the three dataclasses; the first that has it counts."""
+    found: dict[str, Any] = {}
+    for cls in reversed(CLASSES):
+        for field in dataclasses.fields(cls):
+            made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            found[field.name] = None if made is dataclasses.MISSING else made
+    return found
 
 
 _HINTS: dict[type, dict[str, Any]] = {}

@@ -25,7 +25,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What cutting needs to know of the model: heads of queries, of keys and values, their size, and real vocabulary."""
+    """What cutting needs to know of the model: heads of queries, of keys and values, their size, and real vocabulary.
+
+    tp: ranks that the parameter is cut over.
+    """
 
     heads: int
     groups: int
@@ -114,6 +117,21 @@ class GateUp:
         return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
 
 
+class FusedGateUp:
+    """One tensor that holds two, one below the other; a rank holds its part of the upper above its part of the lower."""
+
+    def full(self, shape: Shape, s: Shapes) -> list[Shape]:
+        return [(shape[0] * s.tp, *shape[1:])]
+
+    def part(self, tensors: Sequence[Source], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
+        rows = shape[0] // 2
+        starts = (rank * rows, (s.tp + rank) * rows)
+        return torch.cat([tensors[0][start : start + rows] for start in starts])
+
+    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
+        return [torch.cat([half for halves in zip(*(part.chunk(2) for part in parts), strict=True) for half in halves])]
+
+
 class Qkv:
     """Queries, keys and values (weights or biases), laid [queries of group 0, key 0, value 0, queries of group 1, ...]; rows cut.
 
@@ -140,4 +158,12 @@ class Qkv:
         return [piece.flatten(0, 1) for piece in pieces]
 
 
-CUTS: dict[str, Cut] = {"same": Same(), "row": Row(), "column": Column(), "vocab": Vocab(), "gate_up": GateUp(), "qkv": Qkv()}
+CUTS: dict[str, Cut] = {
+    "same": Same(),
+    "row": Row(),
+    "column": Column(),
+    "vocab": Vocab(),
+    "gate_up": GateUp(),
+    "fused_gate_up": FusedGateUp(),
+    "qkv": Qkv(),
+}

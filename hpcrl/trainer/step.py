@@ -25,8 +25,10 @@ from hpcrl.options import Options
 from hpcrl.queue.wire import Share, decode, encode
 from hpcrl.trainer import loss, packing
 from hpcrl.trainer.agree import broadcast_bytes
+from hpcrl.trainer.head import only_rows
 from hpcrl.trainer.megatron import Ranks
-from hpcrl.trainer.model import Policy
+from hpcrl.trainer.model import Policy, inner
+from hpcrl.trainer.optimizer import take_step
 from hpcrl.trainer.packing import Packed
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -136,7 +138,8 @@ def _logprobs(policy: Policy, options: Options, micro_batches: list[Packed]) -> 
 
 def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: list[Packed], step: Step) -> dict[str, float]:
     """One optimizer step."""
-    policy.model.zero_grad_buffer()
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
     reports = _run(policy, micro_batches, partial(_loss, policy, options), forward_only=False)
     sums = _total(reports, ranks)
@@ -152,15 +155,14 @@ def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: list[Pa
 def _update(policy: Policy, where: str) -> float:
     """The optimizer's step, with the norm of the gradient before clipping; HpcrlError instead if that is not finite.
 
-    Megatron's optimizer computes the norm too, but takes the step whatever it is; its own check for NaN sees only what
-    one rank has, and ends that rank alone.  All ranks see this norm.
+    Megatron's own step computes the norm too, but goes on whatever it is; its check for NaN sees only what one rank has,
+    and ends that rank alone.  All ranks see this norm.
     """
     policy.optimizer.prepare_grads()
     norm = float(policy.optimizer.get_grad_norm())
     if not math.isfinite(norm):
         raise HpcrlError(f"{where}: the gradient norm is {norm}", NOT_FINITE)
-    done, _, _ = policy.optimizer.step()
-    if not done:
+    if not take_step(policy.optimizer, norm):
         raise HpcrlError(f"{where}: Megatron's optimizer refused the step")
     return norm
 
@@ -170,13 +172,14 @@ def _run(policy: Policy, micro_batches: list[Packed], body: Callable[..., Any], 
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
-        output = model(packed.tokens, packed.positions, None, packed_seq_params=_sequence(packed))
+        with only_rows(inner(model), packed.rows):
+            output = model(packed.tokens, packed.positions, None, packed_seq_params=_sequence(packed))
         return output, partial(body, packed)
 
     return get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(micro_batches),
-        model=policy.model,
+        data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
+        model=list(policy.chunks),
         num_microbatches=len(micro_batches),
         seq_length=micro_batches[0].tokens.size(1),  # unread: variable_seq_lengths exchanges the shapes
         micro_batch_size=1,
@@ -199,10 +202,9 @@ def _sequence(packed: Packed) -> PackedSeqParams:
 
 
 def _tokens(policy: Policy, options: Options, packed: Packed, output: torch.Tensor) -> loss.Tokens:
-    """What is known of the rows that are trained on, from the model's output [1, t, vocabulary / TP]."""
+    """What is known of the rows that are trained on, from the model's output [1, r, vocabulary / TP]."""
     group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
-    logits = output[0].index_select(0, packed.rows)
-    return loss.tokens(logits, packed.labels, loss.Vocabulary(policy.vocab_size, group), options.rollout_temperature)
+    return loss.tokens(output[0], packed.labels, loss.Vocabulary(policy.vocab_size, group), options.rollout_temperature)
 
 
 def _loss(

@@ -1,0 +1,204 @@
+"""A Hugging Face model directory, written tensor by tensor and whole or not at all.
+
+    with directory(output, force=False) as beside:                    # renamed to `output` at the end
+        plan = split([[Tensor("model.norm.weight", torch.bfloat16, (64,))], ...], chunk_size)
+        with Writer(beside, plan) as writer:
+            for name in writer.names: writer.add(name, tensor)        # in the order of writer.names
+        copy_assets(origin, beside)
+
+Invariants: one tensor at a time is in memory, since the header of each file is known before its first tensor; the
+directory appears under its name only when every byte of it is on disk; a directory that was there stays until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hpcrl.errors import DataError, HpcrlError, UsageError
+
+INDEX = "model.safetensors.index.json"
+#: torch's dtypes by safetensors' names
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a file's header says of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def split(groups: Sequence[Sequence[Tensor]], chunk_size: int) -> list[list[Tensor]]:
+    """Tensors for each file, at most `chunk_size` bytes unless a group is larger; a group is never parted.
+
+    A group is what comes out of one source, such as queries, keys and values.  Within a file wider dtypes come first, so
+    that every tensor lies at a multiple of its item's size.
+    """
+    files: list[list[Sequence[Tensor]]] = [[]]
+    filled = 0
+    for group in groups:
+        size = sum(tensor.size for tensor in group)
+        if filled and filled + size > chunk_size:
+            files.append([])
+            filled = 0
+        files[-1].append(group)
+        filled += size
+    widest = [sorted(file, key=lambda group: -max((t.dtype.itemsize for t in group), default=0)) for file in files]
+    return [[tensor for group in file for tensor in group] for file in widest]
+
+
+class Writer:
+    """The safetensors files of a plan; use it as a context, and add every tensor in the order of `names`."""
+
+    def __init__(self, path: Path, plan: list[list[Tensor]]) -> None:
+        self.path, self.plan = path, plan
+        total = len(plan)
+        self.files = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+        if total == 1:
+            self.files = ["model.safetensors"]
+        self.names = [tensor.name for file in plan for tensor in file]
+        self._left = [(i, tensor) for i, file in reversed(list(enumerate(plan))) for tensor in reversed(file)]
+        self._open: tuple[int, BinaryIO] | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor.  HpcrlError if it is not the one that the plan has next (a defect)."""
+        i, wanted = self._left.pop()
+        if (name, tensor.dtype, tuple(tensor.shape)) != (wanted.name, wanted.dtype, wanted.shape):
+            raise HpcrlError(f"{name} {list(tensor.shape)} {tensor.dtype} is not {wanted}, which is next")
+        if self._open is None or self._open[0] != i:
+            self._close()
+            self._open = (i, (self.path / self.files[i]).open("wb"))
+            self._open[1].write(header(self.plan[i]))
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._open[1].write(memoryview(data.numpy()))
+
+    def _close(self) -> None:
+        if self._open is not None:
+            with self._open[1] as file:
+                file.flush()
+                os.fsync(file.fileno())
+            self._open = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._close()
+        if kind is not None:
+            return
+        if self._left:
+            raise HpcrlError(f"{len(self._left)} tensors were not written, {self._left[-1][1].name} first")
+        if len(self.files) > 1:
+            where = {tensor.name: file for file, tensors in zip(self.files, self.plan, strict=True) for tensor in tensors}
+            size = sum(tensor.size for file in self.plan for tensor in file)
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def header(tensors: Sequence[Tensor]) -> bytes:
+    """The length, and the JSON header padded with spaces to a multiple of 8 (the format's rule)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        span = [at, at := at + tensor.size]
+        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+@contextlib.contextmanager
+def directory(output: Path, force: bool) -> Iterator[Path]:
+    """A directory beside `output` to write in: takes its name at the end, and goes if anything fails.
+
+    UsageError if `output` is there and force is not given, or cannot be made.
+    """
+    if output.exists() and not force:
+        raise UsageError(f"{output} is there already", "give --force to replace it")
+    beside = output.with_name(f".partial-{output.name}")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)  # of a conversion that was killed
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{beside} cannot be made: {error.strerror}", "choose a writable directory") from error
+    try:
+        yield beside
+        settle(beside, output)
+    except OSError as error:
+        free = shutil.disk_usage(beside.parent).free / 1e6
+        raise HpcrlError(f"{output} was not written: {error.strerror} ({free:.1f} MB are free there)") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def settle(beside: Path, output: Path) -> None:
+    """Flush what lies in `beside`, then let it take the place of `output`."""
+    for path in [*beside.iterdir(), beside]:
+        _flush(path)
+    old = None
+    if output.exists():
+        old = output.with_name(f".replaced-{output.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(output, old)
+    os.rename(beside, output)
+    _flush(output.parent)
+    if old is not None:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copy_assets(origin: Path, output: Path, drop: Sequence[str] = ()) -> None:
+    """Config, tokenizer and whatever else is small: every file of `origin` that holds no weights.
+
+    drop: keys that the copy's config.json shall not have.
+    """
+    weights = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".h5", ".msgpack", ".onnx")
+    for path in sorted(origin.iterdir()):
+        if path.is_file() and not path.name.endswith(weights) and not path.name.startswith("."):
+            shutil.copyfile(path, output / path.name)
+    config = output / "config.json"
+    if drop and config.is_file():
+        try:
+            held = json.loads(config.read_text())
+        except ValueError as error:
+            raise DataError(f"{origin / 'config.json'} is no JSON: {error}") from error
+        if any(key in held for key in drop):
+            config.write_text(json.dumps({k: v for k, v in held.items() if k not in drop}, indent=2) + "\n")

@@ -1,0 +1,191 @@
+"""What a user's Megatron flags say of the model, compared with what its config.json says.
+
+The flags are not needed: the model is built from config.json.  slime's recipes give them all the same (MODEL_ARGS), and
+a wrong one there is a mistake worth an error.
+
+Invariant: a flag that describes the architecture either agrees with config.json or is a UsageError that names it, its
+value and config.json's; none of them reaches Megatron.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpcrl.errors import UsageError
+
+#: Megatron's spelling -> (field, what the flag's value means there); all others mean the field of their own name
+SPELLINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "disable_bias_linear": ("add_bias_linear", lambda on: not on),
+    "norm_epsilon": ("layernorm_epsilon", lambda value: value),
+    "num_experts": ("num_moe_experts", lambda value: value),
+    "rotary_scaling_factor": ("rope_scaling_factor", lambda value: value),
+    "swiglu": ("gated_linear_unit", lambda on: on),
+    "untie_embeddings_and_output_weights": ("share_embeddings_and_output_weights", lambda on: not on),
+    "use_rope_scaling": ("rope_scaling", lambda on: on),
+    "use_rotary_position_embeddings": ("position_embedding_type", lambda on: "rope" if on is True else on),
+}
+#: field -> how an error shows it where its name is not the flag's
+SHOWN: dict[str, str] = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+}
+SWITCHES: dict[tuple[str, bool], str] = {
+    ("add_bias_linear", False): "--disable-bias-linear",
+    ("gated_linear_unit", True): "--swiglu",
+    ("share_embeddings_and_output_weights", False): "--untie-embeddings-and-output-weights",
+}
+#: fields that change the architecture -> what they are in a model that has no such thing
+WITHOUT: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "apply_layernorm_1p": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "glu_linear_offset": 0.0,
+    "heterogeneous_block_specs": False,
+    "layernorm_zero_centered_gamma": False,
+    "moe_apply_probs_on_input": False,
+    "moe_ffn_hidden_size": None,
+    "moe_latent_size": None,
+    "moe_layer_freq": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
+    "moe_router_num_groups": None,
+    "moe_router_pre_softmax": False,
+    "moe_router_score_function": None,
+    "moe_router_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_gate": False,
+    "moe_shared_expert_intermediate_size": None,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "no_rope_freq": None,
+    "num_moe_experts": None,
+    "post_mlp_layernorm": False,
+    "post_self_attn_layernorm": False,
+    "qk_l2_norm": False,
+    "rope_scaling": False,
+    "rope_scaling_factor": 1.0,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "window_size": None,
+}
+MOST = 10_000  #: repetitions in --moe-layer-freq
+#: how many positions a sequence may have: a flag may say fewer than config.json
+BOUNDS = ("max_position_embeddings", "seq_length")
+
+
+def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left of `given` when all that describes the model has been compared with config.json.
+
+    given: Megatron's settings by field or by flag, with dashes or underscores, a switch as True or False; fields:
+    `Family.transformer` of config.json; gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and
+    max_position_embeddings.  UsageError for a setting that says otherwise.
+    """
+    facts = {**WITHOUT, **fields, **gpt}
+    if facts["num_moe_experts"]:
+        facts["moe_layer_freq"] = tuple(facts["moe_layer_freq"])
+    rest = {}
+    for name, value in given.items():
+        field, meaning = SPELLINGS.get(name.replace("-", "_"), (name.replace("-", "_"), lambda x: x))
+        if field in BOUNDS:
+            _check_bound(field, value, facts.get("max_position_embeddings"))
+        elif field == "group_query_attention":
+            _check_grouped(value, facts)
+        elif field in facts:
+            _check(field, meaning(value), facts)
+        else:
+            rest[name] = value
+    return rest
+
+
+def _check(field: str, value: Any, facts: Mapping[str, Any]) -> None:
+    fact = facts[field]
+    said = _layers(value, facts["num_layers"]) if field == "moe_layer_freq" else value
+    if isinstance(said, str) and isinstance(fact, (int, float)) and not isinstance(fact, bool):
+        said = _number(said)
+    if said == fact or (_nothing(field, said) and _nothing(field, fact)):
+        return
+    says = "no such thing" if fact is None else _runs(fact) if field == "moe_layer_freq" else fact
+    where = f" for {field}" if isinstance(fact, bool) else ""
+    raise UsageError(f"{_shown(field, value)}: the model's config.json says {says}{where}", "leave the flag out")
+
+
+def _nothing(field: str, value: Any) -> bool:
+    """Whether a value means the same as leaving the setting out: groups of which there is one, a factor of 1."""
+    ones = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor")
+    return value is None or (field in ones and value == 1)
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# ---- --moe-layer-freq
+
+
+def _layers(value: Any, layers: int) -> Any:
+    """One 0 or 1 for each layer: from a period, a list, or a text such as "([0]*3+[1]*5)*4".
+
+    A value that is none of these is returned as it is.
+    """
+    if isinstance(value, str):
+        try:
+            value = _expression(ast.parse(value.strip(), mode="eval").body)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return value
+    if isinstance(value, int) and value > 0:  # Megatron: layers 0, value, 2 value, ... have experts
+        return tuple(int(layer % value == 0) for layer in range(layers))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _expression(node: ast.expr) -> int | list[int]:
+    """A whole number, a list of them, lists joined by + or repeated by *; ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_expression(item) for item in node.elts]
+        if all(isinstance(item, int) for item in items):
+            return items
+    if isinstance(node, ast.BinOp):
+        left, right = _expression(node.left), _expression(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right <= MOST:
+            return left * right
+    raise ValueError(ast.dump(node))
+
+
+def _runs(layers: Sequence[int]) -> str:
+    """Layers as Megatron's flag spells them: [0]*3+[1]*89."""
+    return "+".join(f"[{value}]*{len(list(same))}" for value, same in itertools.groupby(layers))
+
+
+# ---- bounds and switches
+
+
+def _check_bound(field: str, value: Any, most: int | None) -> None:
+    number = _number(value) if isinstance(value, str) else value
+    if most is not None and (isinstance(number, str) or number > most):
+        raise UsageError(f"{_shown(field, value)}: the model's config.json says {most} positions at most", "leave the flag out")
+
+
+def _check_grouped(value: Any, facts: Mapping[str, Any]) -> None:
+    """The switch says only that there may be fewer key-value heads than heads."""
+    heads, groups = facts["num_attention_heads"], facts["num_query_groups"]
+    if not value and heads != groups:
+        raise UsageError(f"--no-group-query-attention: the model's config.json says {groups} key-value heads for {heads} heads")
+
+
+def _shown(field: str, value: Any) -> str:
+    """A setting as its flag."""
+    name = SHOWN.get(field, field).replace("_", "-")
+    if isinstance(value, bool):
+        return SWITCHES.get((field, value), f"--{name}" if value else f"--no-{name}")
+    return f"--{name} {value}"

@@ -1,0 +1,223 @@
+"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, one tensor at a time.
+
+    hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
+    python tools/convert_torch_dist_to_hf.py ...          # the same, under slime's name
+
+Reads what hpcrl, slime and Megatron-LM save, in whatever parallel layout they saved it: the files describe tensors of
+the whole model.  Invariant: every tensor that the origin's config.json asks for is written once, bit for bit as the
+checkpoint holds it; one that is missing, in excess or of another shape is an error before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from tqdm import tqdm
+
+from hpcrl.convert.writer import DTYPES, Tensor, Writer, copy_assets, directory, split
+from hpcrl.errors import DataError, UsageError
+from hpcrl.models.family import Config, Family, Rule, find, read_config, tied
+from hpcrl.trainer import torchdist
+from hpcrl.trainer.hf_files import Files
+from hpcrl.trainer.slicing import CUTS, Shapes
+from hpcrl.trainer.torchdist import TorchDist
+
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+#: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
+_EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+?)|(linear_fc[12])\.(weight|bias)(\d+))")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stored tensor, or a part of it with leading indices, and the Hugging Face tensors that it becomes.
+
+    origin: it is copied from the origin's files instead.
+    """
+
+    key: str
+    at: tuple[int, ...]
+    rule: Rule | None
+    tensors: tuple[Tensor, ...]
+    origin: bool = False
+
+
+def convert(
+    source: Path, output: Path, origin: Path, *, add_missing: bool = False, chunk_size: int = 5 * 1024**3, force: bool = False
+) -> None:
+    """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
+
+    add_missing: tensors of the origin that the checkpoint has none for are copied.  DataError, UsageError: see above.
+    """
+    config = read_config(origin)
+    family = find(config, origin)
+    stored = TorchDist(torchdist.find(source, None, "--input-dir"))
+    jobs = plan(stored, family, config)
+    with ExitStack() as stack:
+        files = Files(origin, stack) if add_missing else None
+        jobs += _missing(files, jobs, config) if files else []
+        files_plan = split([job.tensors for job in jobs], chunk_size)
+        with directory(output, force) as beside:
+            _write(stored, files, jobs, Writer(beside, files_plan), _shapes(config, family))
+            copy_assets(origin, beside, drop=("quantization_config",))
+
+
+def _write(stored: TorchDist, files: Files | None, jobs: list[Job], writer: Writer, shapes: Shapes) -> None:
+    by_name = {job.tensors[0].name: job for job in jobs}
+    order = [by_name[name] for name in writer.names if name in by_name]  # as the files want them
+    total = sum(tensor.size for job in jobs for tensor in job.tensors)
+    with writer, tqdm(total=total, unit="B", unit_scale=True, desc="to Hugging Face", file=sys.stderr) as bar:
+        for job in order:
+            if job.rule is None:
+                assert files is not None
+                parts = [files.slice(job.key)[...]]
+            else:
+                parts = CUTS[job.rule.kind].join([stored.read(job.key, job.at)], shapes)
+            for tensor, part in zip(job.tensors, parts, strict=True):
+                writer.add(tensor.name, part)
+                bar.update(tensor.size)
+
+
+# ---- what becomes what
+
+
+def plan(stored: TorchDist, family: Family, config: Config) -> list[Job]:
+    """What to read and what it becomes, in the order of the model.  DataError names tensors that do not fit."""
+    shapes, jobs, used, written = _shapes(config, family), [], set(), set()
+    for name, rule in family.tensors(config):
+        place = _place(stored, name)
+        if place is None or written.issuperset(rule.hf):  # a name of the other kind of layer, or a tied copy
+            used |= {place[0]} if place else set()
+            continue
+        key, at = place
+        found = stored.tensors[key]
+        full = CUTS[rule.kind].full(found.shape[len(at) :], shapes)
+        jobs.append(Job(key, at, rule, tuple(Tensor(n, found.dtype, s) for n, s in zip(rule.hf, full, strict=True))))
+        _check_rows(stored, key, rule, found.shape[len(at) :], shapes)
+        used.add(key)
+        written.update(rule.hf)
+    wanted = {n for _, rule in family.tensors(config) for n in rule.hf if not family.ignores(n, config)}
+    if missing := sorted(wanted - written):
+        raise DataError(f"{stored.path} has no {_some(missing)}", "is it a checkpoint of --origin-hf-dir's model?")
+    if extra := sorted(stored.tensors.keys() - used):
+        raise DataError(
+            f"{stored.path} holds {_some(extra)}, which {family.model_type} has not",
+            "is it a checkpoint of --origin-hf-dir's model?",
+        )
+    _check_counts(stored, config)
+    return jobs
+
+
+def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
+    """(key, leading indices) under which a parameter of the whole model is stored, or None.
+
+    Layers that are all alike are one tensor with the layer in front; so are the experts of a layer.
+    """
+    at: tuple[int, ...] = ()
+    for ours, theirs in torchdist.SANDWICH.items():
+        name = name.replace(ours, theirs)
+    if expert := _EXPERT.fullmatch(name):
+        head, number, module, what = expert[1], expert[2] or expert[7], expert[3] or expert[5], expert[4] or expert[6]
+        name, at = f"{head}.experts.{module}.{what}", (int(number),)
+    if name in stored.tensors:
+        return name, at
+    if (layer := _LAYER.fullmatch(name)) and (key := layer[1] + layer[3]) in stored.tensors:
+        return key, (int(layer[2]), *at)
+    return None
+
+
+def _check_rows(stored: TorchDist, key: str, rule: Rule, shape: tuple[int, ...], s: Shapes) -> None:
+    if rule.kind == "vocab" and shape[0] < s.vocab:
+        raise DataError(f"{stored.path}: {key} has {shape[0]} rows, config.json asks for vocab_size {s.vocab}")
+    if rule.kind == "qkv" and shape[0] != (rows := (s.heads + 2 * s.groups) * s.head_size):
+        raise DataError(f"{stored.path}: {key} has {shape[0]} rows, config.json asks for {rows}")
+
+
+def _check_counts(stored: TorchDist, config: Config) -> None:
+    """DataError unless every layer has its place, and none more."""
+    layers = config["num_hidden_layers"]
+    for key, tensor in stored.tensors.items():
+        if key.startswith("decoder.layers.") and not _LAYER.fullmatch(key) and tensor.shape[0] != layers:
+            raise DataError(f"{stored.path}: {key} has {tensor.shape[0]} layers, config.json says {layers}")
+
+
+def _shapes(config: Config, family: Family) -> Shapes:
+    """As of one tensor-parallel rank: what is stored describes the whole model."""
+    model = family.transformer(config)
+    return Shapes(
+        heads=model["num_attention_heads"],
+        groups=model["num_query_groups"],
+        head_size=model["kv_channels"],
+        vocab=config["vocab_size"],
+        tp=1,
+    )
+
+
+def _missing(files: Files, jobs: list[Job], config: Config) -> list[Job]:
+    """Tensors of the origin to copy: all that the checkpoint does not give, but for scales of FP8 weights that it does."""
+    made = {tensor.name for job in jobs for tensor in job.tensors}
+    found = []
+    for name in sorted(files.where.keys() - made):
+        base = re.sub(r"_scale(_inv)?$", "", name)
+        if base in made or (tied(config) and name == "lm_head.weight"):
+            continue
+        part = files.slice(name)
+        found.append(Job(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),), origin=True))
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---- the command
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; errors are HpcrlErrors."""
+    parser = _Parser(prog="hpcrl convert to-hf", description="A torch_dist checkpoint -> a Hugging Face directory.")
+    parser.add_argument("--input-dir", type=Path, required=True, help="iter_* or release directory, or the one above")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--origin-hf-dir", type=Path, help="Hugging Face directory: config.json, tokenizer, and missing tensors")
+    parser.add_argument("--model-name", help="checked against the origin's model type; may be left out")
+    parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir")
+    parser.add_argument("-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained")
+    parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of one file (default 5 GiB)")
+    parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
+    args = parser.parse_args(argv)
+    if args.origin_hf_dir is None:
+        raise UsageError("--origin-hf-dir is not given", "names and shapes come from its config.json")
+    if args.chunk_size < 1:
+        raise UsageError(f"--chunk-size {args.chunk_size}: expected a number of bytes")
+    _check_flags(args, read_config(args.origin_hf_dir))
+    torch.set_grad_enabled(False)
+    convert(
+        args.input_dir,
+        args.output_dir,
+        args.origin_hf_dir,
+        add_missing=args.add_missing_from_origin_hf,
+        chunk_size=args.chunk_size,
+        force=args.force,
+    )
+    print(f"wrote {args.output_dir}")
+    return 0
+
+
+def _check_flags(args: Any, config: Config) -> None:
+    if args.vocab_size not in (None, config.get("vocab_size")):
+        raise UsageError(f"--vocab-size {args.vocab_size}: config.json says {config.get('vocab_size')}", "leave the flag out")
+    asked, found = (re.sub(r"[^a-z0-9]|config$", "", str(x).lower()) for x in (args.model_name, config.get("model_type")))
+    if args.model_name is not None and asked != found:
+        raise UsageError(f"--model-name {args.model_name}: config.json says {config.get('model_type')}", "leave the flag out")
