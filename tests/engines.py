@@ -14,15 +14,23 @@ import msgspec
 import psutil
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.options import Options
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.rundir import RunDir
+from hpcrl.weights.bucket import fill
 from hpcrl.weights.http import Address, ask
+from hpcrl.weights.sender import WeightSender
+from hpcrl.weights.shm import Region
 from tests.runs import REPO, alive
 
 Pairs = list[tuple[str, torch.Tensor]]
+PROMPT = list(range(20, 44))
+LONG = [20 + i * 7 % 90 for i in range(400)]  # three full blocks of the prefix cache
+CLOSE = 1e-5
+SMALL = 70_000  # bytes of a bucket: the tiny model takes several
 
 
 class Engines:
@@ -126,20 +134,24 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
     def pairs(self) -> Pairs:
-        """What a trainer would export: every parameter once, tied ones under one name."""
-        return [(name, parameter.detach().clone()) for name, parameter in self.model.named_parameters()]
+        """What a trainer would export: every tensor of the checkpoint once, tied ones under one name, experts one by one."""
+        tied = set(self.model.state_dict()) - {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        state = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        found = revert_weight_conversion(self.model, state)
+        order = {name: i for i, name in enumerate(state)}
+        return [(name, found[name].detach().clone()) for name in sorted(found, key=lambda n: (order.get(n, len(order)), n))]
 
     @torch.no_grad()
     def step(self, seed: int) -> Pairs:
         """Change all weights, far more than an optimizer step would; the tensors after it."""
         chance = torch.Generator().manual_seed(seed)
-        for parameter in self.model.parameters():
+        for parameter in (*self.model.parameters(), *(b for n, b in self.model.named_buffers() if n.endswith("correction_bias"))):
             noise = torch.randn(parameter.shape, generator=chance)
             parameter.add_(noise * (0.3 * float(parameter.std()) if parameter.dim() > 1 else 0.1))
         return self.pairs()
 
     def back_to(self, pairs: Pairs) -> None:
-        self.model.load_state_dict(dict(pairs), strict=False)
+        assert not self.model.load_state_dict(dict(pairs), strict=False).unexpected_keys  # experts: not implemented
         self.model.tie_weights()
 
     @torch.no_grad()
@@ -152,3 +164,47 @@ class Reference:
         """Largest difference of log-probs between an engine's answer and this model."""
         ours = self.logprobs(prompt, answer["token_ids"], temperature)
         return max(abs(a - b) for a, b in zip(answer["logprobs"], ours, strict=True))
+
+
+class Side:
+    """A running fleet of engines, the sender to it, and the model that both should hold."""
+
+    def __init__(self, engines: Engines, model: Path) -> None:
+        self.engines, self.reference = engines, Reference(model)
+        self.sender = WeightSender(engines.rundir, engines.plan, engines.options, is_driver=True)
+        self.version = 0
+
+    def push(self, pairs: Pairs) -> dict[str, float]:
+        self.version += 1
+        return self.sender.publish(iter(pairs), self.version)
+
+    def step(self) -> dict[str, float]:
+        """Change the model and push it."""
+        return self.push(self.reference.step(self.version))
+
+    def distance(self, prompt: list[int] = PROMPT, index: int = 0, **sampling: Any) -> float:
+        answer = generate(self.engines.address(index), prompt, 24, **sampling)
+        return self.reference.distance(prompt, answer, sampling.get("temperature", 1.0))
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+def raw_push(address: Address, pairs: Pairs, change: Any = lambda wire: None, versioned: bool = True) -> None:
+    """The update phases without the sender's own checks."""
+    regions: list[Region] = []
+
+    def room(number: int, size: int) -> torch.Tensor:
+        regions.append(Region(size))
+        return regions[-1].buffer
+
+    buckets = [bucket for bucket, _, _ in fill(iter(pairs), SMALL, room)]
+    info = {"buckets": [b.to_wire() for b in buckets], "regions": [r.to_wire() for r in regions]}
+    change(info)
+    ask(address, "POST", "/start_weight_update", 60)
+    try:
+        ask(address, "POST", "/update_weights", 60, {"update_info": info})
+        ask(address, "POST", "/finish_weight_update", 60)
+    finally:
+        for region in regions:
+            region.close()

@@ -19,44 +19,13 @@ import torch
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Place, Plan
-from hpcrl.weights.bucket import fill
 from hpcrl.weights.fleet import Fleet
 from hpcrl.weights.http import Address, HttpError, ask
-from hpcrl.weights.sender import Differs, WeightSender
-from hpcrl.weights.shm import Region
-from tests.engines import Engines, Pairs, Reference, generate, gone
+from hpcrl.weights.sender import Differs
+from tests.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, gone, raw_push
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.vllm
-
-PROMPT = list(range(20, 44))
-LONG = [20 + i * 7 % 90 for i in range(400)]  # three full blocks of the prefix cache
-CLOSE = 1e-5
-SMALL = 70_000  # bytes of a bucket: the tiny model takes several
-
-
-class Side:
-    """A running fleet of engines, the sender to it, and the model that both should hold."""
-
-    def __init__(self, engines: Engines, model: Path) -> None:
-        self.engines, self.reference = engines, Reference(model)
-        self.sender = WeightSender(engines.rundir, engines.plan, engines.options, is_driver=True)
-        self.version = 0
-
-    def push(self, pairs: Pairs) -> dict[str, float]:
-        self.version += 1
-        return self.sender.publish(iter(pairs), self.version)
-
-    def step(self) -> dict[str, float]:
-        """Change the model and push it."""
-        return self.push(self.reference.step(self.version))
-
-    def distance(self, prompt: list[int] = PROMPT, index: int = 0, **sampling: Any) -> float:
-        answer = generate(self.engines.address(index), prompt, 24, **sampling)
-        return self.reference.distance(prompt, answer, sampling.get("temperature", 1.0))
-
-    def close(self) -> None:
-        self.sender.close()
 
 
 @pytest.fixture(scope="module")
@@ -186,26 +155,6 @@ def test_the_same_seeds_give_the_same_bits_whatever_runs_beside(shm: Side) -> No
 
 
 # ---- what is refused
-
-
-def raw_push(address: Address, pairs: Pairs, change: Any = lambda wire: None, versioned: bool = True) -> None:
-    """The update phases without the sender's own checks."""
-    regions: list[Region] = []
-
-    def room(number: int, size: int) -> torch.Tensor:
-        regions.append(Region(size))
-        return regions[-1].buffer
-
-    buckets = [bucket for bucket, _, _ in fill(iter(pairs), SMALL, room)]
-    info = {"buckets": [b.to_wire() for b in buckets], "regions": [r.to_wire() for r in regions]}
-    change(info)
-    ask(address, "POST", "/start_weight_update", 60)
-    try:
-        ask(address, "POST", "/update_weights", 60, {"update_info": info})
-        ask(address, "POST", "/finish_weight_update", 60)
-    finally:
-        for region in regions:
-            region.close()
 
 
 def without_last(pairs: Pairs) -> Pairs:

@@ -13,10 +13,10 @@ import pytest
 
 from hpcrl.engine.epitaph import Log, reason
 from hpcrl.engine.serve import command_line
-from hpcrl.engine.settings import Build, backend, cpu_threads, environment, flags, kv_cache_bytes, model_config, visible_devices
+from hpcrl.engine.settings import Build, backend, cpu_threads, environment, flags, kv_cache_bytes, model_config
 from hpcrl.errors import DataError, UsageError
 from hpcrl.options import Options
-from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.plan import Host, Plan, local_hosts, make_plan, visible_devices
 
 CPU, CUDA = Build("0.32.0", True), Build("0.26.0", False)
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}

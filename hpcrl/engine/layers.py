@@ -2,20 +2,18 @@
 
 vLLM fuses matrices (q, k, v into one), splits them over tensor-parallel workers, and its CPU build replaces each by a
 packed copy.  A `Piece` says where one checkpoint tensor went on this worker and shows it again: a linear layer by
-applying it to the identity (x * 1 + 0 + ... is exact, but for the sign of zero), an embedding by looking up all ids.
+applying it to the identity (x * 1 + 0 + ... is exact, but for the sign of zero), an embedding by looking up all ids,
+experts as experts.py says.
 
 Invariant: `pieces` covers every parameter of the model, or names the modules whose parameters it cannot show.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,73 +26,47 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from hpcrl.engine.experts import experts, is_experts
+from hpcrl.engine.piece import Piece, Segment
 from hpcrl.weights.bucket import dtype_name
+from hpcrl.weights.listing import Entry
 
-Segment = tuple[int, int]  #: (start, length)
 CHUNK = 1024  #: rows of the identity that are multiplied at once
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of the checkpoint on this worker.
-
-    shape: of the whole tensor; rows, columns: the parts of its first and second dimension that this worker holds, in
-    the order in which it holds them (columns None: all); show(): that part as the model uses it; same_as: the tensor
-    that this one is tied to and which alone is sent.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    rows: tuple[Segment, ...]
-    columns: Segment | None
-    show: Callable[[], torch.Tensor]
-    same_as: str | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """Everything but the tensor, as plain values."""
-        return {"shape": self.shape, "dtype": self.dtype, "rows": self.rows, "columns": self.columns, "same_as": self.same_as}
 
 
 @dataclass(frozen=True)
 class Holdings:
     """All pieces by name.
 
-    opaque: prefixes of names that the model takes but that cannot be shown again, such as packed experts; unseen: the
-    names under them, as far as the checkpoint tells.
+    opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers; unseen:
+    what the checkpoint has under them.
     """
 
     pieces: Mapping[str, Piece]
     opaque: tuple[str, ...]
-    unseen: frozenset[str]
+    unseen: Mapping[str, Entry]
 
     @property
     def wanted(self) -> set[str]:
         """The names that every update must bring."""
-        return {name for name, piece in self.pieces.items() if piece.same_as is None} | self.unseen
+        return {name for name, piece in self.pieces.items() if piece.same_as is None} | self.unseen.keys()
 
     def takes(self, name: str) -> bool:
         """Whether the model has a tensor of this name."""
         return name in self.pieces or name in self.unseen or (not self.unseen and name.startswith(self.opaque or "\0"))
 
-
-def checkpoint_names(directory: str) -> frozenset[str]:
-    """The tensors of a safetensors checkpoint; empty if there is none (another format, or weights made up at start)."""
-    index, single = Path(directory, "model.safetensors.index.json"), Path(directory, "model.safetensors")
-    if index.is_file():
-        return frozenset(json.loads(index.read_bytes())["weight_map"])
-    if not single.is_file():
-        return frozenset()
-    with single.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")  # of the header that follows
-        return frozenset(json.loads(file.read(size))) - {"__metadata__"}
+    def wants(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        """Shape and dtype in which an update must bring a tensor; None if that is not known."""
+        found = self.pieces.get(name) or self.unseen.get(name)
+        return (found.shape, found.dtype) if found else None
 
 
-def holdings(model: nn.Module, names: frozenset[str] = frozenset()) -> Holdings:
+def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Holdings:
     """Take stock of a loaded model (not in the middle of an update).
 
-    names: those of its checkpoint, which tell whether a matrix that vLLM fuses is fused there too.
+    names: the tensors of its checkpoint, which tell whether a matrix that vLLM fuses is fused there too.
     """
-    packed = getattr(model, "packed_modules_mapping", None) or {}
+    packed, names = getattr(model, "packed_modules_mapping", None) or {}, names or {}
     pieces: dict[str, Piece] = {}
     opaque: list[str] = []
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
@@ -108,18 +80,28 @@ def holdings(model: nn.Module, names: frozenset[str] = frozenset()) -> Holdings:
             pieces |= _embedding(path, layer, owners)
         elif isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
             pieces |= _linear(path, layer, {} if f"{path}.weight" in names else packed)
+        elif is_experts(layer) and (parts := experts(path, layer, _ids(modules, layer))) is not None:
+            pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
-            opaque.append(_opaque_prefix(path))
+            opaque += _opaque_prefixes(path, packed)
         else:
             pieces |= _plain(path, layer, opaque)
     prefixes = tuple(dict.fromkeys(opaque))
-    return Holdings(pieces, prefixes, frozenset(n for n in names if n not in pieces and n.startswith(prefixes or "\0")))
+    return Holdings(pieces, prefixes, {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")})
 
 
-def _opaque_prefix(path: str) -> str:
+def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:
+    """Ids of the parameters of all other modules."""
+    return {id(p) for other in modules.values() if other is not layer for p in other._parameters.values() if p is not None}
+
+
+def _opaque_prefixes(path: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
     """How the checkpoint's names of a module begin; vLLM keeps experts in modules of its own below theirs."""
-    before, experts, _ = path.partition(".experts")
-    return f"{before}.experts." if experts else f"{path}."
+    before, inside, _ = path.partition(".experts")
+    if inside:
+        return [f"{before}.experts."]
+    prefix, dot, leaf = path.rpartition(".")
+    return [f"{path}.", *(f"{prefix}{dot}{part}." for part in packed.get(leaf, ()))]
 
 
 def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str]) -> dict[str, Piece]:

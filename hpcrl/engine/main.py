@@ -56,7 +56,7 @@ class Engine:
     def start(self) -> None:
         """Bind the port and start the server on it."""
         sock = self._bind()
-        self.address = Address(self.place.host, sock.getsockname()[1], self.key)
+        self.address = Address(self.place.at, sock.getsockname()[1], self.key)
         base = dict(os.environ) | {
             LISTEN_FD: str(sock.fileno()),
             "TMPDIR": str(self.scratch),
@@ -87,7 +87,7 @@ class Engine:
         self.log = Log(self.child.stdout)
 
     def _bind(self) -> socket.socket:
-        host = self.place.host
+        host = self.place.at
         try:
             family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, socket.SOCK_STREAM)

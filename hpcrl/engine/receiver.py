@@ -23,14 +23,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from hpcrl.engine.guard import KEY_FILE
 from hpcrl.engine.layers import Holdings, shown
 from hpcrl.engine.reload import Receiver, UpdateRejected, stock
-from hpcrl.process import die_with_parent
+from hpcrl.process import PARENT, die_with_parent
 from hpcrl.weights import gloo
 from hpcrl.weights.bucket import Bucket, views
 from hpcrl.weights.digest import digest
 from hpcrl.weights.shm import open_region
 
 if os.environ.get(KEY_FILE):  # in an engine, not in a test that imports this
-    die_with_parent()  # a worker never outlives the server that started it, however that one ends
+    os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
+    die_with_parent()  # a worker never outlives who started it, however that one ends
 
 
 @dataclass
@@ -162,7 +163,7 @@ class WorkerExtension:
             "rank": self.rank,
             "tensors": {name: piece.to_wire() for name, piece in held.pieces.items()},
             "opaque": list(held.opaque),
-            "unseen": sorted(held.unseen),
+            "unseen": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in held.unseen.items()},
         }
 
     def hpcrl_check(self, expected: str) -> dict[str, Any]:

@@ -16,9 +16,13 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from hpcrl.engine.layers import Holdings, checkpoint_names, holdings
+from hpcrl.engine.layers import Holdings, holdings
 from hpcrl.engine.repairs import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
 from hpcrl.weights.bucket import Slot
+from hpcrl.weights.listing import listing
+
+#: of an FP8 cache of keys and values; checkpoints need not have them
+OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
 
 class UpdateRejected(ValueError):
@@ -38,13 +42,13 @@ class Account:
             if slot.name in self.seen:
                 raise UpdateRejected(f"{slot.name} came twice")
             if not self.held.takes(slot.name):
-                near = difflib.get_close_matches(slot.name, self.held.pieces, 1)
+                near = difflib.get_close_matches(slot.name, [*self.held.pieces, *self.held.unseen], 1)
                 raise UpdateRejected(f"the model has no {slot.name}{f', nearest is {near[0]}' if near else ''}")
             if piece is not None and piece.same_as:
                 raise UpdateRejected(f"{slot.name} is tied to {piece.same_as}, which alone is to be sent")
-            if piece is not None and (slot.shape, slot.dtype) != (piece.shape, piece.dtype):
+            if (wanted := self.held.wants(slot.name)) is not None and (slot.shape, slot.dtype) != wanted:
                 raise UpdateRejected(
-                    f"{slot.name} is {slot.dtype}{list(slot.shape)}, the model needs {piece.dtype}{list(piece.shape)}"
+                    f"{slot.name} is {slot.dtype}{list(slot.shape)}, the model needs {wanted[1]}{list(wanted[0])}"
                 )
             self.seen.add(slot.name)
 
@@ -56,7 +60,7 @@ class Account:
 
 def stock(engine: WeightTransferEngine) -> Holdings:
     """What the model of a weight-transfer engine, ours or vLLM's own, holds."""
-    return holdings(engine.model, checkpoint_names(engine.model_config.model))
+    return holdings(engine.model, listing(engine.model_config.model))
 
 
 class Receiver(WeightTransferEngine):
@@ -99,10 +103,11 @@ class Receiver(WeightTransferEngine):
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
         """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
         if not self.loading:
-            self._parameters = {name for name, _ in self.model.named_parameters()}
             self._kernels = drop_expert_kernels(self.model) if self.device.type == "cpu" else []
             self.loading, self._loaded = True, set()
-            initialize_layerwise_reload(self.model)
+            used = {name for name, _ in self.model.named_parameters() if not name.endswith(OPTIONAL)}
+            initialize_layerwise_reload(self.model)  # from here on it has the parameters that its loader fills
+            self._parameters = used & {name for name, _ in self.model.named_parameters()}
         self.torn = True
         self._loaded |= set(self.model.load_weights(iter(weights)) or ())
         if last:

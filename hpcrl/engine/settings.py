@@ -6,7 +6,6 @@ by what is installed; flags that the run depends on cannot be overridden, and th
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import psutil
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.options import Options
-from hpcrl.plan import Plan
+from hpcrl.plan import Plan, socket_names, visible_devices
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.receiver.WorkerExtension", "hpcrl.engine.guard.RunKeyGuard"
@@ -72,7 +71,8 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     """
     wish, one_host = options.weight_transfer, len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
     if wish == "auto":
-        wish = "nccl" if not cpu else "shm" if one_host else "gloo"
+        shared = cpu or options.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
+        wish = ("shm" if one_host else "gloo") if shared else "nccl"
     if wish == "nccl" and cpu:
         raise UsageError("--weight-transfer nccl needs CUDA, but vLLM's CPU build is installed", "use auto, shm or gloo")
     if wish == "shm" and not one_host:
@@ -117,7 +117,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     ours: dict[str, Any] = {
         "model": options.hf_checkpoint,
         "served_model_name": "policy",
-        "host": plan.engines[index].host,
+        "host": plan.engines[index].at,
         "port": port,
         "dtype": "bfloat16" if options.bf16 else "float32",
         "seed": options.seed,
@@ -165,15 +165,14 @@ def environment(options: Options, plan: Plan, index: int, base: Mapping[str, str
     place = plan.engines[index]
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weight updates
-        "VLLM_HOST_IP": place.host,  # or else it takes whatever interface comes first
+        "VLLM_HOST_IP": place.at,  # or else it takes whatever interface comes first
     }
     wishes = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    if _loopback(place.host):
-        wishes["GLOO_SOCKET_IFNAME"] = "lo"
+    wishes |= socket_names(place)
     if found.cpu:
         ours["VLLM_TARGET_DEVICE"] = "cpu"
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.rollout_num_gpus_per_engine == 1 else "1"
@@ -188,13 +187,6 @@ def environment(options: Options, plan: Plan, index: int, base: Mapping[str, str
     return merged
 
 
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def cpu_threads(options: Options, plan: Plan, index: int) -> int:
     """Threads of a CPU engine: this process's cores over the trainer ranks and engine workers of the same host.
 
@@ -206,22 +198,3 @@ def cpu_threads(options: Options, plan: Plan, index: int) -> int:
     ranks = sum(p.host == host for p in plan.trainers) * options.trainer_threads
     workers = sum(len(p.slots) for p in plan.engines if p.host == host)
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks + workers))
-
-
-def visible_devices(inherited: str | None, slots: tuple[int, ...]) -> str:
-    """CUDA_VISIBLE_DEVICES of an engine that owns `slots`.
-
-    A list that we were started with holds either just the GPUs of this engine (a Slurm step of its own) or all of the
-    run's on this host, to be counted by slot.
-    """
-    if not inherited:
-        return ",".join(map(str, slots))
-    names = inherited.split(",")
-    if len(names) == len(slots):
-        return inherited
-    if len(names) <= max(slots):
-        raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={inherited} has no GPU number {max(slots)} of the plan",
-            "unset it, or list all GPUs of the run",
-        )
-    return ",".join(names[slot] for slot in slots)

@@ -23,8 +23,10 @@ from hpcrl.options import Options
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
 from hpcrl.rundir import RunDir
+from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.digest import cut, digest
 from hpcrl.weights.fleet import Engine, Fleet
+from hpcrl.weights.fp8 import quantized, scheme_of
 from hpcrl.weights.http import Address
 from hpcrl.weights.transports import GlooTransport, ShmTransport, Stream, Transport
 
@@ -55,13 +57,14 @@ class WeightSender:
         self.fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
-        self.opaque, self.unseen = tuple(self.manifests[0][0]["opaque"]), frozenset(self.manifests[0][0]["unseen"])
+        self.opaque, self.unseen = tuple(self.manifests[0][0]["opaque"]), dict(self.manifests[0][0]["unseen"])
+        self.scheme = scheme_of(options.hf_checkpoint) if options.hf_checkpoint else None
         self.ties: dict[str, list[str]] = {}
         for name, need in self.needs.items():
             if need["same_as"]:
                 self.ties.setdefault(need["same_as"], []).append(name)
         self.expected: list[dict[str, dict[str, str]]] = []  # [engine][rank of the worker][name] -> digest
-        self.transport = self._transport(plan.trainers[0].host)
+        self.transport = self._transport(plan.trainers[0].at)
         self.transport.connect()
 
     def _agreed(self) -> dict[str, dict[str, Any]]:
@@ -105,7 +108,7 @@ class WeightSender:
                 pass
             return {}
         begin = time.monotonic()
-        self.transport.stage(self._checked(tensors))
+        self.transport.stage(self._checked(quantized(tensors, self.scheme)))
         paused = time.monotonic()
         try:
             self.fleet.post("pausing", "/pause?mode=keep")
@@ -127,23 +130,28 @@ class WeightSender:
         }
 
     def _checked(self, tensors: Stream) -> Stream:
-        """The same tensors in the engines' dtypes.  HpcrlError for one that they do not have, or at the end do not get."""
+        """The same tensors in the engines' dtypes.  HpcrlError for one that they do not have, or at the end do not get.
+
+        To and from FP8 nothing is cast here: without scales the numbers would mean nothing.
+        """
         import torch
 
-        missing = {name for name, need in self.needs.items() if not need["same_as"]} | self.unseen
+        missing = {name for name, need in self.needs.items() if not need["same_as"]} | self.unseen.keys()
         self.expected = [{} for _ in self.manifests]
         for name, tensor in tensors:
-            need = self.needs.get(name)
-            if need is None and name not in self.unseen and (self.unseen or not name.startswith(self.opaque or "\0")):
-                near = difflib.get_close_matches(name, self.needs, 1)
+            need = self.needs.get(name) or self.unseen.get(name)
+            if need is None and (self.unseen or not name.startswith(self.opaque or "\0")):
+                near = difflib.get_close_matches(name, [*self.needs, *self.unseen], 1)
                 raise HpcrlError(f"the trainer's {name} is no tensor of the engines{f', nearest is {near[0]}' if near else ''}")
             if need is not None:
-                if need["same_as"]:
+                if need.get("same_as"):
                     raise HpcrlError(
                         f"the trainer's {name} is tied to {need['same_as']} in the engines, which alone is to be sent"
                     )
                 if tuple(tensor.shape) != tuple(need["shape"]):
                     raise HpcrlError(f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {need['shape']}")
+                if "float8" in f"{tensor.dtype}{need['dtype']}" and dtype_name(tensor) != need["dtype"]:
+                    raise HpcrlError(f"the trainer's {name} is {dtype_name(tensor)}, the engines need {need['dtype']}")
                 tensor = tensor.detach().to(getattr(torch, need["dtype"]))
                 if self.options.check_weight_update_equal:
                     self._expect(name, tensor)

@@ -13,6 +13,14 @@ class Extension(WorkerExtension):
         """Undo that."""
         reload.pack_heads = repairs.pack_heads
 
+    def break_experts(self) -> None:
+        """From now on experts that arrive are not arranged again, as in stock vLLM."""
+        reload.drop_expert_kernels = lambda model: []
+
+    def mend_experts(self) -> None:
+        """Undo that."""
+        reload.drop_expert_kernels = repairs.drop_expert_kernels
+
     def forget(self, name: str) -> None:
         """From now on an update that brings this tensor is refused."""
         del self.weight_transfer_engine.take_stock().pieces[name]
