@@ -60,12 +60,46 @@ def _layout(o: Options) -> None:
             f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x PP x CP = {parts}",
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
-    gpus, each = o.rollout_num_gpus or 0, o.rollout_num_gpus_per_engine
+    expert_layout(o)
+    _virtual_stages(o)
+    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
     if gpus % each:
-        raise UsageError(f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}")
+        raise UsageError(
+            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
+        )
     if o.needs_engines and gpus < 1:
         why = "--loss-type policy_loss" if o.loss_type == "policy_loss" else "--eval-interval"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
+
+
+def expert_layout(o: Options) -> None:
+    """UsageError if the layout of the experts does not divide the ranks."""
+    etp, ep, pp = o.expert_tensor_size, o.expert_model_parallel_size, o.pipeline_model_parallel_size
+    if o.world_size % (etp * ep * pp):
+        raise UsageError(
+            f"{o.world_size} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x"
+            f" --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}",
+            "without --expert-tensor-parallel-size it is --tensor-model-parallel-size",
+        )
+
+
+def _virtual_stages(o: Options) -> None:
+    layers, stages = o.num_layers_per_virtual_pipeline_stage, o.num_virtual_stages_per_pipeline_rank
+    if layers and stages:
+        raise UsageError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "
+            "pipeline",
+            "leave one of them out",
+        )
+    name = "num_layers_per_virtual_pipeline_stage" if layers else "num_virtual_stages_per_pipeline_rank"
+    if (layers or stages) and o.pipeline_model_parallel_size == 1:
+        raise UsageError(f"{flag(name)} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
+    group = o.micro_batch_multiple
+    if group < o.pipeline_model_parallel_size and group > 1:
+        raise UsageError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
+            f"--pipeline-model-parallel-size {o.pipeline_model_parallel_size}"
+        )
 
 
 def _batches(o: Options) -> None:
@@ -80,6 +114,13 @@ def _batches(o: Options) -> None:
     if o.step_batch_size % o.data_parallel_size:
         raise UsageError(
             f"{o.step_batch_size} samples of one optimizer step cannot be divided by {o.data_parallel_size} data-parallel ranks"
+        )
+    own = o.step_batch_size // o.data_parallel_size
+    if own % o.micro_batch_multiple:
+        raise UsageError(
+            f"with virtual pipeline stages the {own} samples of a data-parallel rank in one optimizer step must be a multiple of "
+            f"{o.micro_batch_multiple}",
+            "change --global-batch-size, --pipeline-model-parallel-size or the number of ranks",
         )
     if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
         raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
@@ -121,6 +162,28 @@ def _algorithm(o: Options) -> None:
         raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
     if o.min_lr > o.lr and o.lr_decay_style != "constant":
         raise UsageError(f"--min-lr {o.min_lr:g} is higher than --lr {o.lr:g}")
+    _schedules(o)
+
+
+def _schedules(o: Options) -> None:
+    """Of learning rate and weight decay."""
+    if o.lr_warmup_iters and o.lr_warmup_fraction is not None:
+        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction exclude each other", "leave one of them out")
+    if o.lr_warmup_init > o.lr:
+        raise UsageError(f"--lr-warmup-init {o.lr_warmup_init:g} is higher than --lr {o.lr:g}")
+    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
+        raise UsageError("--lr-decay-style WSD needs the length of its decay", "give --lr-wsd-decay-iters")
+    if o.weight_decay_incr_style == "constant":
+        return
+    if o.start_weight_decay is None or o.end_weight_decay is None:
+        raise UsageError(
+            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs both ends",
+            "give --start-weight-decay and --end-weight-decay",
+        )
+    if o.start_weight_decay > o.end_weight_decay:
+        raise UsageError(
+            f"--start-weight-decay {o.start_weight_decay:g} is higher than --end-weight-decay {o.end_weight_decay:g}"
+        )
 
 
 # ---- what would have no effect
@@ -167,8 +230,23 @@ def _inert_in_training(o: Options) -> Iterator[tuple[str, str]]:
         yield "max_tokens_per_gpu", "--use-dynamic-batch-size is not given"
     if o.num_rollout is not None:
         yield "num_epoch", "--num-rollout is given"
+    if o.load is None:
+        yield "ckpt_step", "--load is not given"
+    if o.save_interval is None:
+        yield "async_save", "--save-interval is not given, and the last save is waited for"
     if o.lr_decay_style == "constant":
-        yield "min_lr lr_decay_iters", "--lr-decay-style is constant"
+        fraction = " lr_decay_iters" if o.lr_warmup_fraction is None and o.weight_decay_incr_style == "constant" else ""
+        yield "min_lr" + fraction, "--lr-decay-style is constant"
+    if o.lr_decay_style != "WSD":
+        yield "lr_wsd_decay_style lr_wsd_decay_iters", "--lr-decay-style is not WSD"
+    if not o.lr_warmup_iters and not o.lr_warmup_fraction:
+        yield "lr_warmup_init", "neither --lr-warmup-iters nor --lr-warmup-fraction is given"
+    if o.weight_decay_incr_style == "constant":
+        yield "start_weight_decay end_weight_decay", "--weight-decay-incr-style is constant"
+    else:
+        yield "weight_decay", f"--weight-decay-incr-style is {o.weight_decay_incr_style}"
+    if o.data_parallel_size == 1:
+        yield "balance_data", "there is one data-parallel rank"
     if o.tensor_model_parallel_size == 1:
         yield "sequence_parallel", "--tensor-model-parallel-size is 1"
     if not o.rollout_shuffle and not o.deterministic_mode:

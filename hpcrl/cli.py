@@ -7,10 +7,12 @@ help comes at once; whatever a user can do wrong ends as one line on stderr and 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +24,18 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
 
   hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
-  hpcrl run --resume RUN_DIR                   go on with a run that was stopped
   hpcrl run --help                             every option, with default and source
+  hpcrl submit RECIPE.toml [--site S]          run it as one Slurm job; --dry-run shows plan, script and command
+  hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
+  hpcrl resume RUN                             go on with a run, the way that it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
+  hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
+  hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
+  hpcrl status [RUN]                           what runs are doing: all of them, or one in full
+  hpcrl watch RUN                              the same, live, until it ends
+  hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
+  hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
 
@@ -76,10 +86,38 @@ def command(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"hpcrl {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"run": run, "plan": plan, "hostfile": hostfile, "options": options}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "run": run,
+        "submit": submit,
+        "resume": resubmit,
+        "launch": launch,
+        "plan": plan,
+        "hostfile": hostfile,
+        "convert": convert,
+        "options": options,
+    }
+    commands |= {name: partial(_elsewhere, place) for name, place in LOOKING.items()}
     if argv[0] not in commands:
         raise UsageError(f"{argv[0]} is no command", f"there are {', '.join(commands)}; see hpcrl --help")
     return commands[argv[0]](argv[1:])
+
+
+# ---- hpcrl status, watch, logs, stop, cancel
+
+#: command -> module:function that does it
+LOOKING = {
+    "status": "hpcrl.cluster.look:status",
+    "watch": "hpcrl.cluster.look:watch",
+    "logs": "hpcrl.cluster.logs:logs",
+    "stop": "hpcrl.cluster.control:stop",
+    "cancel": "hpcrl.cluster.control:cancel",
+    "doctor": "hpcrl.cluster.doctor:main",
+}
+
+
+def _elsewhere(place: str, argv: list[str]) -> int:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)(argv)
 
 
 # ---- hpcrl run
@@ -142,6 +180,33 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+# ---- hpcrl submit, hpcrl resume
+
+
+def submit(argv: list[str]) -> int:
+    """`hpcrl submit`: one Slurm job for the whole recipe."""
+    from hpcrl.cluster.submit import submit as run_it
+
+    return run_it(argv)
+
+
+def resubmit(argv: list[str]) -> int:
+    """`hpcrl resume`: go on with a run the way that it was started."""
+    from hpcrl.cluster.submit import resume as run_it
+
+    return run_it(argv)
+
+
+# ---- hpcrl launch
+
+
+def launch(argv: list[str]) -> int:
+    """`hpcrl launch`: a run over the hosts of a hostfile, under mpirun or calling it."""
+    from hpcrl.cluster.launch import launch as run_it
+
+    return run_it(argv)
+
+
 # ---- hpcrl plan
 
 
@@ -198,6 +263,22 @@ def hostfile(argv: list[str]) -> int:
         print(f"{host.name:{width}}  {host.slots} slots  ranks {rank}-{rank + host.slots - 1}")
         rank += host.slots
     return 0
+
+
+# ---- hpcrl convert
+
+#: conversion -> the module whose main(argv) does it
+CONVERSIONS = {"to-torch-dist": "hpcrl.trainer.to_torch_dist", "to-hf": "hpcrl.trainer.to_hf", "to-fp8": "hpcrl.convert.fp8"}
+
+
+def convert(argv: list[str]) -> int:
+    """`hpcrl convert`: weights from one format to another; each conversion has its own flags."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: hpcrl convert WHAT [--help] ...\n\nWHAT: {', '.join(CONVERSIONS)}")
+        return 0
+    if argv[0] not in CONVERSIONS:
+        raise UsageError(f"hpcrl convert {argv[0]}: no such conversion", f"there are {', '.join(CONVERSIONS)}")
+    return importlib.import_module(CONVERSIONS[argv[0]]).main(argv[1:])
 
 
 # ---- hpcrl options

@@ -44,8 +44,21 @@ class ClusterOptions(Base):
 
     actor_num_nodes: int = opt(1, "nodes of the trainer", "slime", ge=1)
     actor_num_gpus_per_node: int = opt(8, "trainer ranks on each of its nodes (GPUs, or processes on CPU)", "slime", ge=1)
-    rollout_num_gpus: int | None = opt(None, "GPUs of all engines together; 0 starts none (sft_loss needs none)", "slime", ge=0)
+    rollout_num_gpus: int | None = opt(
+        None,
+        "GPUs of all engines together; 0 starts none (sft_loss needs none); default with --colocate: the trainer's",
+        "slime",
+        ge=0,
+    )
     rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
+    colocate: bool = opt(
+        False, "engines share the trainer's GPUs; both stay in memory, so lower --vllm-gpu-memory-utilization", "slime"
+    )
+    rank_launcher: Literal["torchrun", "ranks"] = opt(
+        "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"
+    )
+    interface: str | None = opt(None, "network interface that hosts talk through, such as ib0; default: the only one they share")
+    launch_timeout: float = opt(60.0, "seconds until every host must have answered", gt=0)
     trainer_threads: int = opt(1, "CPU threads of one trainer rank (OMP_NUM_THREADS)", ge=1)
     train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
 
@@ -54,11 +67,21 @@ class ModelOptions(Base):
     """model and checkpoints"""
 
     hf_checkpoint: str | None = opt(None, "Hugging Face directory: config, tokenizer, and the weights to start from", "slime")
+    spec: list[str] = opt([], "words of slime's --spec; the model is built from config.json, these must name the same", "slime")
     load: str | None = opt(
         None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime"
     )
+    ref_load: str | None = opt(
+        None, "checkpoint or Hugging Face directory to start from where --load is not given or still empty", "slime"
+    )
+    ckpt_step: int | None = opt(None, "step of --load to start from; default: the newest", "slime", ge=0)
     save: str | None = opt(None, "checkpoint directory; default: checkpoints/ in the run directory", "slime")
     save_interval: int | None = opt(None, "save every N rollouts, and always after the last", "slime", ge=1)
+    async_save: bool = opt(False, "write checkpoints in the background; the last one is waited for", "slime")
+    save_retain_interval: int | None = opt(
+        None, "keep checkpoints of every N rollouts and the newest, remove the others", "megatron", ge=1
+    )
+    save_keep_last: int | None = opt(None, "keep the N newest checkpoints; with --save-retain-interval those too", ge=1)
     bf16: bool = opt(True, "train in bfloat16 with fp32 master weights; --no-bf16 trains in fp32", "megatron")
 
 
@@ -134,9 +157,20 @@ class BatchOptions(Base):
     max_tokens_per_gpu: int | None = opt(
         None, "tokens of one packed micro-batch per GPU; a longer sample runs alone", "slime", ge=1
     )
+    balance_data: bool = opt(
+        True, "as many tokens to every data-parallel rank (slime: off by default); off: samples go to the ranks in turn", "slime"
+    )
     tensor_model_parallel_size: int = opt(1, "TP", "megatron", ge=1)
     pipeline_model_parallel_size: int = opt(1, "PP", "megatron", ge=1)
     context_parallel_size: int = opt(1, "CP", "megatron", ge=1)
+    num_layers_per_virtual_pipeline_stage: int | None = opt(
+        None, "layers of one virtual stage: each pipeline rank holds several, which shortens its idle time", "megatron", ge=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = opt(
+        None, "the same as a number of stages; the one to use with uneven first or last stages", "megatron", ge=1
+    )
+    expert_model_parallel_size: int = opt(1, "EP: ranks that share out the experts of a layer", "megatron", ge=1)
+    expert_tensor_parallel_size: int | None = opt(None, "ETP: ranks that share each expert; default: TP", "megatron", ge=1)
     sequence_parallel: bool = opt(False, "split norms and dropout along the sequence over TP", "megatron")
 
 
@@ -145,10 +179,23 @@ class OptimizerOptions(Base):
 
     lr: float = opt(1e-6, "learning rate", "megatron", ge=0)
     min_lr: float = opt(0.0, "learning rate at the end of the decay", "megatron", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = opt("constant", "schedule after warm-up", "megatron")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = opt(
+        "constant", "schedule after warm-up; WSD: constant, then the decay of --lr-wsd-decay-style", "megatron"
+    )
     lr_warmup_iters: int = opt(0, "optimizer steps of linear warm-up", "megatron", ge=0)
+    lr_warmup_fraction: float | None = opt(None, "the same as a part of the schedule's steps", "megatron", ge=0, lt=1)
+    lr_warmup_init: float = opt(0.0, "learning rate at the start of the warm-up", "megatron", ge=0)
     lr_decay_iters: int | None = opt(None, "optimizer steps of the schedule; default: all of the run", "megatron", ge=1)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = opt(
+        "exponential", "how WSD decays at its end", "megatron"
+    )
+    lr_wsd_decay_iters: int | None = opt(None, "optimizer steps of that decay", "megatron", ge=1)
     weight_decay: float = opt(0.0, "weight decay", "megatron", ge=0)
+    start_weight_decay: float | None = opt(None, "weight decay at the start, where it grows", "megatron", ge=0)
+    end_weight_decay: float | None = opt(None, "weight decay at the end of the schedule", "megatron", ge=0)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = opt(
+        "constant", "how it grows from --start-weight-decay to --end-weight-decay", "megatron"
+    )
     adam_beta1: float = opt(0.9, "Adam's first decay rate", "megatron", ge=0, lt=1)
     adam_beta2: float = opt(0.95, "Adam's second decay rate", "megatron", ge=0, lt=1)
     adam_eps: float = opt(1e-8, "Adam's epsilon", "megatron", gt=0)
@@ -203,6 +250,19 @@ class Options(
         )
 
     @property
+    def micro_batch_multiple(self) -> int:
+        """What divides the micro-batches of a rank in one optimizer step: Megatron's groups where there are virtual stages."""
+        stages = self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
+        if not stages and not self.megatron.get("pipeline_model_parallel_layout"):
+            return 1
+        return self.megatron.get("microbatch_group_size_per_vp_stage") or self.pipeline_model_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """ETP: --expert-tensor-parallel-size; Megatron's default is TP."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
     def needs_engines(self) -> bool:
         """Whether anything is sampled: supervised fine-tuning without evaluation asks no engine."""
         return self.loss_type == "policy_loss" or self.eval_interval is not None
@@ -210,7 +270,14 @@ class Options(
     @property
     def num_engines(self) -> int:
         """Engines: --rollout-num-gpus over the GPUs of one; none where nothing is sampled."""
-        return (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine if self.needs_engines else 0
+        return self.engine_gpus // self.rollout_num_gpus_per_engine if self.needs_engines else 0
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of all engines: --rollout-num-gpus, or with --colocate the trainer's."""
+        if self.rollout_num_gpus is not None:
+            return self.rollout_num_gpus
+        return self.world_size if self.colocate else 0
 
     @property
     def samples_per_rollout(self) -> int:

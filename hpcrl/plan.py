@@ -1,10 +1,12 @@
 """Who runs where: a pure function of the options and an ordered list of hosts with slots.
 
-Invariants: rank order is host order, then slot; every slot has at most one role; the same inputs give the same Plan,
-whoever starts the processes (local processes, Slurm, mpirun).
+Invariants: rank order is host order, then slot; every slot has one role, or two (trainer and engine) with --colocate; the
+same inputs give the same Plan, whoever starts the processes (local processes, Slurm, mpirun).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -13,17 +15,39 @@ from hpcrl.options import Options
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine and the number of GPUs (or process slots) that the run may use there."""
+    """A machine and the number of GPUs (or process slots) that the run may use there.
+
+    address: where its processes listen, on the network that the run uses; empty: what the name resolves to.
+    interface: the network interface that has this address; empty: not known, and left to gloo and NCCL.
+    """
 
     name: str
     slots: int
+    address: str = ""
+    interface: str = ""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where one process runs: the host and the slots (GPU numbers) that it owns there."""
+    """Where one process runs: the host and the slots (GPU numbers) that it owns there; address and interface as in Host.
+
+    also: an engine larger than a host owns these as well; its server sits on `host`.
+    """
 
     host: str
     slots: tuple[int, ...]
+    address: str = ""
+    interface: str = ""
+    also: tuple[Place, ...] = ()
+
+    @property
+    def at(self) -> str:
+        """The address to listen on and to be reached at."""
+        return self.address or self.host
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts that the process needs."""
+        return (self.host, *(place.host for place in self.also))
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -41,49 +65,135 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts, each once, in order of first use."""
-        return tuple(dict.fromkeys(p.host for p in (*self.trainers, *self.engines, self.rollout)))
+        places = (*self.trainers, *self.engines, self.rollout)
+        return tuple(dict.fromkeys(host for place in places for host in place.hosts))
+
+    @property
+    def trainer_hosts(self) -> tuple[str, ...]:
+        """The hosts with trainer ranks, in rank order."""
+        return tuple(dict.fromkeys(place.host for place in self.trainers))
+
+    def ranks_on(self, host: str) -> tuple[int, ...]:
+        """The trainer ranks of a host, in order."""
+        return tuple(rank for rank, place in enumerate(self.trainers) if place.host == host)
 
     def table(self) -> str:
-        """The plan as text, one process a line."""
+        """The plan as text, one process a line; runs of ranks on a host share a line."""
         rows = [("role", "index", "host", "slots")]
-        rows += [("trainer", str(i), p.host, _spell(p.slots)) for i, p in enumerate(self.trainers)]
-        rows += [("engine", str(i), p.host, _spell(p.slots)) for i, p in enumerate(self.engines)]
+        for host in self.trainer_hosts:
+            ranks = self.ranks_on(host)
+            rows.append(("trainer", _range(ranks), host, _range([s for rank in ranks for s in self.trainers[rank].slots])))
+        for number, engine in enumerate(self.engines):
+            for place in (engine, *engine.also):
+                rows.append(("engine", str(number), place.host, _range(place.slots)))
         rows.append(("rollout", "0", self.rollout.host, "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _spell(slots: tuple[int, ...]) -> str:
-    return ",".join(map(str, slots)) or "-"
+def visible_devices(inherited: str | None, slots: tuple[int, ...]) -> str:
+    """CUDA_VISIBLE_DEVICES of processes that own `slots` of their host.
+
+    A list that we were started with holds either just these GPUs (a Slurm step of their own) or all of the run's on this
+    host, to be counted by slot.  UsageError if it has fewer.
+    """
+    if not inherited:
+        return ",".join(map(str, slots))
+    names = inherited.split(",")
+    if len(names) == len(slots):
+        return inherited
+    if len(names) <= max(slots):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={inherited} has no GPU number {max(slots)} of the plan",
+            "unset it, or list all GPUs of the run",
+        )
+    return ",".join(names[slot] for slot in slots)
+
+
+def socket_names(place: Place) -> dict[str, str]:
+    """The environment that keeps gloo and NCCL on the network of the plan; empty if its interface is not known."""
+    if not place.interface:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": f"={place.interface}"}
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """0-3,6: ascending numbers, runs of them folded."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
 
 
 def local_hosts(options: Options) -> list[Host]:
     """This machine as one host with as many slots as the options ask for."""
-    return [Host("127.0.0.1", options.world_size + (options.rollout_num_gpus or 0))]
+    gpus = options.engine_gpus
+    slots = max(options.world_size, gpus) if options.colocate else options.world_size + gpus
+    return [Host("127.0.0.1", slots, "127.0.0.1", "lo")]
 
 
 def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0) -> Plan:
-    """Trainers take the first slots, engines the next; the rollout process sits with the first engine, or else rank 0.
+    """Trainers first, engines in the slots that are left, the rollout process on a host without slots or beside engine 0.
 
-    UsageError when the slots do not suffice, or an engine would have to span hosts.
+    Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
+    may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each other.
+    With --colocate, engines take the same slots as trainers.  UsageError names the host and the number that do not fit.
     """
-    slots = [(host.name, slot) for host in hosts for slot in range(host.slots)]
-    wanted = options.world_size + options.num_engines * options.rollout_num_gpus_per_engine
-    if len(slots) < wanted:
-        raise UsageError(
-            f"{options.world_size} trainer ranks and {options.num_engines} engines of {options.rollout_num_gpus_per_engine} need "
-            f"{wanted} slots, the hosts have {len(slots)}",
-            "lower --actor-num-gpus-per-node or --rollout-num-gpus",
-        )
-    trainers = tuple(Place(host, (slot,)) for host, slot in slots[: options.world_size])
-    free, engines = slots[options.world_size :], []
-    for number in range(options.num_engines):
-        taken, free = free[: options.rollout_num_gpus_per_engine], free[options.rollout_num_gpus_per_engine :]
-        if len({host for host, _ in taken}) > 1:
-            raise UsageError(
-                f"engine {number} would span {taken[0][0]} and {taken[-1][0]}",
-                "choose --rollout-num-gpus-per-engine to divide a node",
-            )
-        engines.append(Place(taken[0][0], tuple(slot for _, slot in taken)))
-    rollout = Place((engines[0] if engines else trainers[0]).host, ())
-    return Plan(run_id, attempt, trainers, tuple(engines), rollout)
+    names = [host.name for host in hosts]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"host {twice} is listed twice", "give each host once, with all its slots")
+    free = {host.name: list(range(host.slots)) for host in hosts}
+    known = {host.name: host for host in hosts}
+    trainers = _trainers(options, known, free)
+    if options.colocate:
+        free = {host.name: list(range(host.slots)) for host in hosts}
+    engines = tuple(_engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines))
+    spare = next((host for host in hosts if host.slots == 0), None)
+    rollout = _place(spare or known[(engines or trainers)[0].host], ())
+    return Plan(run_id, attempt, trainers, engines, rollout)
+
+
+def _place(host: Host, slots: Iterable[int], also: tuple[Place, ...] = ()) -> Place:
+    return Place(host.name, tuple(slots), host.address, host.interface, also)
+
+
+def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Place, ...]:
+    """One Place a rank; their slots are taken out of `free`."""
+    nodes, each = options.actor_num_nodes, options.actor_num_gpus_per_node
+    rooms = [name for name in hosts if len(free[name]) >= each][:nodes]
+    if len(rooms) < nodes and len([host for host in hosts.values() if host.slots]) == 1 and rooms:
+        rooms = [rooms[0]] * nodes  # one machine stands for all nodes, as on a laptop
+    if len(rooms) < nodes or any(len(free[name]) < each * rooms.count(name) for name in rooms):
+        raise _misfit(options, hosts, f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each} trainer ranks do not fit")
+    return tuple(_place(hosts[name], (free[name].pop(0),)) for name in rooms for _ in range(each))
+
+
+def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Place:
+    """The first place with `size` free slots: in one host, or else on whole hosts one after another."""
+    for name, slots in free.items():
+        if len(slots) >= size:
+            return _place(hosts[name], [slots.pop(0) for _ in range(size)])
+    names = [name for name in hosts if hosts[name].slots]
+    for first in range(len(names)):
+        taken: list[str] = []
+        while sum(hosts[name].slots for name in taken) < size and first + len(taken) < len(names):
+            taken.append(names[first + len(taken)])
+        whole = all(len(free[name]) == hosts[name].slots for name in taken)
+        if whole and sum(hosts[name].slots for name in taken) == size and len({hosts[name].slots for name in taken}) == 1:
+            parts = [_place(hosts[name], free[name]) for name in taken]
+            free.update({name: [] for name in taken})
+            return _place(hosts[taken[0]], parts[0].slots, tuple(parts[1:]))
+    raise _misfit(options, hosts, f"engines of --rollout-num-gpus-per-engine {size} slots do not fit")
+
+
+def _misfit(options: Options, hosts: dict[str, Host], what: str) -> UsageError:
+    wanted = local_hosts(options)[0].slots
+    have = ", ".join(f"{host.name} {host.slots}" for host in hosts.values())
+    total = sum(host.slots for host in hosts.values())
+    return UsageError(
+        f"{what}: the run needs {wanted} slots, the hosts have {total} ({have})",
+        "list more hosts or slots, or change --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus",
+    )

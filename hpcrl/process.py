@@ -76,4 +76,5 @@ def end_descendants(grace: float) -> None:
 
 if __name__ == "__main__":  # python -m hpcrl.process COMMAND ...: run a command that dies with its parent
     die_with_parent()
+    del os.environ[PARENT]  # what COMMAND starts elsewhere, such as srun's tasks, has other parents
     os.execvp(sys.argv[1], sys.argv[1:])

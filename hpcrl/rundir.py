@@ -7,7 +7,9 @@
       attempts/N/plan.json        who runs where
       attempts/N/peers/ROLE-I.json    what a process published: address, port, pid, public key
       attempts/N/error.json       the first error of the attempt
+      attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
       attempts/N/stop             exists when the run was asked to save and end
+      attempts/N/end              exists when every process of the attempt is to end now
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
@@ -123,6 +125,7 @@ class RunDir:
     def begin(self) -> None:
         """Make the directories of this attempt and point logs/latest to it."""
         (self.here / "peers").mkdir(parents=True, exist_ok=False, mode=0o700)
+        (self.here / "hosts").mkdir(mode=0o700)
         self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         link = self.root / "logs" / f".latest.{os.getpid()}"
         link.unlink(missing_ok=True)
@@ -190,3 +193,18 @@ class RunDir:
 
     def stop_requested(self) -> bool:
         return (self.here / "stop").exists()
+
+    def request_end(self) -> None:
+        """Tell every host to end its processes of this attempt now."""
+        (self.here / "end").touch(mode=0o600)
+
+    def end_requested(self) -> bool:
+        return (self.here / "end").exists()
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the trainer wrote at the end of this attempt, or None: an older attempt's does not count."""
+        try:
+            found = msgspec.json.decode((self.root / "summary.json").read_bytes(), type=dict)
+        except FileNotFoundError:
+            return None
+        return found if found.get("attempt") == self.attempt else None

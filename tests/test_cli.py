@@ -112,7 +112,7 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
 def test_help_teaches_by_example(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "hpcrl run examples/quickstart.toml" in out and "--resume RUN_DIR" in out and "Exit status" in out
+    assert "hpcrl run examples/quickstart.toml" in out and "hpcrl resume RUN" in out and "Exit status" in out
 
 
 # ---- running
@@ -154,7 +154,7 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["rum"], 2, "rum is no command; there are run, plan, hostfile, options"),
+        (["rum"], 2, "rum is no command; there are run, "),
         (["run"], 2, "no recipe given"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
@@ -197,8 +197,8 @@ def test_errors_of_a_run_keep_their_exit_status(
 def test_what_passes_through_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["options", "--megatron"]) == 0
     out = capsys.readouterr().out
-    assert "--recompute-granularity {full,selective}" in out and "--no-rope-fusion" in out and "OptimizerConfig:" in out
-    assert "--num-moe-experts " not in out and "--lr " not in out and "--finalize-model-grads-func" not in out
+    assert "--recompute-granularity" in out and "--no-rope-fusion" in out and "OptimizerConfig:" in out
+    assert "--params-dtype " not in out and "--lr " not in out and "--finalize-model-grads-func" not in out
     assert main(["options", "--vllm"]) == 0
     out = capsys.readouterr().out
     assert (

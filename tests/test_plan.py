@@ -1,6 +1,8 @@
-"""The plan is a pure function: rank order, one role a slot, clear refusals."""
+"""The plan is a pure function: rank order, one role a slot (two when colocated), clear refusals."""
 
 from __future__ import annotations
+
+import collections
 
 import msgspec
 import pytest
@@ -8,43 +10,119 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import UsageError
+from hpcrl.groups import planned
 from hpcrl.options import Options
-from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.plan import Host, Plan, local_hosts, make_plan, socket_names, visible_devices
 
 
-def options(trainers: int, gpus: int, per_engine: int = 1) -> Options:
-    return Options(actor_num_gpus_per_node=trainers, rollout_num_gpus=gpus, rollout_num_gpus_per_engine=per_engine)
+def options(trainers: int, gpus: int, per_engine: int = 1, nodes: int = 1, **more: object) -> Options:
+    return Options(
+        actor_num_nodes=nodes,
+        actor_num_gpus_per_node=trainers,
+        rollout_num_gpus=gpus,
+        rollout_num_gpus_per_engine=per_engine,
+        **more,
+    )
 
 
-@given(st.integers(1, 8), st.integers(0, 4), st.integers(1, 4), st.lists(st.integers(1, 8), min_size=1, max_size=6))
-def test_every_slot_has_at_most_one_role_and_ranks_follow_host_order(
-    trainers: int, engines: int, per_engine: int, slots: list[int]
-) -> None:
+SHAPES = st.tuples(
+    st.integers(1, 4),  # nodes of the trainer
+    st.integers(1, 8),  # its ranks on each
+    st.integers(0, 4),  # engines
+    st.integers(1, 16),  # GPUs of one
+    st.lists(st.integers(0, 8), min_size=1, max_size=8),  # slots of the hosts
+    st.booleans(),  # colocated
+)
+
+
+@given(SHAPES)
+def test_every_slot_has_one_role_or_two_when_colocated(shape: tuple) -> None:
+    nodes, each, engines, size, slots, colocate = shape
     hosts = [Host(f"n{i}", n) for i, n in enumerate(slots)]
+    o = options(each, engines * size, size, nodes, colocate=colocate)
     try:
-        plan = make_plan(options(trainers, engines * per_engine, per_engine), hosts, "r")
+        plan = make_plan(o, hosts, "r")
     except UsageError as error:
-        short = sum(slots) < trainers + engines * per_engine
-        assert short or "span" in str(error)
+        assert "do not fit" in str(error) and f"the hosts have {sum(slots)}" in str(error)
         return
-    places = [*plan.trainers, *plan.engines]
-    used = [(p.host, s) for p in places for s in p.slots]
-    assert len(used) == len(set(used)) == trainers + engines * per_engine
-    order = [(h.name, s) for h in hosts for s in range(h.slots)]
-    assert used == order[: len(used)]
-    assert plan.rollout.host in {h.name for h in hosts}
+    assert len(plan.trainers) == nodes * each and len(plan.engines) == engines
+    trained = [(p.host, s) for p in plan.trainers for s in p.slots]
+    served = [(p.host, s) for e in plan.engines for p in (e, *e.also) for s in p.slots]
+    assert len(set(trained)) == len(trained) and len(set(served)) == len(served) == engines * size
+    uses = collections.Counter(trained + served)
+    assert max(uses.values(), default=0) <= 1 + colocate
+    assert set(uses) <= {(h.name, s) for h in hosts for s in range(h.slots)}
+    order = {h.name: i for i, h in enumerate(hosts)}
+    assert trained == sorted(trained, key=lambda x: (order[x[0]], x[1]))
+    for place in plan.engines:
+        assert bool(place.also) == (len(place.slots) < size)  # one host, or whole hosts
+        if place.also:
+            assert all(len(p.slots) == slots[order[p.host]] for p in (place, *place.also))
+    spare = [h.name for h in hosts if h.slots == 0]
+    assert plan.rollout.host == (spare[0] if spare else (plan.engines or plan.trainers)[0].host)
 
 
-def test_too_few_slots_name_both_numbers() -> None:
-    with pytest.raises(UsageError, match="5 slots, the hosts have 3"):
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4))
+def test_tensor_parallel_groups_stay_inside_a_host_where_they_can(tp: int, pp: int, cp: int, nodes: int) -> None:
+    o = options(8, 0, nodes=nodes, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp)
+    plan = make_plan(o, [Host(f"n{i}", 8) for i in range(nodes)], "r")
+    if (8 * nodes) % (tp * pp * cp):
+        with pytest.raises(UsageError, match="do not divide"):
+            planned(o)
+        return
+    for kind, groups in planned(o).items():
+        assert sorted(rank for group in groups for rank in group) == list(range(8 * nodes)), kind
+        assert len({len(group) for group in groups}) == 1
+    for group in planned(o)["tp"]:
+        assert len({plan.trainers[rank].host for rank in group}) == 1
+
+
+def test_too_few_slots_name_both_numbers_and_every_host() -> None:
+    with pytest.raises(UsageError, match=r"needs 5 slots, the hosts have 3 \(a 3\)"):
         make_plan(options(4, 1), [Host("a", 3)], "r")
+
+
+def test_a_host_that_is_listed_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="host a is listed twice"):
+        make_plan(options(1, 0), [Host("a", 3), Host("a", 3)], "r")
+
+
+def test_trainers_take_their_share_of_each_node_and_engines_the_rest() -> None:
+    plan = make_plan(options(4, 8, 4, nodes=2), [Host("a", 8), Host("b", 8)], "r")
+    assert [p.host for p in plan.trainers] == ["a"] * 4 + ["b"] * 4
+    assert [(e.host, e.slots) for e in plan.engines] == [("a", (4, 5, 6, 7)), ("b", (4, 5, 6, 7))]
+
+
+def test_an_engine_larger_than_a_host_takes_whole_hosts() -> None:
+    o = options(8, 64, 32, nodes=8, colocate=True)
+    plan = make_plan(o, [Host(f"n{i}", 8) for i in range(8)], "r")
+    assert [e.hosts for e in plan.engines] == [("n0", "n1", "n2", "n3"), ("n4", "n5", "n6", "n7")]
+    with pytest.raises(UsageError, match="engines of --rollout-num-gpus-per-engine 12 slots do not fit"):
+        make_plan(options(1, 12, 12), [Host("a", 1), Host("b", 8), Host("c", 8)], "r")
+
+
+def test_a_host_without_slots_is_the_rollouts() -> None:
+    plan = make_plan(options(1, 1), [Host("a", 1), Host("b", 1), Host("c", 0, "10.0.0.3", "ib0")], "r")
+    assert (plan.rollout.host, plan.rollout.at) == ("c", "10.0.0.3")
+    assert socket_names(plan.rollout) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert plan.trainers[0].at == "a" and socket_names(plan.trainers[0]) == {}
 
 
 def test_a_plan_survives_json_and_prints_every_process() -> None:
     o = options(2, 2)
     plan = make_plan(o, local_hosts(o), "run-1", attempt=3)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-    assert plan.hosts == ("127.0.0.1",)
-    assert [line.split()[:2] for line in plan.table().splitlines()[1:]] == [
-        ["trainer", "0"], ["trainer", "1"], ["engine", "0"], ["engine", "1"], ["rollout", "0"],
+    assert plan.hosts == plan.trainer_hosts == ("127.0.0.1",)
+    assert plan.ranks_on("127.0.0.1") == (0, 1)
+    assert [line.split() for line in plan.table().splitlines()[1:]] == [
+        ["trainer", "0-1", "127.0.0.1", "0-1"], ["engine", "0", "127.0.0.1", "2"],
+        ["engine", "1", "127.0.0.1", "3"], ["rollout", "0", "127.0.0.1", "-"],
     ]  # fmt: skip
+
+
+def test_visible_devices_count_in_what_was_inherited() -> None:
+    assert visible_devices(None, (2, 3)) == "2,3"
+    assert visible_devices("4,5,6,7", (2, 3)) == "6,7"
+    assert visible_devices("6,7", (2, 3)) == "6,7"  # a step of their own
+    with pytest.raises(UsageError, match="no GPU number 3"):
+        visible_devices("0", (2, 3))

@@ -40,7 +40,7 @@ def endpoint(host: str, port: int) -> str:
 
 def bind_address(plan: Plan) -> str:
     """The address of the rollout's host, to listen on and to be reached at.  UsageError if it is no single interface."""
-    host = plan.rollout.host
+    host = plan.rollout.at
     try:
         address = ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, ValueError) as error:

@@ -98,6 +98,8 @@ def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -
         num_steps=steps,
         max_tokens_per_gpu=options.max_tokens_per_gpu if options.use_dynamic_batch_size else None,
         micro_batch_size=options.micro_batch_size,
+        multiple=options.micro_batch_multiple,
+        balance=options.balance_data,
     )
     masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
     bounds = masked[batch.response_offsets[::size]]  # masked tokens before each optimizer step

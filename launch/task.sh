@@ -1,0 +1,44 @@
+#!/bin/bash
+# What every task of an srun executes, on every host of a run:
+#
+#     task.sh PROGRAM ARGUMENTS...        PROGRAM: probe, doctor, host, once
+#
+#   probe   say which addresses this host has, before the plan is made
+#   doctor  look at this host, for hpcrl doctor
+#   host    start this host's roles of the plan (trainer ranks, engines, rollout) and watch them
+#   once    run a command on the first host only (what a recipe prepares)
+#
+# The environment that all of them share is set here and nowhere else.
+set -euo pipefail
+
+: "${HPCRL_PYTHON:=python3}"                      # the interpreter on the nodes; a container has its own
+host=${SLURMD_NODENAME:?no srun task: this script is started by srun}
+export PYTHONUNBUFFERED=1
+unset HPCRL_PARENT                                # the launcher's; our parent is Slurm's
+# A task of srun is no MPI rank: what it starts must not believe so.
+unset "${!PMI_@}" "${!PMIX_@}" "${!OMPI_@}"
+
+program=$1
+shift
+case $program in
+once)
+    if [ "${SLURM_PROCID:-0}" != 0 ]; then exit 0; fi
+    exec "$HPCRL_PYTHON" -m hpcrl.process "$@"
+    ;;
+probe)
+    if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
+    exec "$HPCRL_PYTHON" -m hpcrl.cluster.probe "$@" --host "$host"
+    ;;
+doctor)
+    if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
+    exec "$HPCRL_PYTHON" -m hpcrl.cluster.doctor_node "$@" --host "$host"
+    ;;
+host)
+    if [ "${HPCRL_TASKS:-hosts}" = slots ]; then set -- "$@" --slot "$SLURM_LOCALID"; fi
+    exec "$HPCRL_PYTHON" -m hpcrl.cluster.host "$@" --host "$host"
+    ;;
+*)
+    echo "task.sh: no program $program; there are probe, doctor, host, once" >&2
+    exit 2
+    ;;
+esac
