@@ -13,7 +13,7 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test fast lint docs bench cluster packages
+.PHONY: help env quickstart test fast lint docs sbatch bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
@@ -21,6 +21,7 @@ help:
 	@echo "make fast         only the tests that start no processes"
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md anew"
+	@echo "make sbatch       write the scripts of sbatch/ anew"
 	@echo "make bench        measure beside Ray and Redis (installs them into the environment)"
 	@echo "make cluster      a real Slurm and MPI cluster on this machine, to play on; it is in $(CLUSTER)"
 	@echo "make packages     the Debian packages that the cluster needs (as root; make test does it too)"
@@ -73,6 +74,9 @@ cluster: packages
 lint: $(ENV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+sbatch: $(ENV)
+	$(BIN)/python -m tests.test_slurm_script
 
 docs: $(ENV)
 	$(BIN)/hpcrl options --write docs/options.md
