@@ -196,8 +196,8 @@ def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
 tmpfs /tmp tmpfs rw 0 0
-fs@tcp:/w /w lustre rw 0 0
 tmpfs /w/local tmpfs rw 0 0
+fs@tcp:/w /w lustre rw 0 0
 nfs:/h /my\\040home nfs4 rw 0 0
 """
 

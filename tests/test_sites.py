@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hpcrl.cluster.container import Container
 from hpcrl.cluster.sites import Component, Site, apply, find, from_flags, load_site, minutes, names
 from hpcrl.errors import UsageError
+from hpcrl.flags import load_recipe
 
 SITES = Path(__file__).parent.parent / "sites"
 
@@ -217,6 +218,15 @@ def test_gpus_are_asked_for_as_the_site_wants() -> None:
     site = apply(site, {"gpu_flag": "gres"})
     assert site.gpus("trainer", 8) == "gres=gpu:8" and site.gpus("engine", 4) == "gres=gpu:h100:4"
     assert site.gpus("rollout", 0) is None
+
+
+def test_options_of_a_site_give_way_to_recipe_and_flags(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('rank_launcher = "torchrun"')
+    recipe = load_recipe(tmp_path / "r.toml")
+    site = Site(interface="ib0", rank_launcher="ranks")
+    assert site.options(recipe, {"seed": 1}) == {"interface": "ib0", "seed": 1}
+    assert site.options(recipe, {"interface": "eth0"}) == {"interface": "eth0"}
+    assert Site().options(recipe, {}) == {}
 
 
 # ---- containers

@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
     overrides, given, words = parse_flags(argv, OWN)
     if len(words) > 1:
         raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
-    case = Case(from_flags(given), *_stages(load_recipe(words[0]) if words else None, overrides))
+    site, recipe = from_flags(given), load_recipe(words[0]) if words else None
+    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides))
     findings = []
     for finding in login(case, find(given.get("site") or os.environ.get("HPCRL_SITE") or "default")):
         findings.append(finding)

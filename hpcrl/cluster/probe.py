@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +150,16 @@ def write(rundir: RunDir, host: str) -> None:
     write_atomic(rundir.here / "hosts" / f"{host}.json", msgspec.json.encode(found))
 
 
-def gather(rundir: RunDir, hosts: list[str], seconds: float) -> dict[str, Report]:
-    """Every host's report.  DeadlineError names the hosts that did not answer."""
+def gather(rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None) -> dict[str, Report]:
+    """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
     deadline, found = time.monotonic() + seconds, {}
     while len(found) < len(hosts):
         for host in [h for h in hosts if h not in found]:
             path = rundir.here / "hosts" / f"{host}.json"
             if path.exists():
                 found[host] = msgspec.json.decode(path.read_bytes(), type=Report)
+        if len(found) < len(hosts):
+            check()
         if time.monotonic() > deadline:
             silent = ", ".join(h for h in hosts if h not in found)
             raise DeadlineError(
@@ -176,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rundir = RunDir(args.run, args.attempt)
     if not rundir.here.is_dir():
-        print(f"hpcrl: error: host {args.host} does not see {rundir.here}: is {args.run} shared?", file=sys.stderr)
+        print(f"hpcrl: error: host {args.host} does not see {rundir.here}: do all hosts share that file system?", file=sys.stderr)
         return 1
     write(rundir, args.host)
     return 0

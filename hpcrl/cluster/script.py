@@ -77,7 +77,7 @@ def _component(script: Script, request: Request, site: Site, index: int) -> dict
         "what": f"{what}, {component.nodes} node{'s' if component.nodes > 1 else ''}",
         "options": [_directive(x) for x in (*(_job(script, request, site) if index == 0 else ()), *_options(component, site))],
         "slots": component.slots,
-        "step": shlex.join(step(component, index if request.layout == "heterogeneous" else None, site, script)),
+        "step": shlex.join(step(component, index if len(request.components) > 1 else None, site, script)),
     }
 
 

@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from hpcrl.cluster.container import Container
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.files import shipped
+from hpcrl.flags import Recipe
 from hpcrl.names import nearest, spell
 
 COMPONENTS = ("trainer", "engine", "rollout")
@@ -142,6 +143,12 @@ class Site(BaseModel):
             if not word.startswith("-"):
                 raise ValueError(f"srun: {word} is no option; write --name=value as one word")
         return self
+
+    def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """`overrides` with the options that this site sets and neither recipe nor flags do."""
+        mine = {"interface": self.interface, "rank_launcher": self.rank_launcher}
+        said = {*recipe.values, *overrides, *(name for stage in recipe.stages for name in stage.values)}
+        return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
 
     def gpus(self, component: str, count: int) -> str | None:
         """The sbatch option that asks for `count` GPUs a node of a component, without dashes; None for none."""

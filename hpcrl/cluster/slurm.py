@@ -77,7 +77,7 @@ class Slurm:
     """The hosts of this job, reached with srun."""
 
     def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
+        self.groups, self.count = groups, sum(len(group.nodes) for group in groups)
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """Every host's own report first; then the network that all of them share."""
@@ -85,7 +85,7 @@ class Slurm:
         log = rundir.logs / "probe.log"
         steps = [spawn(self._step(group, "probe", rundir), log) for group in self.groups]
         try:
-            reports = probe.gather(rundir, names, options.launch_timeout)
+            reports = probe.gather(rundir, names, options.launch_timeout, lambda: _check_started(steps, log))
         except DeadlineError as error:
             raise HostsSilent(error.what, f"{error.mend} See {log}") from None
         finally:
@@ -126,6 +126,15 @@ class Slurm:
     def _step(self, group: Group, program: str, rundir: RunDir) -> list[str]:
         words = [program, str(rundir.root), "--attempt", str(rundir.attempt)]
         return [sys.executable, "-m", "hpcrl.process", *group.step, *words]
+
+
+def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
+    """HpcrlError with its last words if an srun could not start its tasks."""
+    if any(step.poll() for step in steps):
+        said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line.lower()]
+        ours = [line.partition("hpcrl: error: ")[2] for line in said if "hpcrl: error: " in line]
+        why = (ours or said or ["srun gave no reason"])[0]
+        raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")
 
 
 class HostsSilent(DeadlineError):
@@ -217,7 +226,7 @@ def run(job: Job) -> dict[str, Any]:
     except HpcrlError as error:
         if isinstance(error, HostsSilent):
             requeue(job, job_id, restarts, str(error))
-        elif lost := backend.silent(20.0):
+        elif (lost := backend.silent(20.0)) and len(lost) < backend.count:  # all of them: that is not the hosts' fault
             requeue(job, job_id, restarts, f"no answer from {', '.join(lost)} ({error})")
         raise
     return final_summary(job)

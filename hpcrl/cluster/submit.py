@@ -66,6 +66,7 @@ def submit(argv: list[str]) -> int:
     recipe = load_recipe(words[0])
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     site = _site(own)
+    overrides = site.options(recipe, overrides)
     stages = _stages(recipe, overrides)
     request = make_request(stages, site)
     if own.get("print"):
