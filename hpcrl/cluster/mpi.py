@@ -297,7 +297,7 @@ def run_ranks(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | N
         _leave(wire, True, error.exit_code)
     if wire.rank:
         _leave(wire, True, follow(wire, crew))
-    by_host = {hand.host: reports[hand.rank] for hand in reversed(crew.hands)}
+    by_host = {host.name: reports[crew.first(host.name)] for host in crew.hosts}
     status, backend = 1, Mpi(wire, crew, by_host, Path())
     try:
         status = _lead(backend, recipe, overrides, resume)

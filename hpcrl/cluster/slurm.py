@@ -20,6 +20,8 @@ from typing import Any
 
 from hpcrl.cluster import probe
 from hpcrl.cluster.attempt import Member, Stop
+from hpcrl.cluster.doctor_job import Job as Look
+from hpcrl.cluster.doctor_job import Step, examine
 from hpcrl.cluster.headway import check_headway, margin
 from hpcrl.cluster.job import Job, begin, reopen, run_job, say
 from hpcrl.cluster.local import spawn
@@ -78,6 +80,7 @@ class Slurm:
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups, self.count = groups, sum(len(group.nodes) for group in groups)
+        self.examined = False
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """Every host's own report first; then the network that all of them share."""
@@ -92,8 +95,24 @@ class Slurm:
             for step in steps:
                 step.terminate()
         network = probe.choose(reports, options.interface)
+        self._examine(options, rundir)
         slots = [(node, group.slots) for group in self.groups for node in group.nodes]
         return [Host(node, count, network[node].address, network[node].interface) for node, count in slots]
+
+    def _examine(self, options: Options, rundir: RunDir) -> None:
+        """What `hpcrl doctor --nodes` looks at in passing, once: HpcrlError names the first thing that is wrong."""
+        if self.examined:
+            return
+        self.examined = True
+        roles = ("trainer", "engine", "rollout")[: len(self.groups)]
+        steps = [Step(role, len(g.nodes), g.slots, [*g.step, "doctor"]) for role, g in zip(roles, self.groups, strict=True)]
+        look = Look(steps, options.interface, gpus=False, allreduce=False, imports=False, seconds=options.launch_timeout)
+        findings = examine(look, rundir.here / "doctor", options.launch_timeout)
+        for finding in findings:
+            if finding.level == "warn":
+                say(finding.line())
+        if bad := [finding for finding in findings if finding.level == "fail"]:
+            raise HpcrlError(f"{bad[0].line()}{f' (and {len(bad) - 1} more)' if bad[1:] else ''}", "hpcrl doctor --nodes shows all")
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
         members = []

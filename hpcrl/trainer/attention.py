@@ -30,11 +30,6 @@ from hpcrl.trainer.keys import name_as_elsewhere
 Adapt = Callable[[ModuleSpec, type, TransformerConfig], None]
 
 
-def use_transformer_engine() -> bool:
-    """Whether layers are built from Transformer Engine: where there is CUDA and it is installed."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
 def use_flash_attention(query: torch.Tensor) -> bool:
     """Whether our attention calls the flash-attn package: half precision on CUDA, and it is installed."""
     half = query.dtype in (torch.bfloat16, torch.float16)

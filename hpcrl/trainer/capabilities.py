@@ -7,35 +7,53 @@ without what was asked for.  Invariant: a setting that passes `check` has its ef
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from hpcrl.errors import UsageError
-from hpcrl.trainer.attention import use_transformer_engine
 
-
-def _found(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-#: what a setting may need besides CUDA -> whether it is there
-PARTS: dict[str, Callable[[], bool]] = {
-    "Transformer Engine": use_transformer_engine,
-    "flash-attn or Transformer Engine": lambda: use_transformer_engine() or _found("flash_attn"),
-    "Transformer Engine or grouped_gemm": lambda: use_transformer_engine() or _found("grouped_gemm"),
-    "grouped_gemm": lambda: _found("grouped_gemm"),
-    "DeepEP": lambda: _found("deep_ep"),
-    "Apex or Transformer Engine": lambda: use_transformer_engine() or _found("apex"),
+#: what a setting may need besides CUDA -> the packages of which one must be installed
+PARTS: dict[str, tuple[str, ...]] = {
+    "Transformer Engine": ("transformer_engine",),
+    "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),
+    "DeepEP": ("deep_ep",),
+    "Apex or Transformer Engine": ("apex", "transformer_engine"),
 }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What settings ask of a machine: CUDA, and packages of PARTS."""
+
+    cuda: bool
+    packages: frozenset[str]
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one."""
+        known = {package for packages in PARTS.values() for package in packages}
+        return cls(torch.cuda.is_available(), frozenset(name for name in known if importlib.util.find_spec(name)))
+
+    def has(self, part: str) -> bool:
+        """Whether there is CUDA, and the part ("": CUDA alone)."""
+        return self.cuda and (not part or not self.packages.isdisjoint(PARTS[part]))
+
+    @property
+    def engine(self) -> bool:
+        """Whether layers are built from Transformer Engine: where there is CUDA and it is installed."""
+        return self.has("Transformer Engine")
+
+
 _CUDA = """
 fp8 fp4 gradient_accumulation_fusion nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
 pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
 """
 _ENGINE = """
 apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading fp8_param
-fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_permute_fusion moe_router_fusion qk_clip
+fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion moe_router_fusion qk_clip
 tp_comm_overlap use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
 """
 #: a setting that is on -> the part that it needs ("" is CUDA alone)
@@ -45,8 +63,6 @@ NEEDS: dict[str, str] = (
     | {
         "gradient_accumulation_fusion": "Apex or Transformer Engine",
         "moe_enable_deepep": "DeepEP",
-        "moe_grouped_gemm": "Transformer Engine or grouped_gemm",
-        "moe_use_legacy_grouped_gemm": "grouped_gemm",
         "persist_layer_norm": "Transformer Engine",
     }
 )
@@ -84,6 +100,7 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
     "config_logger_dir": "all settings are in the run's options.json",
     "log_num_zeros_in_grad": "it is no metric of hpcrl's",
     "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
+    "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is Transformer Engine's",
     "num_distributed_optimizer_instances": "the optimizer's state is spread over all data-parallel ranks",
     "num_microbatches_with_partial_activation_checkpoints": "use --recompute-granularity full with --recompute-method block",
     "pipeline_model_parallel_comm_backend": "the pipeline's groups are NCCL's with CUDA, else gloo's",
@@ -114,8 +131,8 @@ WITHOUT: dict[str, tuple[str, Any]] = {
 }
 
 
-def check(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """UsageError for the first of the user's settings that cannot have its effect here.
+def check(given: Mapping[str, Any], defaults: Mapping[str, Any], machine: Machine) -> None:
+    """UsageError for the first of the user's settings that cannot have its effect on `machine`.
 
     given: the user's settings that config.json does not decide, by field, in the types of their fields; defaults: the
     default of every field.
@@ -126,27 +143,29 @@ def check(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         if name in NEVER and value not in (None, False) and value != defaults[name]:
             _refuse(name, value, NEVER[name])
         if value and name in NEEDS:
-            _need(name, value, NEEDS[name])
+            _need(machine, name, value, NEEDS[name])
         plain = getattr(value, "name", value)  # of an enum
         if isinstance(plain, (str, bool)) and (part := VALUE_NEEDS.get((name, plain))):
-            _need(name, value, part)
+            _need(machine, name, value, part)
         if name in WITHOUT and value != defaults[name]:
             master, wanted = WITHOUT[name]
             if given.get(master) != wanted:
                 text = f"--{_dashed(master)}" + ("" if wanted is True else f" {wanted}")
                 raise UsageError(f"{_flag(name, value)} has no effect without {text}", "leave it out")
-    _combinations(given)
+    _combinations(given, machine)
 
 
-def _combinations(given: Mapping[str, Any]) -> None:
+def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
     if getattr(given.get("attention_backend"), "name", "") == "local":
         _refuse("attention_backend", "local", "Megatron's own attention takes no packed sequences")
     if given.get("transformer_impl") == "inference_optimized":
         _refuse("transformer_impl", "inference_optimized", _INFERENCE)
-    if given.get("cp_comm_type") not in (None, "all_gather") and not use_transformer_engine():
-        _need("cp_comm_type", given["cp_comm_type"], "Transformer Engine")
+    if given.get("transformer_impl") == "local" and given.get("moe_grouped_gemm"):
+        _refuse("moe_grouped_gemm", True, "it is Transformer Engine's, which --transformer-impl local leaves out")
+    if given.get("cp_comm_type") not in (None, "all_gather"):
+        _need(machine, "cp_comm_type", given["cp_comm_type"], "Transformer Engine")
     if "layernorm" in (given.get("recompute_modules") or ()):
-        _need("recompute_modules", "layernorm", "Transformer Engine")
+        _need(machine, "recompute_modules", "layernorm", "Transformer Engine")
     if given.get("optimizer", "adam") not in ("adam", "sgd"):
         _refuse("optimizer", given["optimizer"], "hpcrl builds adam or sgd")
     if given.get("optimizer") == "sgd" and given.get("use_distributed_optimizer", True):
@@ -155,11 +174,11 @@ def _combinations(given: Mapping[str, Any]) -> None:
         _refuse("optimizer_cpu_offload", True, "it is AdamW's: leave --no-decoupled-weight-decay out")
 
 
-def _need(name: str, value: Any, part: str) -> None:
-    if not torch.cuda.is_available():
+def _need(machine: Machine, name: str, value: Any, part: str) -> None:
+    if not machine.cuda:
         also = f" and {part}" if part else ""
         raise UsageError(f"{_flag(name, value)} cannot be done without CUDA{also}", "leave it out on a CPU")
-    if part and not PARTS[part]():
+    if not machine.has(part):
         raise UsageError(f"{_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out")
 
 

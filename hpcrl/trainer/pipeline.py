@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from hpcrl.errors import UsageError
@@ -24,11 +23,11 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 OVERLAP = "--overlap-p2p-comm"
 
 
-def pipeline_fields(options: Options, fields: Mapping[str, Any]) -> dict[str, Any]:
+def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> dict[str, Any]:
     """TransformerConfig's fields on pipeline stages.
 
     fields: of the model and the user's own; read are num_layers, the uneven stages, the layout and overlap_p2p_comm.
-    UsageError if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
+    cuda: whether messages go by NCCL, else by gloo.  UsageError if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
     """
     size = options.pipeline_model_parallel_size
     stages = _stages(options, fields)
@@ -41,7 +40,7 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any]) -> dict[str, An
         overlap = False
     else:
         overlap = True if overlap is None else overlap
-        if not overlap and (size == 2 or not torch.cuda.is_available()):
+        if not overlap and (size == 2 or not cuda):
             where = "between two pipeline ranks" if size == 2 else "over gloo"
             raise UsageError(
                 f"--no-overlap-p2p-communication with virtual pipeline stages: {where} Megatron's batched messages reach the "
@@ -56,7 +55,7 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any]) -> dict[str, An
         "variable_seq_lengths": size > 1,  # packed micro-batches differ in length
         # As Megatron-LM: an activation that was sent is not needed any more.  But the messages of virtual stages may still
         # be under way then: a CUDA stream keeps the order, gloo would send what has taken the activation's place.
-        "deallocate_pipeline_outputs": size > 1 and (stages is None or torch.cuda.is_available()),
+        "deallocate_pipeline_outputs": size > 1 and (stages is None or cuda),
     }
 
 

@@ -29,7 +29,7 @@ from hpcrl.errors import UsageError
 from hpcrl.models.flags import check_model_args
 from hpcrl.options import Options
 from hpcrl.trainer import capabilities
-from hpcrl.trainer.attention import use_transformer_engine
+from hpcrl.trainer.capabilities import Machine
 from hpcrl.trainer.pipeline import pipeline_fields
 
 CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
@@ -46,18 +46,20 @@ class Settings:
     ddp: dict[str, Any]
 
 
-def resolve(options: Options, model: Mapping[str, Any], gpt: Mapping[str, Any]) -> Settings:
+def resolve(options: Options, model: Mapping[str, Any], gpt: Mapping[str, Any], machine: Machine | None = None) -> Settings:
     """All settings: the model's (checked against the user's), hpcrl's defaults under the user's, the options' own.
 
-    model: TransformerConfig fields from config.json; gpt: GPTModel's arguments from it (vocab_size among them).
+    model: TransformerConfig fields from config.json; gpt: GPTModel's arguments from it (vocab_size among them);
+    machine: on which the model will be trained (None: this one).
     """
+    machine = machine or Machine.here()
     given = {name: _checked(name, value) for name, value in check_model_args(options.megatron, model, gpt).items()}
-    capabilities.check(given, _dataclass_defaults())
-    fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given})}
+    capabilities.check(given, _dataclass_defaults(), machine)
+    fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given}, machine.cuda)}
     for name in given.keys() & fixed.keys():
         if given[name] != fixed[name]:
             raise UsageError(f"--{_flag(name)} {given[name]} cannot be: hpcrl needs {fixed[name]}")
-    merged = {**_defaults(options), **model, **given, **fixed}
+    merged = {**_defaults(machine), **model, **given, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
     return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES))
 
@@ -82,15 +84,14 @@ def refusals(what: str) -> Iterator[None]:
 # ---- what hpcrl sets
 
 
-def _defaults(options: Options) -> dict[str, Any]:
+def _defaults(machine: Machine) -> dict[str, Any]:
     """Ours where the user says nothing: slime's where it sets them, else what runs."""
-    cuda = torch.cuda.is_available()
     return {
         "attention_softmax_in_fp32": True,
-        "bias_activation_fusion": cuda,
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": machine.cuda,
+        "bias_dropout_fusion": machine.cuda,
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": use_transformer_engine(),
+        "apply_rope_fusion": machine.engine,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "init_method_std": 0.02,
@@ -102,7 +103,7 @@ def _defaults(options: Options) -> dict[str, Any]:
         "optimizer": "adam",
         "decoupled_weight_decay": True,
         "optimizer_offload_fraction": 1.0,  # as Megatron-LM: --optimizer-cpu-offload moves all of it
-        "transformer_impl": "transformer_engine" if use_transformer_engine() else "local",
+        "transformer_impl": "transformer_engine" if machine.engine else "local",
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",

@@ -1,0 +1,208 @@
+"""Published models: slime's flags for them (MODEL_ARGS), and their config.json, each written down by itself.
+
+MODELS[name] is (flags, config.json, what of the flags is not about the model and left for Megatron).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+
+# ---- flags
+
+DENSE = "--swiglu --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --group-query-attention"
+SIZES = "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups vocab-size".split()
+UNTIED = " --untie-embeddings-and-output-weights"
+QWEN3 = " --norm-epsilon 1e-06 --kv-channels 128 --qk-layernorm"
+LLAMA = " --max-position-embeddings 131072 --norm-epsilon 1e-05 --rotary-base 500000 --kv-channels 128 --use-rope-scaling"
+GLM4 = (
+    "--spec slime_plugins.models.glm4 get_glm_spec --norm-epsilon 1e-05 --rotary-base 10000 --post-self-attn-layernorm"
+    f" --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion{UNTIED} "
+)
+MOE = (
+    "--disable-bias-linear --group-query-attention --kv-channels 128 --normalization RMSNorm --position-embedding-type rope"
+    f" --swiglu{UNTIED} --rotary-base 1000000 --moe-token-dispatcher-type alltoall --moe-router-topk 8 --moe-grouped-gemm"
+    " --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0"
+)
+QWEN3_MOE = (
+    f"{MOE} --qk-layernorm --norm-epsilon 1e-06 --rotary-percent 1.0 --num-experts 128 --moe-router-score-function softmax"
+    " --moe-token-drop-policy probs"
+)
+GLM4_MOE = (
+    f"{MOE} --add-qkv-bias --rotary-percent 0.5 --moe-router-pre-softmax --moe-router-score-function sigmoid"
+    " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss"
+)
+MOE_REST = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "moe_permute_fusion": True,
+    "moe_aux_loss_coeff": 0,
+}
+QWEN3_MOE_REST = MOE_REST | {"moe_token_drop_policy": "probs"}
+GLM4_MOE_REST = MOE_REST | {"moe_router_bias_update_rate": 0, "moe_router_load_balancing_type": "seq_aux_loss"}
+
+
+def flags(sizes: str, more: str) -> str:
+    """sizes: layers, hidden, MLP, heads, key-value heads, vocabulary; more: the other flags."""
+    return f"{more} " + " ".join(f"--{name} {size}" for name, size in zip(SIZES, sizes.split(), strict=True))
+
+
+# ---- config.json
+
+
+def config(model_type: str, sizes: str, epsilon: float, theta: float, positions: int, tied: bool, **more: Any) -> Config:
+    """What the published config.json says; sizes: layers, hidden, MLP, heads, key-value heads, vocabulary."""
+    names = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+    return {
+        "model_type": model_type,
+        "rms_norm_eps": epsilon,
+        "rope_theta": theta,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        **dict(zip(names, map(int, sizes.split()), strict=True)),
+        **more,
+    }
+
+
+def qwen3(sizes: str, tied: bool, theta: float = 1e6, positions: int = 40960) -> Config:
+    return config("qwen3", sizes, 1e-6, theta, positions, tied, head_dim=128, attention_bias=False)
+
+
+def qwen3_moe(sizes: str, moe_intermediate_size: int) -> Config:
+    more = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": moe_intermediate_size}
+    more |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config("qwen3_moe", sizes, 1e-6, 1e6, 40960, False, head_dim=128, **more)
+
+
+def llama(sizes: str, factor: float, tied: bool) -> Config:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    return config("llama", sizes, 1e-5, 5e5, 131072, tied, head_dim=128, rope_scaling=scaling, mlp_bias=False)
+
+
+def glm4(sizes: str, bias: bool) -> Config:
+    more = {"head_dim": 128, "attention_bias": bias, "partial_rotary_factor": 0.5}
+    return config("glm4", sizes, 1e-5, 1e4, 32768, False, **more)
+
+
+def glm4_moe(sizes: str, experts: int, size: int, dense: int, factor: float, norms: bool) -> Config:
+    more = {"n_routed_experts": experts, "moe_intermediate_size": size, "first_k_dense_replace": dense}
+    more |= {"routed_scaling_factor": factor, "use_qk_norm": norms, "n_shared_experts": 1, "num_experts_per_tok": 8}
+    more |= {"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
+    more |= {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+    return config("glm4_moe", sizes, 1e-5, 1e6, 131072, False, **more)
+
+
+MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
+    "Qwen2.5-0.5B": (
+        flags("24 896 4864 14 2 151936", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-06 --rotary-base 1000000"),
+        config("qwen2", "24 896 4864 14 2 151936", 1e-6, 1e6, 32768, True),
+        {},
+    ),
+    "Qwen2.5-1.5B": (  # without slime's --rotary-base 10000, which is that of Qwen2.5-Math
+        flags("28 1536 8960 12 2 151936", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-06"),
+        config("qwen2", "28 1536 8960 12 2 151936", 1e-6, 1e6, 131072, True),
+        {},
+    ),
+    "Qwen2.5-3B": (
+        flags("36 2048 11008 16 2 151936", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-06 --rotary-base 1000000"),
+        config("qwen2", "36 2048 11008 16 2 151936", 1e-6, 1e6, 32768, True),
+        {},
+    ),
+    "Qwen2.5-7B": (
+        flags("28 3584 18944 28 4 152064", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-06 --rotary-base 1000000{UNTIED}"),
+        config("qwen2", "28 3584 18944 28 4 152064", 1e-6, 1e6, 131072, False),
+        {},
+    ),
+    "Qwen2.5-32B": (
+        flags("64 5120 27648 40 8 152064", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-05 --rotary-base 1000000{UNTIED}"),
+        config("qwen2", "64 5120 27648 40 8 152064", 1e-5, 1e6, 131072, False),
+        {},
+    ),
+    "Qwen3-0.6B": (
+        flags("28 1024 3072 16 8 151936", f"{DENSE}{QWEN3} --rotary-base 1000000"),
+        qwen3("28 1024 3072 16 8 151936", True),
+        {},
+    ),
+    "Qwen3-1.7B": (
+        flags("28 2048 6144 16 8 151936", f"{DENSE}{QWEN3} --rotary-base 1000000"),
+        qwen3("28 2048 6144 16 8 151936", True),
+        {},
+    ),
+    "Qwen3-4B": (
+        flags("36 2560 9728 32 8 151936", f"{DENSE}{QWEN3} --rotary-base 1000000"),
+        qwen3("36 2560 9728 32 8 151936", True),
+        {},
+    ),
+    "Qwen3-4B-Instruct-2507": (
+        flags("36 2560 9728 32 8 151936", f"{DENSE}{QWEN3} --rotary-base 5000000"),
+        qwen3("36 2560 9728 32 8 151936", True, theta=5e6, positions=262144),
+        {},
+    ),
+    "Qwen3-8B": (
+        flags("36 4096 12288 32 8 151936", f"{DENSE}{QWEN3} --rotary-base 1000000{UNTIED}"),
+        qwen3("36 4096 12288 32 8 151936", False),
+        {},
+    ),
+    "Qwen3-14B": (
+        flags("40 5120 17408 40 8 151936", f"{DENSE}{QWEN3} --rotary-base 1000000{UNTIED}"),
+        qwen3("40 5120 17408 40 8 151936", False),
+        {},
+    ),
+    "Qwen3-32B": (
+        flags("64 5120 25600 64 8 151936", f"{DENSE}{QWEN3} --rotary-base 1000000{UNTIED}"),
+        qwen3("64 5120 25600 64 8 151936", False),
+        {},
+    ),
+    "Qwen3-30B-A3B": (
+        flags("48 2048 6144 32 4 151936", f"{QWEN3_MOE} --moe-ffn-hidden-size 768 --moe-layer-freq [{','.join('1' * 48)}]"),
+        qwen3_moe("48 2048 6144 32 4 151936", 768),
+        QWEN3_MOE_REST,
+    ),
+    "Qwen3-235B-A22B": (
+        flags("94 4096 12288 64 4 151936", f"{QWEN3_MOE} --moe-ffn-hidden-size 1536 --moe-layer-freq [{','.join('1' * 94)}]"),
+        qwen3_moe("94 4096 12288 64 4 151936", 1536),
+        QWEN3_MOE_REST,
+    ),
+    "Llama-3.1-8B": (
+        flags("32 4096 14336 32 8 128256", f"{DENSE}{LLAMA} --rotary-scaling-factor 8.0{UNTIED}"),
+        llama("32 4096 14336 32 8 128256", 8.0, False),
+        {},
+    ),
+    "Llama-3.2-3B": (
+        flags("28 3072 8192 24 8 128256", f"{DENSE}{LLAMA} --rotary-scaling-factor 32.0"),
+        llama("28 3072 8192 24 8 128256", 32.0, True),
+        {},
+    ),
+    "GLM-4-9B-0414": (  # and GLM-Z1-9B-0414
+        flags("40 4096 13696 32 2 151552", f"{GLM4}{DENSE} --add-qkv-bias"),
+        glm4("40 4096 13696 32 2 151552", True),
+        {"apply_rope_fusion": False},
+    ),
+    "GLM-4-32B-0414": (
+        flags("64 6144 23040 48 8 151552", f"{GLM4}{DENSE} --max-position-embeddings 32768 --seq-length 32768"),
+        glm4("64 6144 23040 48 8 151552", False),
+        {"apply_rope_fusion": False},
+    ),
+    "GLM-4.5-Air": (
+        flags(
+            "46 4096 10944 96 8 151552",
+            f"{GLM4_MOE} --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 1408 --num-experts 128"
+            " --moe-layer-freq [0]*1+[1]*45",
+        ),
+        glm4_moe("46 4096 10944 96 8 151552", 128, 1408, 1, 1.0, False),
+        GLM4_MOE_REST,
+    ),
+    "GLM-4.5": (
+        flags(
+            "92 5120 12288 96 8 151552",
+            f"{GLM4_MOE} --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536 --num-experts 160"
+            " --moe-layer-freq [0]*3+[1]*89 --moe-router-topk-scaling-factor 2.5 --qk-layernorm",
+        ),
+        glm4_moe("92 5120 12288 96 8 151552", 160, 1536, 3, 2.5, True),
+        GLM4_MOE_REST,
+    ),
+}
