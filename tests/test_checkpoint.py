@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpcrl.convert.fp8 import convert
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.options import Options
+from hpcrl.weights.fp8 import Scheme
 from tests.ranks import RankError, run_ranks
 from tests.test_invariance import VOCAB, batch, shares, start
 from tests.tiny import make_family, make_model
@@ -252,7 +254,14 @@ def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
     released = shutil.copytree(megatron_lms, tmp_path / "released")
     (released / "iter_0000001").rename(released / "release")
     (released / "latest_checkpointed_iteration.txt").write_text("release\n")
+    quantised = tmp_path / "fp8"
+    convert(model, quantised, Scheme("block", (32, 32)))
+    fp8 = {"hf_checkpoint": quantised}
     cases: list[tuple[dict[str, Any], Path, tuple[int, float] | str]] = [
+        (fp8, empty, f"{quantised} holds quantised weights (model.layers.0."),
+        (fp8, empty, "by --ref-load or --load; --hf-checkpoint may stay"),
+        (fp8 | {"ref_load": hf}, empty, (0, three)),
+        (fp8 | {"load": other}, empty, (0, two)),
         ({"load": other}, empty, (0, two)),
         ({"load": other, "ckpt_step": 1}, empty, (0, one)),
         ({"load": other / "iter_0000001"}, empty, (0, one)),
@@ -271,7 +280,10 @@ def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
         ({"load": empty}, tmp_path / "x", f"--load {empty} holds no latest_checkpointed_iteration.txt and no config.json"),
         ({"ref_load": empty}, empty, f"--ref-load {empty} holds no"),
     ]
-    every = [options(model, **{k: str(v) if isinstance(v, Path) else v for k, v in values.items()}) for values, _, _ in cases]
+    every = []
+    for values, _, _ in cases:
+        given = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+        every.append(options(given.pop("hf_checkpoint", model), **given))
     answers = run_ranks(1, begin_each, every, [directory for _, directory, _ in cases])[0]
     for (values, _, wanted), found in zip(cases, answers, strict=True):
         if isinstance(wanted, str):

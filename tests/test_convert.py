@@ -104,7 +104,8 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, models: dict[str, Path], 
     assert answers[0] == [str(save / "release") for _, save in pairs]
     for name, path in chosen.items():
         assert (tmp_path / name / "latest_checkpointed_iteration.txt").read_text() == "release"
-        back = to_hf(tmp_path / name, tmp_path / f"{name}-back", path, chunk_size=200_000)
+        workers = {"save_workers": 3, "load_workers": 2} if layout == "one rank" else {}
+        back = to_hf(tmp_path / name, tmp_path / f"{name}-back", path, chunk_size=200_000, **workers)
         assert same(path, back), name
         index = json.loads((back / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 1, "several files"
@@ -146,7 +147,8 @@ def test_the_tools_under_slimes_names(tmp_path: Path, models: dict[str, Path]) -
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout and "100%" in done.stderr and "warn" not in done.stderr.lower(), done.stderr
     again = ("--input-dir", tmp_path / "td", "--output-dir", tmp_path / "back", "--origin-hf-dir", model)
-    done = tool("convert_torch_dist_to_hf.py", *again, "--vocab-size", 128, "--model-name", "qwen3")
+    workers = ("--load-max-workers", 2, "--save-max-workers", 16)
+    done = tool("convert_torch_dist_to_hf.py", *again, "--vocab-size", 128, "--model-name", "qwen3", *workers)
     assert done.returncode == 0, done.stderr
     assert "100%" in done.stderr and "warn" not in done.stderr.lower(), done.stderr
     assert same(model, tmp_path / "back")
@@ -240,6 +242,14 @@ def test_bad_input_to_hf_is_named_before_anything_is_written(tmp_path: Path, mod
     ("argv", "words"),
     [
         (["to-hf", "--input-dir", "a", "--output-dir", "b"], "--origin-hf-dir is not given"),
+        (
+            ["to-hf", "--input-dir", "a", "--output-dir", "b", "--origin-hf-dir", "{m}", "--save-max-workers", "0"],
+            "--save-max-workers 0",
+        ),
+        (
+            ["to-hf", "--input-dir", "a", "--output-dir", "b", "--origin-hf-dir", "{m}", "--load-max-workers", "0"],
+            "--load-max-workers 0",
+        ),
         (
             ["to-hf", "--input-dir", "a", "--output-dir", "b", "--origin-hf-dir", "{m}", "--vocab-size", "5"],
             "config.json says 131",

@@ -12,13 +12,24 @@ import pytest
 
 from hpcrl.check import check
 from hpcrl.errors import UsageError
-from hpcrl.flags import parse_flags
+from hpcrl.flags import load_recipe, parse_flags, resolve
 from hpcrl.options import Options
+from tests.published import MODELS
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
+ROOT = Path(__file__).parent.parent
 LAYERS = 6
+MODEL: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 128,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+}
 
 #: a command line -> what it becomes: fields of TransformerConfig, OptimizerConfig or DistributedDataParallelConfig
 TAKEN: dict[str, dict[str, Any]] = {
@@ -76,7 +87,8 @@ REFUSED: dict[str, str] = {
     "--attention-backend local": "takes no packed sequences",
     "--no-attention-softmax-in-fp32": f"--no-attention-softmax-in-fp32 {CUDA}",
     "--transformer-impl transformer_engine": CUDA,
-    "--moe-grouped-gemm": f"{CUDA} and Transformer Engine or grouped_gemm",
+    "--moe-grouped-gemm": f"{CUDA} and Transformer Engine",
+    "--moe-use-legacy-grouped-gemm": "no family has names for the weights of that layer",
     "--moe-permute-fusion": CUDA,
     "--moe-enable-deepep": f"{CUDA} and DeepEP",
     "--moe-token-dispatcher-type flex": CUDA,
@@ -124,21 +136,13 @@ def resolved_on_rank(every: list[Options]) -> list[dict[str, Any] | str]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    from hpcrl.trainer.settings import construct, resolve
+    from hpcrl.trainer.settings import construct
+    from hpcrl.trainer.settings import resolve as settings_of
 
-    model = {
-        "num_layers": LAYERS,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 128,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-    }
     found: list[dict[str, Any] | str] = []
     for options in every:
         try:
-            settings = resolve(options, dict(model), {})
+            settings = settings_of(options, dict(MODEL), {})
             classes = (DistributedDataParallelConfig, settings.ddp), (OptimizerConfig, settings.optimizer)
             made = [construct(cls, values) for cls, values in (*classes, (TransformerConfig, settings.transformer))]
             values = {name: value for config in made for name, value in vars(config).items()}
@@ -171,6 +175,107 @@ def test_what_cannot_have_its_effect_is_refused(resolved: dict[str, Any], line: 
 def test_what_needs_no_megatron_to_be_refused(line: str) -> None:
     with pytest.raises(UsageError, match=REFUSED_AT_ONCE[line]):
         read(line)
+
+
+# ---- machines that this one is not
+
+#: a recipe of examples/ -> its model, and some of what its settings become where all that they need is there
+EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-4b-8gpu": ("Qwen3-4B", {"recompute_method": "uniform", "sequence_parallel": True, "num_layers": 36}),
+    "glm-z1-9b-8gpu": ("GLM-4-9B-0414", {"context_parallel_size": 2, "num_layers": 40, "apply_rope_fusion": False}),
+    "glm-4.5-355b-64gpu": (
+        "GLM-4.5",
+        {
+            "num_layers": 92,
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": None,
+            "expert_model_parallel_size": 16,
+            "expert_tensor_parallel_size": 1,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "use_precision_aware_optimizer": True,
+            "moe_token_dispatcher_type": "flex",
+            "moe_enable_deepep": True,
+            "moe_router_num_groups": None,
+            "apply_rope_fusion": True,
+        },
+    ),
+}
+#: packages beside CUDA, a command line -> a part of the error, or "" if it is taken
+ELSEWHERE: dict[tuple[str, str], str] = {
+    ("", "--moe-grouped-gemm"): "--moe-grouped-gemm needs Transformer Engine, which is not installed here",
+    ("grouped_gemm", "--moe-grouped-gemm"): "--moe-grouped-gemm needs Transformer Engine",
+    ("transformer_engine", "--moe-grouped-gemm"): "",
+    ("transformer_engine", "--moe-grouped-gemm --transformer-impl local"): "which --transformer-impl local leaves out",
+    ("grouped_gemm", "--moe-use-legacy-grouped-gemm"): "no family has names",
+    ("", "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"): "",
+    ("", "--attention-backend flash"): "flash-attn or Transformer Engine, which is not installed",
+    ("flash_attn", "--attention-backend flash"): "",
+    ("", "--gradient-accumulation-fusion"): "Apex or Transformer Engine",
+    ("apex", "--gradient-accumulation-fusion"): "",
+    ("transformer_engine", "--moe-token-dispatcher-type flex"): "needs DeepEP",
+    ("", "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"): "",
+}
+
+
+#: what the kernel for packed sequences would do wrong, without a word, with GLM-4-0414's neighbouring columns
+INTERLEAVED = "--apply-rope-fusion"
+
+
+def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[str, Any] | str]:
+    """For (options, published model or "", packages beside CUDA) all settings by name, or the error."""
+    from hpcrl.models.family import find
+    from hpcrl.trainer.capabilities import Machine
+    from hpcrl.trainer.settings import resolve as settings_of
+
+    found: list[dict[str, Any] | str] = []
+    for options, name, packages in every:
+        model, gpt = dict(MODEL), {}
+        if name:
+            config = MODELS[name][1]
+            family = find(config, name)
+            model, gpt = family.transformer(config), {**family.gpt(config), **family.facts}
+        try:
+            settings = settings_of(options, model, gpt, Machine(True, frozenset(packages)))
+            values = {**settings.ddp, **settings.optimizer, **settings.transformer}
+            found.append({name: value for name, value in values.items() if isinstance(value, (str, int, float, type(None)))})
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[Any, dict[str, Any] | str]:
+    """What EXAMPLES and ELSEWHERE come to."""
+    asked: dict[Any, tuple[Options, str, set[str]]] = {key: (read(key[1]), "", set(key[0].split())) for key in ELSEWHERE}
+    asked[INTERLEAVED] = (read(INTERLEAVED), "GLM-4-9B-0414", {"transformer_engine"})
+    for name, (model, _) in EXAMPLES.items():
+        recipe = load_recipe(ROOT / "examples" / f"{name}.toml")
+        options = resolve(recipe, recipe.stages[0], {}, {"run": "/run", "prepared": "/run/prepared"})
+        asked[name] = (options, model, {"transformer_engine", "deep_ep"})
+    return dict(zip(asked, run_ranks(1, on_other_machines, list(asked.values()))[0], strict=True))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_setting_of_the_examples_has_its_place(elsewhere: dict[Any, Any], name: str) -> None:
+    found, wanted = elsewhere[name], EXAMPLES[name][1]
+    assert isinstance(found, dict), found
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert found["transformer_impl"] == "transformer_engine"
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_a_machine_with_cuda_takes_depends_on_what_is_installed(elsewhere: dict[Any, Any], key: tuple[str, str]) -> None:
+    if not ELSEWHERE[key]:
+        assert isinstance(elsewhere[key], dict), elsewhere[key]
+    else:
+        assert isinstance(elsewhere[key], str), "it was taken"
+        assert ELSEWHERE[key] in elsewhere[key]
+
+
+def test_no_kernel_rotates_other_columns_than_the_model(elsewhere: dict[Any, Any]) -> None:
+    assert "this model neighbouring columns" in elsewhere[INTERLEAVED]
 
 
 # ---- what options say together

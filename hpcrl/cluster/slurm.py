@@ -112,7 +112,9 @@ class Slurm:
             if finding.level == "warn":
                 say(finding.line())
         if bad := [finding for finding in findings if finding.level == "fail"]:
-            raise HpcrlError(f"{bad[0].line()}{f' (and {len(bad) - 1} more)' if bad[1:] else ''}", "hpcrl doctor --nodes shows all")
+            raise HpcrlError(
+                f"{bad[0].line()}{f' (and {len(bad) - 1} more)' if bad[1:] else ''}", "hpcrl doctor --nodes shows all"
+            )
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
         members = []

@@ -77,6 +77,8 @@ def submit(argv: list[str]) -> int:
         return 0
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch is not here", "submit from a login node of the cluster; hpcrl run needs no Slurm")
+    _check_place(directory_of(recipe, overrides), request)
+    _check_partitions(site, request)
     job = begin(recipe, overrides, lambda _: request.hosts())
     try:
         _send(job, stages, request, site)
@@ -213,6 +215,25 @@ def _show(recipe: Recipe, overrides: dict[str, Any], stages: list[Options], requ
 
 
 # ---- submission
+
+
+def _check_partitions(site: Site, request: Request) -> None:
+    """UsageError if a partition cannot hold its component, which might else be accepted and wait for ever."""
+    from hpcrl.cluster.checks.slurm import fits
+
+    if bad := [finding for finding in fits(site, request.components) if finding.level == "fail"]:
+        raise UsageError(bad[0].what, bad[0].mend)
+
+
+def _check_place(root: Path, request: Request) -> None:
+    """A note if other nodes may not see the run directory; they say so for certain when the job starts."""
+    from hpcrl.cluster.checks.place import file_system
+
+    parent = next(path for path in (root, *root.parents) if path.exists())
+    several = sum(c.nodes for c in request.components) > 1
+    finding = file_system(parent, Path("/proc/mounts").read_text(encoding="utf-8", errors="replace"), several)
+    if finding.level != "ok":
+        print(f"hpcrl: note: {finding.what}; {finding.mend}", file=sys.stderr)
 
 
 def _test_only(text: str) -> str:

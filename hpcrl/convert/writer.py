@@ -3,7 +3,7 @@
     with directory(output, force=False) as beside:                    # renamed to `output` at the end
         plan = split([[Tensor("model.norm.weight", torch.bfloat16, (64,))], ...], chunk_size)
         with Writer(beside, plan) as writer:
-            for name in writer.names: writer.add(name, tensor)        # in the order of writer.names
+            for name in writer.names: writer.add(name, tensor)        # each file's in the order of writer.names
         copy_assets(origin, beside)
 
 Invariants: one tensor at a time is in memory, since the header of each file is known before its first tensor; the
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,10 @@ def split(groups: Sequence[Sequence[Tensor]], chunk_size: int) -> list[list[Tens
 
 
 class Writer:
-    """The safetensors files of a plan; use it as a context, and add every tensor in the order of `names`."""
+    """The safetensors files of a plan; use it as a context, and add every tensor.
+
+    Those of one file come in the order of `names`; files may be written by several threads, each by one.
+    """
 
     def __init__(self, path: Path, plan: list[list[Tensor]]) -> None:
         self.path, self.plan = path, plan
@@ -88,37 +92,39 @@ class Writer:
         if total == 1:
             self.files = ["model.safetensors"]
         self.names = [tensor.name for file in plan for tensor in file]
-        self._left = [(i, tensor) for i, file in reversed(list(enumerate(plan))) for tensor in reversed(file)]
-        self._open: tuple[int, BinaryIO] | None = None
+        self._file = {tensor.name: i for i, file in enumerate(plan) for tensor in file}
+        self._left = [deque(file) for file in plan]
+        self._open: dict[int, BinaryIO] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor.  HpcrlError if it is not the one that the plan has next (a defect)."""
-        i, wanted = self._left.pop()
+        """Write the next tensor of its file.  HpcrlError if the plan has another one next (a defect)."""
+        i = self._file[name]
+        wanted = self._left[i].popleft()
         if (name, tensor.dtype, tuple(tensor.shape)) != (wanted.name, wanted.dtype, wanted.shape):
             raise HpcrlError(f"{name} {list(tensor.shape)} {tensor.dtype} is not {wanted}, which is next")
-        if self._open is None or self._open[0] != i:
-            self._close()
-            self._open = (i, (self.path / self.files[i]).open("wb"))
-            self._open[1].write(header(self.plan[i]))
+        if i not in self._open:
+            self._open[i] = (self.path / self.files[i]).open("wb")
+            self._open[i].write(header(self.plan[i]))
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._open[1].write(memoryview(data.numpy()))
+        self._open[i].write(memoryview(data.numpy()))
+        if not self._left[i]:
+            self._close(i)
 
-    def _close(self) -> None:
-        if self._open is not None:
-            with self._open[1] as file:
-                file.flush()
-                os.fsync(file.fileno())
-            self._open = None
+    def _close(self, i: int) -> None:
+        with self._open.pop(i) as file:
+            file.flush()
+            os.fsync(file.fileno())
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        self._close()
+        for i in list(self._open):
+            self._close(i)
         if kind is not None:
             return
-        if self._left:
-            raise HpcrlError(f"{len(self._left)} tensors were not written, {self._left[-1][1].name} first")
+        if left := [tensor.name for file in self._left for tensor in file]:
+            raise HpcrlError(f"{len(left)} tensors were not written, {left[0]} first")
         if len(self.files) > 1:
             where = {tensor.name: file for file, tensors in zip(self.files, self.plan, strict=True) for tensor in tensors}
             size = sum(tensor.size for file in self.plan for tensor in file)

@@ -155,6 +155,18 @@ def check(given: Mapping[str, Any], defaults: Mapping[str, Any], machine: Machin
     _combinations(given, machine)
 
 
+def rope_fusion(given: Mapping[str, Any], model: Mapping[str, Any], machine: Machine) -> bool:
+    """Whether the rotary embedding is fused where the user does not say.
+
+    Megatron's fused kernel for packed sequences rotates the two halves of a head, and leaves unread that a model rotates
+    neighbouring columns: UsageError if the user asks for it there.
+    """
+    interleaved = bool(model.get("rotary_interleaved"))
+    if interleaved and given.get("apply_rope_fusion"):
+        _refuse("apply_rope_fusion", True, "for packed sequences it rotates halves of a head, this model neighbouring columns")
+    return machine.engine and not interleaved
+
+
 def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
     if getattr(given.get("attention_backend"), "name", "") == "local":
         _refuse("attention_backend", "local", "Megatron's own attention takes no packed sequences")

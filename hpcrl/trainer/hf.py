@@ -46,6 +46,7 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     """
     with ExitStack() as stack:
         files = Files(Path(directory), stack)
+        _check_wide(files)
         _check_names(policy, files)
         _check_shapes(policy, files)
         for rule, parameter in progress(_own(policy).values()):
@@ -53,6 +54,16 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
             rank = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
             parameter.copy_(CUTS[rule.kind].part(sources, rank, tuple(parameter.shape), _shapes(policy, rule)))
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
+
+
+def _check_wide(files: Files) -> None:
+    """DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is left of them."""
+    if scaled := sorted(name for name in files.where if name.endswith((".weight_scale", ".weight_scale_inv"))):
+        raise DataError(
+            f"{files.directory} holds quantised weights ({scaled[0]}), from which training cannot start",
+            "name the wide ones, a Hugging Face or torch_dist directory, by --ref-load or --load; "
+            "--hf-checkpoint may stay, for the engines",
+        )
 
 
 def _check_names(policy: Policy, files: Files) -> None:

@@ -55,11 +55,12 @@ def resolve(options: Options, model: Mapping[str, Any], gpt: Mapping[str, Any], 
     machine = machine or Machine.here()
     given = {name: _checked(name, value) for name, value in check_model_args(options.megatron, model, gpt).items()}
     capabilities.check(given, _dataclass_defaults(), machine)
+    fused = capabilities.rope_fusion(given, model, machine)
     fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given}, machine.cuda)}
     for name in given.keys() & fixed.keys():
         if given[name] != fixed[name]:
             raise UsageError(f"--{_flag(name)} {given[name]} cannot be: hpcrl needs {fixed[name]}")
-    merged = {**_defaults(machine), **model, **given, **fixed}
+    merged = {**_defaults(machine), "apply_rope_fusion": fused, **model, **given, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
     return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES))
 
@@ -91,7 +92,6 @@ def _defaults(machine: Machine) -> dict[str, Any]:
         "bias_activation_fusion": machine.cuda,
         "bias_dropout_fusion": machine.cuda,
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": machine.engine,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "init_method_std": 0.02,

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, one tensor at a time.
+"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at a time.
 
     hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
     python tools/convert_torch_dist_to_hf.py ...          # the same, under slime's name
@@ -11,12 +11,15 @@ checkpoint holds it; one that is missing, in excess or of another shape is an er
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import BoundedSemaphore, Lock
 from typing import Any, NoReturn
 
 import torch
@@ -50,11 +53,20 @@ class Job:
 
 
 def convert(
-    source: Path, output: Path, origin: Path, *, add_missing: bool = False, chunk_size: int = 5 * 1024**3, force: bool = False
+    source: Path,
+    output: Path,
+    origin: Path,
+    *,
+    add_missing: bool = False,
+    chunk_size: int = 5 * 1024**3,
+    force: bool = False,
+    load_workers: int = 1,
+    save_workers: int = 1,
 ) -> None:
     """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
 
-    add_missing: tensors of the origin that the checkpoint has none for are copied.  DataError, UsageError: see above.
+    add_missing: tensors of the origin that the checkpoint has none for are copied.  save_workers: files that are written at once, each by a
+    thread that holds one tensor; load_workers: those of them that read at once.  DataError, UsageError: see above.
     """
     config = read_config(origin)
     family = find(config, origin)
@@ -65,24 +77,55 @@ def convert(
         jobs += _missing(files, jobs, config) if files else []
         files_plan = split([job.tensors for job in jobs], chunk_size)
         with directory(output, force) as beside:
-            _write(stored, files, jobs, Writer(beside, files_plan), _shapes(config, family))
+            writer = Writer(beside, files_plan)
+            _write(Source(stored, files, _shapes(config, family), load_workers), jobs, writer, save_workers)
             copy_assets(origin, beside, drop=("quantization_config",))
 
 
-def _write(stored: TorchDist, files: Files | None, jobs: list[Job], writer: Writer, shapes: Shapes) -> None:
+class Source:
+    """The tensors of jobs, for several threads: `at_once` of them read at a time."""
+
+    def __init__(self, stored: TorchDist, files: Files | None, shapes: Shapes, at_once: int) -> None:
+        self.stored, self.files, self.shapes = stored, files, shapes
+        self.turn, self.opening = BoundedSemaphore(at_once), Lock()
+
+    def of_thread(self) -> Source:
+        """The same for one thread: what it keeps of the last tensor is its own."""
+        own = copy.copy(self)
+        own.stored = copy.copy(self.stored)
+        return own
+
+    def read(self, job: Job) -> list[torch.Tensor]:
+        """The tensors of a job.  DataError: see `TorchDist.read`."""
+        if job.rule is None:
+            assert self.files is not None
+            with self.turn, self.opening:
+                return [self.files.slice(job.key)[...]]
+        with self.turn:
+            return CUTS[job.rule.kind].join([self.stored.read(job.key, job.at)], self.shapes)
+
+
+def _write(source: Source, jobs: list[Job], writer: Writer, workers: int) -> None:
     by_name = {job.tensors[0].name: job for job in jobs}
-    order = [by_name[name] for name in writer.names if name in by_name]  # as the files want them
     total = sum(tensor.size for job in jobs for tensor in job.tensors)
-    with writer, tqdm(total=total, unit="B", unit_scale=True, desc="to Hugging Face", file=sys.stderr) as bar:
-        for job in order:
-            if job.rule is None:
-                assert files is not None
-                parts = [files.slice(job.key)[...]]
-            else:
-                parts = CUTS[job.rule.kind].join([stored.read(job.key, job.at)], shapes)
-            for tensor, part in zip(job.tensors, parts, strict=True):
+    count = Lock()
+
+    def write(file: list[Tensor]) -> None:
+        own = source.of_thread()
+        for job in (by_name[tensor.name] for tensor in file if tensor.name in by_name):  # in the order of the file
+            for tensor, part in zip(job.tensors, own.read(job), strict=True):
                 writer.add(tensor.name, part)
-                bar.update(tensor.size)
+                with count:
+                    bar.update(tensor.size)
+
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="to Hugging Face", file=sys.stderr)
+    with writer, bar, ThreadPoolExecutor(max_workers=workers) as pool:
+        try:
+            for done in as_completed([pool.submit(write, file) for file in writer.plan]):
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 # ---- what becomes what
@@ -195,12 +238,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir")
     parser.add_argument("-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained")
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of one file (default 5 GiB)")
+    parser.add_argument("--save-max-workers", type=int, default=1, help="files written at once; each takes one tensor's memory")
+    parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default: all)")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
     if args.origin_hf_dir is None:
         raise UsageError("--origin-hf-dir is not given", "names and shapes come from its config.json")
     if args.chunk_size < 1:
         raise UsageError(f"--chunk-size {args.chunk_size}: expected a number of bytes")
+    for flag in ("load", "save"):
+        if (count := getattr(args, f"{flag}_max_workers")) is not None and count < 1:
+            raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
     _check_flags(args, read_config(args.origin_hf_dir))
     torch.set_grad_enabled(False)
     convert(
@@ -210,6 +258,8 @@ def main(argv: Sequence[str]) -> int:
         add_missing=args.add_missing_from_origin_hf,
         chunk_size=args.chunk_size,
         force=args.force,
+        load_workers=args.load_max_workers or args.save_max_workers,
+        save_workers=args.save_max_workers,
     )
     print(f"wrote {args.output_dir}")
     return 0

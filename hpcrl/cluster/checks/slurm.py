@@ -59,6 +59,11 @@ def check(site: Site, wanted: Iterable[Component], seconds: float = SECONDS) -> 
         yield Finding(
             "warn", "", "sacct gives no answer: no accounting", "states of ended jobs come from the run directory alone"
         )
+    yield from fits(site, wanted, seconds)
+
+
+def fits(site: Site, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
+    """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for ever."""
     for need in wanted:
         yield from _component(site, need, seconds)
 
