@@ -47,6 +47,15 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
         raise HpcrlError(f"cannot write {path}: {error.strerror}", "free space or choose another --run-dir") from error
 
 
+def flush(path: Path) -> None:
+    """Have a file that was written, or the names in a directory, on disk before going on."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class RunDir:
     """Paths and rendezvous of one attempt of one run."""
 

@@ -1,10 +1,11 @@
 #!/bin/bash
-# What every task of an srun executes, on every host of a run:
+# What every task of an srun or an mpirun executes, on every host of a run:
 #
-#     task.sh PROGRAM ARGUMENTS...        PROGRAM: probe, doctor, host, once
+#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, doctor, host, once
 #
+#   launch  (mpirun) find out which host this is, and start its roles
 #   probe   say which addresses this host has, before the plan is made
-#   doctor  look at this host, for hpcrl doctor
+#   doctor  look whether this host has what a run needs
 #   host    start this host's roles of the plan (trainer ranks, engines, rollout) and watch them
 #   once    run a command on the first host only (what a recipe prepares)
 #
@@ -12,14 +13,16 @@
 set -euo pipefail
 
 : "${HPCRL_PYTHON:=python3}"                      # the interpreter on the nodes; a container has its own
-host=${SLURMD_NODENAME:?no srun task: this script is started by srun}
 export PYTHONUNBUFFERED=1
-unset HPCRL_PARENT                                # the launcher's; our parent is Slurm's
-# A task of srun is no MPI rank: what it starts must not believe so.
-unset "${!PMI_@}" "${!PMIX_@}" "${!OMPI_@}"
+unset HPCRL_PARENT                                # the launcher's; our parent is a daemon of srun or mpirun
 
 program=$1
 shift
+if [ "$program" = launch ]; then exec "$HPCRL_PYTHON" -m hpcrl launch "$@"; fi
+
+host=${SLURMD_NODENAME:?not a task of srun}
+# A task of srun is no MPI rank: what it starts must not believe so.
+unset "${!PMI_@}" "${!PMIX_@}" "${!OMPI_@}"
 case $program in
 once)
     if [ "${SLURM_PROCID:-0}" != 0 ]; then exit 0; fi
@@ -38,7 +41,7 @@ host)
     exec "$HPCRL_PYTHON" -m hpcrl.cluster.host "$@" --host "$host"
     ;;
 *)
-    echo "task.sh: no program $program; there are probe, doctor, host, once" >&2
+    echo "task.sh: no program $program; there are launch, probe, doctor, host, once" >&2
     exit 2
     ;;
 esac

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -104,14 +106,39 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, models: dict[str, Path], 
     assert answers[0] == [str(save / "release") for _, save in pairs]
     for name, path in chosen.items():
         assert (tmp_path / name / "latest_checkpointed_iteration.txt").read_text() == "release"
-        workers = {"save_workers": 3, "load_workers": 2} if layout == "one rank" else {}
-        back = to_hf(tmp_path / name, tmp_path / f"{name}-back", path, chunk_size=200_000, **workers)
+        back = to_hf(tmp_path / name, tmp_path / f"{name}-back", path, chunk_size=200_000)
         assert same(path, back), name
         index = json.loads((back / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 1, "several files"
         assert index["weight_map"].keys() == read(path).keys()
         assert (back / "config.json").read_text() == (path / "config.json").read_text()
         assert (back / "tokenizer.json").is_file()
+
+
+@pytest.mark.process
+def test_workers_read_and_write_at_once_and_make_no_difference(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpcrl.trainer.torchdist import TorchDist
+
+    read_one, count, now, most = TorchDist.read, threading.Lock(), 0, 0
+
+    def counted(self: TorchDist, *args: Any) -> torch.Tensor:
+        nonlocal now, most
+        with count:
+            now, most = now + 1, max(most, now + 1)
+        time.sleep(0.005)
+        tensor = read_one(self, *args)
+        with count:
+            now -= 1
+        return tensor
+
+    monkeypatch.setattr(TorchDist, "read", counted)
+    to_torch_dist(1, (models["qwen3_moe"], tmp_path / "td"))
+    for load, save, wanted in ((1, 1, 1), (2, 4, 2), (4, 3, 3)):
+        most, out = 0, tmp_path / f"{load}-{save}"
+        to_hf(tmp_path / "td", out, models["qwen3_moe"], chunk_size=100_000, load_workers=load, save_workers=save)
+        assert same(models["qwen3_moe"], out) and most == wanted
 
 
 @pytest.mark.process

@@ -18,7 +18,7 @@ from tests.slurm import ENV
 
 pytestmark = pytest.mark.cluster
 SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
-MPIRUN = {"openmpi": "mpirun.openmpi -x PYTHONPATH -x OMP_NUM_THREADS -x XDG_STATE_HOME", "mpich": "mpiexec.mpich"}
+MPIRUN = {"openmpi": "mpirun.openmpi", "mpich": "mpiexec.mpich"}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.getuid() == 0 else {}
 UCX = {"UCX_TLS": "tcp,self"}  # MPICH's would take the namespaces of one machine for one host
 
@@ -74,7 +74,23 @@ def test_mpirun_itself_starts_it_and_slimes_hostfile_is_understood(cluster: Clus
     ours.write_text("".join(f"{cluster.layout.address(n)} slot=1\n" for n in ("node3", "node1")))
     theirs = cluster.hostfile("openmpi", ["node1", "node3"], path=tmp_path / "hosts")
     path = sft(tmp_path, task, num_rollout=4, rank_launcher="ranks")
-    command = [*MPIRUN["openmpi"].split(), "--hostfile", theirs, "-np", "2", "--map-by", "ppr:1:node", sys.executable, "-m"]
+    command = [
+        "mpirun.openmpi",
+        "-x",
+        "PYTHONPATH",
+        "-x",
+        "OMP_NUM_THREADS",
+        "-x",
+        "XDG_STATE_HOME",
+        "--hostfile",
+        theirs,
+        "-np",
+        "2",
+        "--map-by",
+        "ppr:1:node",
+        sys.executable,
+        "-m",
+    ]
     command += ["hpcrl", "launch", path, "--hostfile", ours, "--run-dir", tmp_path / "run"]
     cluster.run(command, node="node2", timeout=120, env=environment(cluster, "openmpi"))
     assert list(metrics(tmp_path / "run")) == list(range(4))
@@ -184,7 +200,8 @@ def test_two_networks_are_for_the_user_to_choose_from(cluster: Cluster, tmp_path
     path = sft(tmp_path, task, num_rollout=1)
     for number, node in enumerate(("node1", "node2"), 1):
         cluster.run(
-            f"ip link add fast0 type veth peer name fast1 && ip link set fast1 up && ip addr add 192.168.7.{number}/24 dev fast0 && ip link set fast0 up", node=node
+            f"ip link add fast0 type veth peer name fast1 && ip link set fast1 up && ip addr add 192.168.7.{number}/24 dev fast0 && ip link set fast0 up",
+            node=node,
         )
     mpirun = MPIRUN["openmpi"] + " --mca btl_tcp_if_include eth0"
     command = [sys.executable, "-m", "hpcrl", "launch", path, "--hostfile", hosts, "--mpirun", mpirun]

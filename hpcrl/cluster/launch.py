@@ -24,6 +24,7 @@ from typing import Any
 
 from hpcrl.cluster.hostfile import read, write
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.files import shipped
 from hpcrl.flags import Recipe, load_recipe, parse_flags, resolve
 from hpcrl.groups import describe
 from hpcrl.kinds import Kind
@@ -101,7 +102,7 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
     kind = flavour(mpirun)
     per_slot = stages[0].rank_launcher == "ranks"
     words = [word for word in argv if word not in ("--dry-run", "--print")]
-    program = [sys.executable, "-m", "hpcrl", "launch", *words]
+    program = [*handed_on(), "bash", str(shipped("launch/task.sh")), "launch", *words]
     with tempfile.TemporaryDirectory(prefix="hpcrl-launch-") as folder:
         file = Path(folder) / "hosts"
         file.write_text(write(_counts(found.hosts, per_slot), "openmpi" if kind == "openmpi" else "mpich"))
@@ -116,6 +117,13 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
         reach([host.name for host in found.hosts], shlex.split(agent))
         return _run(command, kind, agent)
+
+
+def handed_on() -> list[str]:
+    """An `env` command with what the ranks need of our environment: not every mpirun hands it on."""
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
+    kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in names if name in os.environ}
+    return ["env", *(f"{name}={value}" for name, value in kept.items())]
 
 
 def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.rundir import flush
 
 INDEX = "model.safetensors.index.json"
 #: torch's dtypes by safetensors' names
@@ -171,24 +172,16 @@ def directory(output: Path, force: bool) -> Iterator[Path]:
 def settle(beside: Path, output: Path) -> None:
     """Flush what lies in `beside`, then let it take the place of `output`."""
     for path in [*beside.iterdir(), beside]:
-        _flush(path)
+        flush(path)
     old = None
     if output.exists():
         old = output.with_name(f".replaced-{output.name}")
         shutil.rmtree(old, ignore_errors=True)
         os.rename(output, old)
     os.rename(beside, output)
-    _flush(output.parent)
+    flush(output.parent)
     if old is not None:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def copy_assets(origin: Path, output: Path, drop: Sequence[str] = ()) -> None:

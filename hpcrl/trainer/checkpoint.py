@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rundir import write_atomic
+from hpcrl.rundir import flush, write_atomic
 from hpcrl.trainer import cpu, fit, rng
 from hpcrl.trainer.agree import agree
 from hpcrl.trainer.megatron import Ranks
@@ -127,20 +127,12 @@ def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ra
 def settle(beside: Path, final: Path, name: str) -> None:
     """Flush, rename, and write `name` into the tracker; one rank does it."""
     for path in [*beside.iterdir(), beside]:
-        _flush(path)
+        flush(path)
     if final.exists():  # left by a crash before the tracker named it: nobody reads it
         shutil.rmtree(final)
     os.rename(beside, final)
-    _flush(final.parent)
+    flush(final.parent)
     write_atomic(final.parent / TRACKER, name.encode(), mode=0o644)
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ---- in

@@ -238,8 +238,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir")
     parser.add_argument("-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained")
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of one file (default 5 GiB)")
-    parser.add_argument("--save-max-workers", type=int, default=1, help="files written at once; each takes one tensor's memory")
-    parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default: all)")
+    parser.add_argument("--save-max-workers", type=int, help="files written at once, each with a tensor in memory (default 1)")
+    parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default all)")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
     if args.origin_hf_dir is None:
@@ -249,6 +249,7 @@ def main(argv: Sequence[str]) -> int:
     for flag in ("load", "save"):
         if (count := getattr(args, f"{flag}_max_workers")) is not None and count < 1:
             raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
+    save = args.save_max_workers or args.load_max_workers or 1
     _check_flags(args, read_config(args.origin_hf_dir))
     torch.set_grad_enabled(False)
     convert(
@@ -258,8 +259,8 @@ def main(argv: Sequence[str]) -> int:
         add_missing=args.add_missing_from_origin_hf,
         chunk_size=args.chunk_size,
         force=args.force,
-        load_workers=args.load_max_workers or args.save_max_workers,
-        save_workers=args.save_max_workers,
+        load_workers=args.load_max_workers or save,
+        save_workers=save,
     )
     print(f"wrote {args.output_dir}")
     return 0
