@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     options = read_options(argv, world)
-    store = _alone() if "RANK" not in os.environ else None
+    store = alone() if "RANK" not in os.environ else None
     from hpcrl.trainer import cpu
 
     cpu.install()
@@ -136,7 +136,7 @@ def _commonest(directory: Path) -> str:
     return max(BY_NAME, key=found.count)
 
 
-def _alone() -> Any:
+def alone() -> Any:
     """Be a world of one: torchrun's variables, and a store that listens on the loopback interface only."""
     from torch.distributed import TCPStore
 
