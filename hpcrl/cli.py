@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcrl import __version__
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, Stopped, UsageError
 
 HELP = """\
 hpcrl: reinforcement-learning post-training of language models as a plain batch job
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(list(sys.argv[1:] if argv is None else argv))
     except HpcrlError as error:
-        print(f"hpcrl: error: {error}", file=sys.stderr)
+        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("hpcrl: interrupted", file=sys.stderr)

@@ -179,7 +179,7 @@ def test_a_wrong_command_line_is_one_line(
     ("error", "status", "line"),
     [
         (DataError("p.jsonl:3: no key label", "give --label-key"), 1, "hpcrl: error: p.jsonl:3: no key label; give --label-key"),
-        (Stopped("saved and stopped"), 143, "hpcrl: error: saved and stopped"),
+        (Stopped("saved and stopped"), 143, "hpcrl: saved and stopped"),
         (KeyboardInterrupt(), 130, "hpcrl: interrupted"),
     ],
 )

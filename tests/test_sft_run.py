@@ -56,7 +56,7 @@ def test_stopped_by_sigterm_and_resumed_is_the_same_run(tmp_path: Path, task: Pa
     run.until(lambda: run.steps() >= 1)
     run.process.send_signal(signal.SIGTERM)
     status, out = run.end()
-    assert status == 143 and "--resume" in out, out
+    assert status == 143 and "hpcrl resume" in out, out
     assert 1 <= run.steps() < 6
     resume(run.root)
     same_as(uncut, run.root)

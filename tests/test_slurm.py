@@ -61,6 +61,23 @@ def test_submitits_job_knows_state_output_and_result(cluster: Cluster, het: Job)
     assert result["status"] == "finished" and result["rollout_id"] == 5
 
 
+def test_the_python_of_the_document_runs(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs/slurm.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.toml").write_text('[trainer]\nmem = "8G"\ngpus_per_node = 0\n')
+    done = cluster.run(
+        [
+            sys.executable,
+            "-c",
+            code.replace('"recipe.toml"', repr(str(sft(tmp_path, task)))).replace("num_rollout=100", "num_rollout=2"),
+        ],
+        env=ENV | {"HPCRL_SITES": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert "'status': 'finished'" in done.stdout and len(metrics(tmp_path / "runs/one")) == 2
+    assert "--gpus-per-node" not in (tmp_path / "runs/one/job.sbatch").read_text()
+
+
 def test_status_knows_a_finished_job_with_and_without_slurm(cluster: Cluster, het: Job) -> None:
     for node in ("head", "node1"):
         assert "finished" in hpcrl(cluster, "status", het.root, node=node).stdout

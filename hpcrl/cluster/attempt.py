@@ -101,6 +101,9 @@ class Backend(Protocol):
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[Watched]:
         """Start every host's part of the plan, which lies in the run directory."""
 
+    def again(self, root: Path) -> str:
+        """The command that goes on with a run."""
+
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command that makes what the run needs, once, where the run's software is."""
 

@@ -183,7 +183,7 @@ def prepare(job: Job, backend: Backend, stop: Stop, state: State, turn: Callable
             time.sleep(0.05)
         end_descendants(2.0)
         if stop.requests:
-            raise Stopped("stopped while preparing", f"continue with hpcrl resume {job.root}")
+            raise Stopped("stopped while preparing", f"continue with {backend.again(job.root)}")
         if process.returncode:
             raise HpcrlError(f"prepare command {' '.join(command)} ended with exit code {process.returncode}", f"see {log}")
     done.touch()
@@ -198,7 +198,7 @@ def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: State
     if finished(directory):
         return
     if stop.requests:
-        raise Stopped(f"stopped before stage {stage.name}", f"continue with hpcrl resume {job.root}")
+        raise Stopped(f"stopped before stage {stage.name}", f"continue with {backend.again(job.root)}")
     rundir, options = open_stage(job, stage, directory)
     state.set("starting", stage=stage.name, attempt=rundir.attempt)
 
@@ -217,7 +217,7 @@ def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: State
     if summary["status"] != "finished":
         where = f"after {summary['rollout_id']} of {summary['total']} rollouts"
         reason = f" ({stop.why})" if stop.why else ""
-        raise Stopped(f"saved and stopped {where}{reason}", f"continue with hpcrl resume {job.root}")
+        raise Stopped(f"saved and stopped {where}{reason}", f"continue with {backend.again(job.root)}")
 
 
 def finished(directory: Path) -> bool:

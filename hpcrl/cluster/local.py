@@ -31,6 +31,9 @@ class Local:
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
         return [Member("the process of this host", log, spawn([sys.executable, "-m", "hpcrl.cluster.host", *words], log))]
 
+    def again(self, root: Path) -> str:
+        return f"hpcrl resume {root}"
+
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         return spawn([sys.executable, "-m", "hpcrl.process", *command], log)
 

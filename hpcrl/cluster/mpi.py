@@ -30,7 +30,7 @@ from hpcrl.cluster.jobfile import write_job
 from hpcrl.cluster.local import Local, spawn
 from hpcrl.cluster.relay import Relay, pack, unpack
 from hpcrl.cluster.wire import DEAD, Wire
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.flags import Recipe
 from hpcrl.options import Options
 from hpcrl.plan import Host, Plan
@@ -203,11 +203,17 @@ class Mpi:
         here = Member(f"host {first.host}", rundir.logs / f"host-{first.host}.log", self.part.process)
         return [here, *self.away]
 
+    def again(self, root: Path) -> str:
+        return f"hpcrl launch --resume {root} --hostfile FILE"
+
     def prepare(self, command: list[str], log: Path) -> Any:
         return Local().prepare(command, log)
 
     def turn(self, stop: Stop, rundir: RunDir | None) -> None:
         """Carry messages; called about five times a second."""
+        if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a wish to stop
+            stop.nudges = 0
+            stop.ask("asked to")
         self.wire.beat([hand.rank for hand in self.crew.hands[1:]])
         for rank, message in self.wire.receive():
             self._take(rank, message, rundir)
@@ -303,7 +309,7 @@ def run_ranks(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | N
         status = _lead(backend, recipe, overrides, resume)
     except HpcrlError as error:
         status = error.exit_code
-        print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
+        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
     finally:
         _leave(wire, backend.part_from(status), status)
     raise AssertionError

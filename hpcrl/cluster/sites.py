@@ -83,7 +83,9 @@ class Component(BaseModel):
 
     partition: str | None = Field(None, description="Slurm partition")
     constraint: str | None = Field(None, description="node features, as sbatch --constraint takes them")
-    gpus_per_node: int | None = Field(None, ge=0, description="GPUs that a node has; None: as many as the options ask for")
+    gpus_per_node: int | None = Field(
+        None, ge=0, description="GPUs that a node has; None: as many as the options ask for; 0: it has none, slots are processes"
+    )
     gpu_type: str | None = Field(None, pattern=r"^[\w.-]+$", description="the type in --gpus-per-node=TYPE:N")
     cpus_per_node: int | None = Field(None, ge=1, description="CPU cores that a node gives to the job")
     mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description='memory a node, such as "64G"; "0" is all of it')
@@ -152,7 +154,7 @@ class Site(BaseModel):
 
     def gpus(self, component: str, count: int) -> str | None:
         """The sbatch option that asks for `count` GPUs a node of a component, without dashes; None for none."""
-        if not count:
+        if not count or getattr(self, component).gpus_per_node == 0:  # nodes without GPUs: slots are processes
             return None
         kind = getattr(self, component).gpu_type
         wanted = f"{kind}:{count}" if kind else str(count)

@@ -125,6 +125,9 @@ class Slurm:
                 members.append(Member(name, log, spawn(self._step(group, "host", rundir), log)))
         return members
 
+    def again(self, root: Path) -> str:
+        return f"hpcrl resume {root}"
+
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         return spawn([sys.executable, "-m", "hpcrl.process", *self.groups[0].step, "once", *command], log)
 

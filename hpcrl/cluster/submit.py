@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.cluster.find import find
 from hpcrl.cluster.headway import margin
 from hpcrl.cluster.job import Job, begin, directory_of, finished, held, reopen
 from hpcrl.cluster.jobfile import read_job, write_job
@@ -75,17 +76,34 @@ def submit(argv: list[str]) -> int:
     if own.get("dry-run"):
         _show(recipe, overrides, stages, request, site)
         return 0
+    job, submitted = _submit(recipe, overrides, site)
+    _say(job, submitted, stages, request)
+    return 0
+
+
+def submit_recipe(recipe: str | Path, site: str | None = None, **options: Any) -> Any:
+    """Submit a recipe from Python; returns submitit's job: job_id, state, stdout(), result() (the run's summary), cancel().
+
+    options: by name, such as run_dir="runs/one", num_rollout=10.  Errors as those of `hpcrl submit`.
+    """
+    profile = load_site(site)
+    loaded = load_recipe(recipe)
+    return _submit(loaded, profile.options(loaded, options), profile)[1]
+
+
+def _submit(recipe: Recipe, overrides: dict[str, Any], site: Site) -> tuple[Job, Any]:
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch is not here", "submit from a login node of the cluster; hpcrl run needs no Slurm")
+    stages = _stages(recipe, overrides)
+    request = make_request(stages, site)
     _check_place(directory_of(recipe, overrides), request)
     _check_partitions(site, request)
     job = begin(recipe, overrides, lambda _: request.hosts())
     try:
-        _send(job, stages, request, site)
+        return job, _send(job, stages, request, site)
     except BaseException:
         shutil.rmtree(job.root, ignore_errors=True)  # nothing runs, so nothing is to be found later
         raise
-    return 0
 
 
 def resume(argv: list[str]) -> int:
@@ -96,8 +114,9 @@ def resume(argv: list[str]) -> int:
     overrides, own, words = parse_flags(argv, {k: v for k, v in OWN.items() if k in ("time", "set", "help")})
     if len(words) != 1 or overrides:
         raise UsageError("hpcrl resume takes one run directory", "a run goes on with the options that it began with")
-    root = Path(words[0])
-    job = reopen(root)
+    root = words[0] if Path(words[0]).exists() else find(words[0]).root
+    job = reopen(Path(root))
+    root = job.root
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", "start another run to train on")
     record = read_job(job.root)
@@ -117,7 +136,8 @@ def resume(argv: list[str]) -> int:
     site = _site(own, Site.model_validate(record["site"]))
     stages = [job.options(stage) for stage in job.recipe.stages]
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
-    _send(job, stages, make_request(stages, site, int(measured)), site)
+    request = make_request(stages, site, int(measured))
+    _say(job, _send(job, stages, request, site), stages, request)
     return 0
 
 
@@ -209,8 +229,10 @@ def _show(recipe: Recipe, overrides: dict[str, Any], stages: list[Options], requ
     print(_summary(stages, request))
     command = f"{_batch_python(site)} -u -m submitit.core._submit {shlex.quote(str(job.root / 'submitit'))}"
     text = render(_script(job, stages, request, site, command), request, site)
-    print(f"\n{text}\n# the command:\nsbatch {shlex.quote(str(job.root / 'job.sbatch'))}")
+    place = shlex.quote(str(job.root / "job.sbatch"))
+    print(f"\n{text}\n# nothing was written; hpcrl submit would write this script and call:\n# sbatch {place}")
     if shutil.which("sbatch"):
+        _check_partitions(site, request)
         print(f"# sbatch --test-only says: {_test_only(text)}")
 
 
@@ -259,8 +281,8 @@ def _mend(said: str) -> str:
     return next((hint for words, hint in hints.items() if words in low), "see sinfo, and the script with --dry-run")
 
 
-def _send(job: Job, stages: list[Options], request: Request, site: Site) -> None:
-    """Submit the job through submitit, and say what was submitted."""
+def _send(job: Job, stages: list[Options], request: Request, site: Site) -> Any:
+    """Submit the job through submitit; returns submitit's job."""
     from hpcrl.cluster.slurm import run_directory
 
     shutil.copytree(shipped("launch"), job.root / "launch", dirs_exist_ok=True)
@@ -268,6 +290,10 @@ def _send(job: Job, stages: list[Options], request: Request, site: Site) -> None
     submitted = executor.submit(run_directory, str(job.root))
     components = [msgspec.to_builtins(c) for c in request.components]
     write_job(job, "slurm", submitted.job_id, script=str(job.root / "job.sbatch"), components=components, site=site.model_dump())
+    return submitted
+
+
+def _say(job: Job, submitted: Any, stages: list[Options], request: Request) -> None:
     print(f"job {submitted.job_id}\nrun directory: {job.root}\n\n{_summary(stages, request)}")
     print(f"\nhpcrl status {job.root}\nhpcrl watch {job.root}")
 
