@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -121,16 +122,24 @@ def test_an_engine_needs_no_shared_run_directory(cluster: Cluster, tmp_path: Pat
         cluster.run("rm -rf /tmp/apart", node=node)
 
 
+def training(cluster: Cluster, path: Path, task: Path) -> subprocess.Popen[str]:
+    """`hpcrl launch` of a long run on node1 and node2, which has trained two steps."""
+    hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=path / "hosts")
+    recipe_file = sft(path, task, num_rollout=100000, save_interval=None)
+    command = [sys.executable, "-m", "hpcrl", "launch", recipe_file, "--hostfile", hosts, "--mpirun", MPIRUN["openmpi"]]
+    running = cluster.popen([*command, "--run-dir", path / "run"], env=environment(cluster, "openmpi"))
+    deadline = time.monotonic() + 120
+    while len(metrics(path / "run")) < 2:
+        if running.poll() is not None or time.monotonic() > deadline:
+            running.kill()
+            raise AssertionError(running.communicate()[0])
+        time.sleep(0.1)
+    return running
+
+
 def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=tmp_path / "hosts")
-    path = sft(tmp_path, task, num_rollout=2000, save_interval=None)
-    command = [sys.executable, "-m", "hpcrl", "launch", path, "--hostfile", hosts, "--mpirun", MPIRUN["openmpi"]]
-    running = cluster.popen([*command, "--run-dir", tmp_path / "run"], env=environment(cluster, "openmpi"))
+    running = training(cluster, tmp_path, task)
     try:
-        deadline = time.monotonic() + 120
-        while len(metrics(tmp_path / "run")) < 2:
-            assert running.poll() is None and time.monotonic() < deadline, running.communicate()[0]
-            time.sleep(0.1)
         [victim] = [pid for pid, argv in cluster.processes("node2") if "hpcrl.trainer.main" in argv]
         os.kill(victim, 9)
         said, _ = running.communicate(timeout=60)
@@ -142,15 +151,8 @@ def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path:
 
 
 def test_a_host_that_falls_silent_ends_the_run_within_a_minute(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=tmp_path / "hosts")
-    path = sft(tmp_path, task, num_rollout=100000, save_interval=None)
-    command = [sys.executable, "-m", "hpcrl", "launch", path, "--hostfile", hosts, "--mpirun", MPIRUN["openmpi"]]
-    running = cluster.popen([*command, "--run-dir", tmp_path / "run"], env=environment(cluster, "openmpi"))
+    running = training(cluster, tmp_path, task)
     try:
-        deadline = time.monotonic() + 120
-        while len(metrics(tmp_path / "run")) < 2:
-            assert running.poll() is None and time.monotonic() < deadline, running.communicate()[0]
-            time.sleep(0.1)
         cluster.link("node2", "down")
         deadline = time.monotonic() + 60
         while any(any("hpcrl" in word for word in argv) for n in ("node1", "node2") for _, argv in cluster.processes(n)):

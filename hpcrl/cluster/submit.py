@@ -22,7 +22,7 @@ from hpcrl.cluster.job import Job, begin, directory_of, finished, held, reopen
 from hpcrl.cluster.jobfile import read_job, write_job
 from hpcrl.cluster.request import FLOOR, Request, make_request
 from hpcrl.cluster.script import Script, render
-from hpcrl.cluster.sites import Site, load_site
+from hpcrl.cluster.sites import Site, from_flags, load_site
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.files import shipped
 from hpcrl.flags import Recipe, load_recipe, parse_flags, resolve
@@ -66,7 +66,7 @@ def submit(argv: list[str]) -> int:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl submit RECIPE.toml [--option value ...]")
     recipe = load_recipe(words[0])
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
-    site = _site(own)
+    site = from_flags(own)
     overrides = site.options(recipe, overrides)
     stages = _stages(recipe, overrides)
     request = make_request(stages, site)
@@ -133,7 +133,7 @@ def resume(argv: list[str]) -> int:
     _check_gone(record, root)
     with held(job.root):
         pass
-    site = _site(own, Site.model_validate(record["site"]))
+    site = from_flags(own, Site.model_validate(record["site"]))
     stages = [job.options(stage) for stage in job.recipe.stages]
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     request = make_request(stages, site, int(measured))
@@ -150,19 +150,6 @@ def _check_gone(record: dict[str, Any], root: Path) -> None:
         state, _, comment = line.partition("|")
         if comment.strip() == f"hpcrl:{record.get('identity')}":
             raise UsageError(f"{root}: its job {record['job_id']} is {state.lower()}", "hpcrl cancel it first, or wait")
-
-
-def _site(own: dict[str, Any], base: Site | None = None) -> Site:
-    changes: dict[str, Any] = {}
-    for text in own.get("set", []):
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--set {text}: expected KEY=VALUE")
-        changes[key] = value
-    changes |= {key: own[key] for key in ("time", "layout") if key in own}
-    from hpcrl.cluster.sites import apply
-
-    return apply(base, changes) if base else load_site(own.get("site"), changes)
 
 
 def _stages(recipe: Recipe, overrides: dict[str, Any]) -> list[Options]:
