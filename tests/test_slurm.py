@@ -109,7 +109,7 @@ def test_a_script_given_to_sbatch_by_hand_does_the_same(cluster: Cluster, het: J
 
 def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """Out of time twice, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
-    steps = {"num_rollout": 90, "save_interval": 3, "custom_rm_path": "tests.slurm.slow", "eval_interval": None}
+    steps = {"num_rollout": 90, "save_interval": 2, "custom_rm_path": "tests.slurm.slow", "eval_interval": None}
     steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
     values = steps | {"custom_rm_path": "tests.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()

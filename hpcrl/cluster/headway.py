@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.metrics import parse
 from hpcrl.rundir import RunDir
 
-FRUITLESS = 3
+FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
 RECENT = 20  #: steps that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save
 

@@ -273,7 +273,8 @@ def requeue(job: Job, job_id: str, restarts: int, why: str) -> None:
     try:
         call(["scontrol", "requeue", job_id])
     except HpcrlError as error:
-        State(job.root, restarts).set("stopped", message=why)
+        if "requeu" not in str(error).lower() and "completing" not in str(error).lower():  # Slurm may have been faster
+            State(job.root, restarts).set("stopped", message=why)
         say(f"{why}; Slurm does not requeue it: {error}; go on with hpcrl resume {job.root}")
         return
     say(f"{why}; queued again ({restarts + 1} of {limit} requeues)")
