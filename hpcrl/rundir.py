@@ -210,6 +210,10 @@ class RunDir:
     def end_requested(self) -> bool:
         return (self.here / "end").exists()
 
+    def superseded(self) -> bool:
+        """Whether the run has been started again: whoever is left of this attempt, on a host cut off, must end."""
+        return (self.root / "attempts" / str(self.attempt + 1)).exists()
+
     def summary(self) -> dict[str, Any] | None:
         """What the trainer wrote at the end of this attempt, or None: an older attempt's does not count."""
         try:

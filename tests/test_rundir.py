@@ -88,3 +88,12 @@ def test_stop_is_seen_by_all(rundir: RunDir) -> None:
     assert not rundir.stop_requested()
     rundir.request_stop()
     assert RunDir(rundir.root, 0).stop_requested()
+
+
+def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path / "run")
+    first.begin()
+    assert not first.superseded()
+    later = RunDir(first.root, 1)
+    later.begin()
+    assert first.superseded() and not later.superseded()

@@ -26,7 +26,7 @@ from hpcrl.cluster.checks import Finding, ask, failed, last_line, model, package
 from hpcrl.cluster.doctor_job import Job, Step, show
 from hpcrl.cluster.request import Component, Request, make_request
 from hpcrl.cluster.script import Script, render
-from hpcrl.cluster.sites import Site, find, from_flags
+from hpcrl.cluster.sites import FLAGS, Site, find, from_flags
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.files import shipped
 from hpcrl.flags import Recipe, load_recipe, parse_flags, resolve
@@ -48,10 +48,7 @@ model. One line each; the exit status is 1 if anything fails.
 
 Options of hpcrl run are taken as well. Without a recipe, only the site and this node are looked at."""
 OWN = {
-    "site": Kind("str"),
-    "time": Kind("str"),
-    "layout": Kind("str"),
-    "set": Kind("str", many=True),
+    **FLAGS,
     "nodes": Kind("bool"),
     "wait": Kind("float"),
 }

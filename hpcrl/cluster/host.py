@@ -156,7 +156,7 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
     close_by = quit_by = float("inf")
     while any(r.status is None for r in working) or rundir.summary() is None:
         turn()
-        if rundir.end_requested():
+        if rundir.end_requested() or rundir.superseded():
             return
         _check(roles, rundir, told, host)
         now = time.monotonic()

@@ -79,7 +79,7 @@ def _heterogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
 def _engine_nodes(stages: Sequence[Options], site: Site, wanted: int) -> tuple[int, int]:
     """(nodes, slots a node) for `wanted` GPUs of engines; an engine lies in one node, or fills several."""
     per_engine = max(o.rollout_num_gpus_per_engine for o in stages if o.num_engines)
-    node = site.engine.gpus_per_node or min(wanted, max(8, per_engine if per_engine <= 8 else 8))
+    node = site.engine.gpus_per_node or min(wanted, 8)
     if per_engine > node:
         if per_engine % node:
             raise UsageError(

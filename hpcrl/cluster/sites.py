@@ -27,6 +27,7 @@ from hpcrl.cluster.container import Container
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.files import shipped
 from hpcrl.flags import Recipe
+from hpcrl.kinds import Kind
 from hpcrl.names import nearest, spell
 
 COMPONENTS = ("trainer", "engine", "rollout")
@@ -190,6 +191,10 @@ def apply(site: Site, overrides: Mapping[str, Any]) -> Site:
     for key, value in overrides.items():
         values = _put(values, key, value)
     return _make(values, f"site {site.name}")
+
+
+#: a command's own flags that `from_flags` reads
+FLAGS = {"site": Kind("str"), "time": Kind("str"), "layout": Kind("str"), "set": Kind("str", many=True)}
 
 
 def from_flags(given: Mapping[str, Any], base: Site | None = None) -> Site:

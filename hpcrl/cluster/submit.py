@@ -22,7 +22,7 @@ from hpcrl.cluster.job import Job, begin, directory_of, finished, held, reopen
 from hpcrl.cluster.jobfile import read_job, write_job
 from hpcrl.cluster.request import FLOOR, Request, make_request
 from hpcrl.cluster.script import Script, render
-from hpcrl.cluster.sites import Site, from_flags, load_site
+from hpcrl.cluster.sites import FLAGS, Site, from_flags, load_site
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.files import shipped
 from hpcrl.flags import Recipe, load_recipe, parse_flags, resolve
@@ -46,10 +46,7 @@ usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY
 Options are those of hpcrl run. One job is submitted; it trains to the end, over as many requeues as that takes."""
 
 OWN = {
-    "site": Kind("str"),
-    "time": Kind("str"),
-    "layout": Kind("str"),
-    "set": Kind("str", many=True),
+    **FLAGS,
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
     "help": Kind("bool"),
