@@ -76,7 +76,7 @@ lint: $(ENV)
 	$(BIN)/ruff format --check .
 
 sbatch: $(ENV)
-	$(BIN)/python -m tests.test_slurm_script
+	$(BIN)/python -m tests.slurm.test_batch_script
 
 docs: $(ENV)
 	$(BIN)/hpcrl options --write docs/options.md

@@ -28,7 +28,7 @@ sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the sta
 
 import numpy as np  # noqa: E402
 
-from hpcrl.schedule import make_schedule  # noqa: E402
+from hpcrl.microbatches import make_schedule  # noqa: E402
 
 RANKS, LIMIT = 8, 9216
 SIZES = (256, 1024, 4096, 16384, 65536)

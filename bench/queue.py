@@ -30,7 +30,7 @@ from typing import Any  # noqa: E402
 
 from bench.queue_roles import peers, work  # noqa: E402
 from bench.queue_roles.work import Passes  # noqa: E402
-from hpcrl.process import adopt_orphans, end_descendants  # noqa: E402
+from hpcrl.run.process import adopt_orphans, end_descendants  # noqa: E402
 
 BASE = "zmq"
 NOTE = """\

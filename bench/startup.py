@@ -30,7 +30,7 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
-from tests.runs import POLICY, Run, make_task, recipe  # noqa: E402
+from tests.support.runs import POLICY, Run, make_task, recipe  # noqa: E402
 
 RANK = """
 import os, sys

@@ -21,8 +21,8 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
-from tests.cluster import Cluster  # noqa: E402
-from tests.slurm import ENV  # noqa: E402
+from tests.support.cluster import Cluster  # noqa: E402
+from tests.support.slurm import ENV  # noqa: E402
 
 SITE = ["--set", "trainer.mem=1G", "engine.mem=1G", "trainer.extra.begin=now+1hour"]
 

@@ -30,10 +30,10 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402
 
-from hpcrl.options import Options  # noqa: E402
-from hpcrl.queue.wire import Share  # noqa: E402
+from hpcrl.config.options import Options  # noqa: E402
+from hpcrl.microbatches import make_schedule  # noqa: E402
+from hpcrl.queue.share_format import Share  # noqa: E402
 from hpcrl.sample import COMPLETED, Sample, SampleBatch  # noqa: E402
-from hpcrl.schedule import make_schedule  # noqa: E402
 
 MODEL = {
     "vocab_size": 4096,
@@ -156,14 +156,16 @@ def measure_on_rank(options: Options, rounds: int) -> list[tuple[Times, Times]]:
     """(ours, bare) of each round, after one that does not count."""
     import torch.distributed as dist
 
-    from hpcrl.trainer import megatron, model, step
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer.step import train_batch
 
-    ranks = megatron.initialize(options)
+    ranks = parallel_state.initialize(options)
     policies = [model.build(options, ranks) for _ in range(2)]
     for policy in policies:
         model.load_hf(policy, str(options.hf_checkpoint))
     share = share_of(ranks.dp_rank, ranks.dp_size)
-    steps = [lambda: step.train(policies[0], ranks, options, share), bare_step(policies[1], share)]
+    steps = [lambda: train_batch.train(policies[0], ranks, options, share), bare_step(policies[1], share)]
     found: list[tuple[Times, Times]] = []
     for number in range(-1, rounds):
         times: dict[int, Times] = {}
@@ -194,8 +196,8 @@ def main() -> None:
         parser.error(f"no such layout: {', '.join(sorted(unknown))}")
     chosen = [name for name in LAYOUTS if name in only]
 
-    from tests.ranks import run_ranks
-    from tests.tiny import make_model
+    from tests.support.ranks import run_ranks
+    from tests.support.tiny import make_model
 
     tokens = int(batch().rows["length"].sum())
     lines, ratios = [], {}

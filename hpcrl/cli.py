@@ -89,7 +89,6 @@ def command(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": run,
         "submit": submit,
-        "resume": resubmit,
         "launch": launch,
         "plan": plan,
         "hostfile": hostfile,
@@ -102,16 +101,17 @@ def command(argv: list[str]) -> int:
     return commands[argv[0]](argv[1:])
 
 
-# ---- hpcrl status, watch, logs, stop, cancel
+# ---- hpcrl resume, status, watch, logs, stop, cancel, doctor
 
 #: command -> module:function that does it
 LOOKING = {
-    "status": "hpcrl.cluster.look:status",
-    "watch": "hpcrl.cluster.look:watch",
-    "logs": "hpcrl.cluster.logs:logs",
-    "stop": "hpcrl.cluster.control:stop",
-    "cancel": "hpcrl.cluster.control:cancel",
-    "doctor": "hpcrl.cluster.doctor:main",
+    "resume": "hpcrl.commands.resume:resume",
+    "status": "hpcrl.commands.status:status",
+    "watch": "hpcrl.commands.status:watch",
+    "logs": "hpcrl.commands.logs:logs",
+    "stop": "hpcrl.commands.stop:stop",
+    "cancel": "hpcrl.commands.stop:cancel",
+    "doctor": "hpcrl.commands.doctor:main",
 }
 
 
@@ -126,13 +126,13 @@ def _elsewhere(place: str, argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     """`hpcrl run`: start a recipe, go on with a run, or show what would be started."""
     if "--help" in argv or "-h" in argv:
-        from hpcrl.options_doc import run_help
+        from hpcrl.config.options_doc import run_help
 
         print(RUN_HELP)
         print(run_help())
         return 0
-    from hpcrl.flags import load_recipe, parse_flags
-    from hpcrl.kinds import Kind
+    from hpcrl.config.flags import load_recipe, parse_flags
+    from hpcrl.config.value_types import Kind
 
     overrides, own, words = parse_flags(argv, {"resume": Kind("str"), "dry-run": Kind("bool"), "help": Kind("bool")})
     if "resume" in own:
@@ -147,7 +147,7 @@ def run(argv: list[str]) -> int:
     if own.get("dry-run"):
         print(shown)
         return 0
-    from hpcrl.cluster.local import run_recipe
+    from hpcrl.launch.local import run_recipe
 
     return run_recipe(recipe, overrides, None)
 
@@ -159,20 +159,20 @@ def resume(directory: Path, overrides: dict[str, Any], words: list[str], own: di
         raise UsageError(
             f"{extra} has no effect with --resume: a run goes on with the options that it began with", "leave it out"
         )
-    from hpcrl.cluster.local import run_recipe
+    from hpcrl.launch.local import run_recipe
 
     return run_recipe(None, {}, directory)
 
 
 def preview(recipe: Any, overrides: dict[str, Any]) -> str:
     """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
-    from hpcrl.flags import changed, resolve
-    from hpcrl.names import spell
+    from hpcrl.config.flags import changed, resolve_options
+    from hpcrl.config.setting_names import spell
     from hpcrl.plan import local_hosts, make_plan
 
     parts = []
     for stage in recipe.stages:
-        resolved = resolve(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+        resolved = resolve_options(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
         plan = make_plan(resolved, local_hosts(resolved), "dry-run")
         rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
@@ -180,19 +180,12 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-# ---- hpcrl submit, hpcrl resume
+# ---- hpcrl submit
 
 
 def submit(argv: list[str]) -> int:
     """`hpcrl submit`: one Slurm job for the whole recipe."""
-    from hpcrl.cluster.submit import submit as run_it
-
-    return run_it(argv)
-
-
-def resubmit(argv: list[str]) -> int:
-    """`hpcrl resume`: go on with a run the way that it was started."""
-    from hpcrl.cluster.submit import resume as run_it
+    from hpcrl.slurm.submit import submit as run_it
 
     return run_it(argv)
 
@@ -202,7 +195,7 @@ def resubmit(argv: list[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """`hpcrl launch`: a run over the hosts of a hostfile, under mpirun or calling it."""
-    from hpcrl.cluster.launch import launch as run_it
+    from hpcrl.mpi.mpirun import launch as run_it
 
     return run_it(argv)
 
@@ -215,9 +208,9 @@ def plan(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print("usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]\n\nOptions are those of hpcrl run.")
         return 0
-    from hpcrl.flags import load_recipe, parse_flags, resolve
+    from hpcrl.config.flags import load_recipe, parse_flags, resolve_options
+    from hpcrl.config.value_types import Kind
     from hpcrl.groups import describe
-    from hpcrl.kinds import Kind
     from hpcrl.plan import local_hosts, make_plan
 
     overrides, own, words = parse_flags(argv, {"hostfile": Kind("str")})
@@ -226,14 +219,14 @@ def plan(argv: list[str]) -> int:
     recipe = load_recipe(words[0])
     hosts = None
     if "hostfile" in own:
-        from hpcrl.cluster.hostfile import read
+        from hpcrl.mpi.hostfile import read_hostfile
 
-        found = read(own["hostfile"])
+        found = read_hostfile(own["hostfile"])
         hosts = list(found.hosts)
         for note in found.notes:
             print(f"hpcrl: note: {note}", file=sys.stderr)
     for stage in recipe.stages:
-        resolved = resolve(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+        resolved = resolve_options(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
@@ -249,13 +242,13 @@ def hostfile(argv: list[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`")
     parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
     args = parser.parse_args(argv)
-    from hpcrl.cluster.hostfile import read, write
+    from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 
-    found = read(args.file)
+    found = read_hostfile(args.file)
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)
     if args.to:
-        print(write(found.hosts, args.to), end="")
+        print(write_hostfile(found.hosts, args.to), end="")
         return 0
     width = max(len(host.name) for host in found.hosts)
     rank = 0
@@ -268,7 +261,7 @@ def hostfile(argv: list[str]) -> int:
 # ---- hpcrl convert
 
 #: conversion -> the module whose main(argv) does it
-CONVERSIONS = {"to-torch-dist": "hpcrl.trainer.to_torch_dist", "to-hf": "hpcrl.trainer.to_hf", "to-fp8": "hpcrl.convert.fp8"}
+CONVERSIONS = {"to-torch-dist": "hpcrl.convert.to_torch_dist", "to-hf": "hpcrl.convert.to_hf", "to-fp8": "hpcrl.convert.to_fp8"}
 
 
 def convert(argv: list[str]) -> int:
@@ -299,7 +292,7 @@ def options(argv: list[str]) -> int:
     which.add_argument("--megatron", action="store_true", help="list the settings of the installed Megatron-core")
     which.add_argument("--vllm", action="store_true", help="list the settings of the installed vLLM")
     args = parser.parse_args(argv)
-    from hpcrl.options_doc import foreign_help, markdown
+    from hpcrl.config.options_doc import foreign_help, markdown
 
     if args.megatron or args.vllm:
         print(foreign_help("megatron" if args.megatron else "vllm"))

@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
 Invariant: whatever goes wrong because of input, a machine or a peer ends as exactly one `HpcrlError` whose text names
-the flag, file, host or role at fault and, where one is known, the mend.  A traceback means a defect in hpcrl itself.
+the flag, file, host or role at fault and, where one is known, the hint.  A traceback means a defect in hpcrl itself.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 class HpcrlError(Exception):
     """One clear message for the user.
 
-    `what` says what is wrong and where; `mend` (optional) says what to do about it.
+    `what` says what is wrong and where; `hint` (optional) says what to do about it.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, mend: str = "") -> None:
-        self.what, self.mend = what, mend
-        super().__init__(f"{what}; {mend}" if mend else what)
+    def __init__(self, what: str, hint: str = "") -> None:
+        self.what, self.hint = what, hint
+        super().__init__(f"{what}; {hint}" if hint else what)
 
 
 class UsageError(HpcrlError):

@@ -13,8 +13,8 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 
+from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.options import Options
 from hpcrl.plan import Plan
 
 Groups = list[list[int]]

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.options import Options
 
 
 class Host(msgspec.Struct, frozen=True):

@@ -26,19 +26,19 @@ unset "${!PMI_@}" "${!PMIX_@}" "${!OMPI_@}"
 case $program in
 once)
     if [ "${SLURM_PROCID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.process "$@"
+    exec "$HPCRL_PYTHON" -m hpcrl.run.process "$@"
     ;;
 probe)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.cluster.probe "$@" --host "$host"
+    exec "$HPCRL_PYTHON" -m hpcrl.launch.probe "$@" --host "$host"
     ;;
 doctor)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.cluster.doctor_node "$@" --host "$host"
+    exec "$HPCRL_PYTHON" -m hpcrl.doctor.one_node "$@" --host "$host"
     ;;
 host)
     if [ "${HPCRL_TASKS:-hosts}" = slots ]; then set -- "$@" --slot "$SLURM_LOCALID"; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.cluster.host "$@" --host "$host"
+    exec "$HPCRL_PYTHON" -m hpcrl.launch.host "$@" --host "$host"
     ;;
 *)
     echo "task.sh: no program $program; there are launch, probe, doctor, host, once" >&2

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import cluster, cluster_left_clean  # noqa: F401
+from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and prompt files (tests/runs.py)."""
-    from tests.runs import make_task
+    """A tiny model and prompt files (tests/support/runs.py)."""
+    from tests.support.runs import make_task
 
     return make_task(tmp_path_factory.mktemp("task"))
 

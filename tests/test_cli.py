@@ -44,9 +44,9 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Stands in for hpcrl.cluster.local: records the calls and returns 7, or raises what is in `runner.error`."""
+    """Stands in for hpcrl.launch.local: records the calls and returns 7, or raises what is in `runner.error`."""
     calls: list[tuple[Any, ...]] = []
-    module = ModuleType("hpcrl.cluster.local")
+    module = ModuleType("hpcrl.launch.local")
 
     def run_recipe(*args: Any) -> int:
         calls.append(args)
@@ -55,7 +55,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return 7
 
     module.run_recipe = run_recipe  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hpcrl.cluster.local", module)
+    monkeypatch.setitem(sys.modules, "hpcrl.launch.local", module)
     return calls
 
 
@@ -186,7 +186,7 @@ def test_a_wrong_command_line_is_one_line(
 def test_errors_of_a_run_keep_their_exit_status(
     error: BaseException, status: int, line: str, recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sys.modules["hpcrl.cluster.local"].error = error  # type: ignore[attr-defined]
+    sys.modules["hpcrl.launch.local"].error = error  # type: ignore[attr-defined]
     assert main(["run", str(recipe)]) == status
     assert said(capsys) == line
 

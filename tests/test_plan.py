@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.groups import planned
-from hpcrl.options import Options
 from hpcrl.plan import Host, Plan, local_hosts, make_plan, socket_names, visible_devices
 
 

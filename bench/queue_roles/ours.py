@@ -11,10 +11,10 @@ from bench.queue_roles.work import DIFFERENT, Control, Passes, batches, read, ti
 from hpcrl.plan import Place, Plan
 from hpcrl.queue import auth
 from hpcrl.queue.client import QueueClient
-from hpcrl.queue.ranks import Rank
+from hpcrl.queue.rank_state import Rank
 from hpcrl.queue.server import QueueServer
-from hpcrl.queue.wire import Share
-from hpcrl.rundir import RunDir
+from hpcrl.queue.share_format import Share
+from hpcrl.run.rundir import RunDir
 from hpcrl.sample import SampleBatch
 
 PLAN = Plan("bench", 0, (Place("127.0.0.1", (0,)),), (), Place("127.0.0.1", ()))

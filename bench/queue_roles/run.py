@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.queue_roles import ours, peers, plain
 from bench.queue_roles.work import Control, Passes
-from hpcrl.process import die_with_parent
+from hpcrl.run.process import die_with_parent
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "ours": (ours.produce, ours.consume),

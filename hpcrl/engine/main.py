@@ -22,31 +22,31 @@ from typing import Any
 
 import psutil
 
-from hpcrl.engine.epitaph import Log, leftovers
-from hpcrl.engine.guard import KEY_FILE, read_key
-from hpcrl.engine.settings import LISTEN_FD, backend, build, environment, model_config
+from hpcrl.engine.crash_report import ServerLog, leftovers
+from hpcrl.engine.key_guard import KEY_FILE, read_key
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
-from hpcrl.roles import Seat, act, open_seat, say
-from hpcrl.weights.http import Address, HttpError, ask
+from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
+from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.weights.engine_http import Address, HttpError, ask
 
-SERVER = "hpcrl.engine.serve"
+SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
 PATIENCE = 60.0  #: seconds that /health may go without an answer (a starved machine) before the engine counts as dead
 POLL = 0.5
 REFUSED, SILENT = 0, -1  #: beside the status codes of /health
 
 
-class Engine:
+class EngineSupervisor:
     """One server of this host, from its socket to its end."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat, self.place = seat, seat.plan.engines[seat.index]
+    def __init__(self, context: RoleContext) -> None:
+        self.context, self.place = context, context.plan.engines[context.index]
         self.found = build()
-        self.name = f"engine {seat.index} on {self.place.host}"
-        self.backend = backend(seat.options, seat.plan, self.found.cpu)
-        model_config(seat.options)
-        os.environ[KEY_FILE] = str(seat.rundir.keys / "http.key")
+        self.name = f"engine {context.index} on {self.place.host}"
+        self.backend = backend(context.options, context.plan, self.found.cpu)
+        model_config(context.options)
+        os.environ[KEY_FILE] = str(context.rundir.keys / "http.key")
         self.key = read_key().decode()
         self.scratch = Path(tempfile.mkdtemp(prefix="hpcrl-engine-", dir=_short_temporary()))
         self.stopped = threading.Event()
@@ -63,7 +63,7 @@ class Engine:
             "VLLM_RPC_BASE_PATH": str(self.scratch),
         }
         base.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-        rundir = self.seat.rundir
+        rundir = self.context.rundir
         command = [
             sys.executable,
             "-m",
@@ -72,7 +72,7 @@ class Engine:
             "--attempt",
             str(rundir.attempt),
             "--index",
-            str(self.seat.index),
+            str(self.context.index),
         ]
         self.child = subprocess.Popen(
             command,
@@ -80,11 +80,11 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[sock.fileno()],
-            env=environment(self.seat.options, self.seat.plan, self.seat.index, base, self.found),
+            env=server_environment(self.context.options, self.context.plan, self.context.index, base, self.found),
         )
         sock.close()  # or else connections would be accepted for a server that is gone
         assert self.child.stdout is not None
-        self.log = Log(self.child.stdout)
+        self.log = ServerLog(self.child.stdout)
 
     def _bind(self) -> socket.socket:
         host = self.place.at
@@ -99,7 +99,7 @@ class Engine:
 
     def wait_until_up(self) -> None:
         """Return when /health answers 200.  DeadlineError after --engine-start-timeout."""
-        limit = self.seat.options.engine_start_timeout
+        limit = self.context.options.engine_start_timeout
         end = time.monotonic() + limit
         while not self.stopped.is_set():
             self._check_child()
@@ -125,7 +125,7 @@ class Engine:
             "backend": self.backend,
         }
         self.shared |= leftovers(descendants())
-        self.seat.rundir.publish("engine", self.seat.index, **facts)
+        self.context.rundir.publish("engine", self.context.index, **facts)
         say(f"{self.name} is up: {facts}")
 
     def _has(self, path: str) -> bool:
@@ -191,11 +191,11 @@ def _short_temporary() -> str:
     return usual if len(usual) < 40 else "/tmp"
 
 
-def run(seat: Seat) -> None:
+def run(context: RoleContext) -> None:
     """Start one server, publish it, watch it until SIGTERM."""
-    if seat.index >= len(seat.plan.engines):
-        raise HpcrlError(f"the plan has {len(seat.plan.engines)} engines, none with index {seat.index}")
-    engine = Engine(seat)
+    if context.index >= len(context.plan.engines):
+        raise HpcrlError(f"the plan has {len(context.plan.engines)} engines, none with index {context.index}")
+    engine = EngineSupervisor(context)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stopped.set())
     try:
@@ -205,7 +205,7 @@ def run(seat: Seat) -> None:
             engine.publish()
             engine.watch()
     except HpcrlError as error:
-        seat.rundir.fail("engine", seat.index, str(error))  # at once: ending a broken server takes seconds
+        context.rundir.fail("engine", context.index, str(error))  # at once: ending a broken server takes seconds
         raise
     finally:
         engine.end()
@@ -214,8 +214,8 @@ def run(seat: Seat) -> None:
 def main() -> int:
     die_with_parent()
     adopt_orphans()
-    seat = open_seat()
-    return act("engine", seat, seat.index, lambda: run(seat))
+    context = open_role()
+    return act("engine", context, context.index, lambda: run(context))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def registry() -> dict[str, Family]:
     return {family.model_type: family for family in families}
 
 
-def find(config: Config, directory: str | Path) -> Family:
+def find_family(config: Config, directory: str | Path) -> Family:
     """The family of a config.json.  DataError names the model type and the ones there are."""
     known, asked = registry(), config.get("model_type")
     if asked not in known:

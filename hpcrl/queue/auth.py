@@ -25,7 +25,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir, write_atomic
 
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"hpcrl.queue"
 _USER = "dp-"

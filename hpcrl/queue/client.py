@@ -21,8 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
-from hpcrl.queue.wire import Share, WireError, decode
-from hpcrl.rundir import RunDir
+from hpcrl.queue.share_format import Share, WireError, decode
+from hpcrl.run.rundir import RunDir
 
 #: seconds between looks at the run directory; between repetitions of what is unanswered
 LOOK, REPEAT = 0.2, 1.0

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, Stopped, UsageError
-from hpcrl.queue.wire import Buffer, Count, WireError
+from hpcrl.queue.share_format import Buffer, Count, WireError
 
 #: number of this protocol; both sides must speak the same
 PROTOCOL = 1
@@ -119,7 +119,7 @@ class Failed(_Message, tag="error"):
     """A call or a fetch, or with neither named whatever the client waits for, has failed; kind: see `error_of`."""
 
     what: str
-    mend: str = ""
+    hint: str = ""
     kind: str = ""
     call_id: Count | None = None
     rollout_id: Count | None = None
@@ -178,13 +178,13 @@ _KINDS: dict[str, type[HpcrlError]] = {
 
 def failed(error: HpcrlError, call_id: int | None = None, rollout_id: int | None = None) -> Failed:
     """The message that carries `error` to the client."""
-    what, mend = (text[:MAX_TEXT].encode(errors="replace").decode() for text in (error.what, error.mend))
-    return Failed(what, mend, type(error).__name__, call_id, rollout_id)
+    what, hint = (text[:MAX_TEXT].encode(errors="replace").decode() for text in (error.what, error.hint))
+    return Failed(what, hint, type(error).__name__, call_id, rollout_id)
 
 
 def error_of(message: Failed) -> HpcrlError:
     """The exception that `message` stands for: of the same class if that is one of hpcrl's, else PeerError."""
-    return _KINDS.get(message.kind, PeerError)(message.what, message.mend)
+    return _KINDS.get(message.kind, PeerError)(message.what, message.hint)
 
 
 # ---- parts

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.queue.messages import Part, split
-from hpcrl.queue.wire import Buffer
+from hpcrl.queue.share_format import Buffer
 
 
 @dataclass

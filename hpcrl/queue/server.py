@@ -23,10 +23,10 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.outbox import Outbox
-from hpcrl.queue.ranks import MAX_CALLS, Calls, Rank, Seat
-from hpcrl.queue.wire import Buffer, Share, WireError, encode
-from hpcrl.roles import say
-from hpcrl.rundir import RunDir
+from hpcrl.queue.rank_state import MAX_CALLS, Calls, Rank, Seat
+from hpcrl.queue.share_format import Buffer, Share, WireError, encode
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 

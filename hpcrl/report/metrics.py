@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir, write_atomic
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; what a crash has torn or damaged is left out."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return
     for line in data.split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
-        if (row := parse(line)) is not None:
+        if (row := parse_record(line)) is not None:
             yield row
 
 
-def parse(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
     """One record, or None if the line is none."""
     try:
         row = json.loads(line)
@@ -51,13 +51,13 @@ class MetricsLog:
         At 0, what was logged before the first step (-1) goes too.
         """
         first = rollout_id if rollout_id > 0 else -1
-        kept = [row for row in read(self.path) if row["rollout_id"] < first]
+        kept = [row for row in read_metrics(self.path) if row["rollout_id"] < first]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._purge = first + 1
 
     def evaluated(self, rollout_id: int) -> bool:
         """Whether an evaluation after `rollout_id` is logged."""
-        return any(row["rollout_id"] == rollout_id and any(k.startswith("eval/") for k in row) for row in read(self.path))
+        return any(row["rollout_id"] == rollout_id and any(k.startswith("eval/") for k in row) for row in read_metrics(self.path))
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Add one record; a number that is not finite is written as null.  HpcrlError when it cannot be written."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hpcrl.report.metrics import parse
-from hpcrl.rundir import RunDir
+from hpcrl.report.metrics import parse_record
+from hpcrl.run.rundir import RunDir
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
 GLANCE = 0.5  #: seconds between looks at the file
@@ -32,7 +32,7 @@ SHOWN = {
 }
 
 
-class Tail:
+class MetricsTail:
     """The records that are new in a metrics.jsonl since the last look."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Tail:
         self._at += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if (row := parse(line)) is not None:
+            if (row := parse_record(line)) is not None:
                 yield row
 
 
@@ -64,7 +64,7 @@ class Progress:
         self.done = self.start = 0
         self.latest: dict[str, Any] = {}
         self.accuracy: dict[str, float | None] = {}
-        self._tail, self._looked = Tail(rundir.metrics_file), 0.0
+        self._tail, self._looked = MetricsTail(rundir.metrics_file), 0.0
         self._begun = self._told = time.monotonic()
         self._line, self._working = "", False
         self._bar = tqdm(total=total, desc=title, dynamic_ncols=True, bar_format=FORMAT) if sys.stderr.isatty() else None

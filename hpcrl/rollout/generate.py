@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hpcrl.config.options import Options
 from hpcrl.errors import DataError, PeerError
-from hpcrl.options import Options
-from hpcrl.rollout.data import Prompt
-from hpcrl.rollout.engines import Engine, EnginePool
+from hpcrl.rollout.engine_pool import EnginePool, PooledEngine
+from hpcrl.rollout.prompt_files import Prompt
 from hpcrl.rollout.tokenizer import Tokenizer
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
@@ -155,7 +155,7 @@ class Generator:
                 return completion
         raise PeerError(f"{engine} aborted one request {ABORTS} times", f"see {engine.log}")
 
-    def _read(self, engine: Engine, data: bytes, logprobs: bool, version: int) -> Completion:
+    def _read(self, engine: PooledEngine, data: bytes, logprobs: bool, version: int) -> Completion:
         try:
             answer = _DECODER.decode(data)
             choice = answer.choices[0]
@@ -168,7 +168,7 @@ class Generator:
         probs = _logprobs(engine, choice) if logprobs else np.zeros(len(tokens), np.float32)
         return Completion(tokens, probs, _versions(engine, choice, version), status)
 
-    def _tokens(self, engine: Engine, ids: list[int]) -> np.ndarray:
+    def _tokens(self, engine: PooledEngine, ids: list[int]) -> np.ndarray:
         if not ids:
             raise _garbage(engine, "a completion without tokens")
         if outside := [i for i in ids if not 0 <= i < self._vocab_size]:
@@ -176,7 +176,7 @@ class Generator:
         return np.asarray(ids, np.int32)
 
 
-def _logprobs(engine: Engine, choice: _Choice) -> np.ndarray:
+def _logprobs(engine: PooledEngine, choice: _Choice) -> np.ndarray:
     content = choice.logprobs.content if choice.logprobs else None
     if content is None or [c.token_id for c in content] != choice.token_ids:
         raise _garbage(engine, f"log-probs that are not those of its {len(choice.token_ids)} tokens")
@@ -188,7 +188,7 @@ def _logprobs(engine: Engine, choice: _Choice) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _versions(engine: Engine, choice: _Choice, version: int) -> np.ndarray:
+def _versions(engine: PooledEngine, choice: _Choice, version: int) -> np.ndarray:
     """The version of every token: as the engine says, or else the one that the call was made under."""
     count = len(choice.token_ids)
     versions = np.full(count, version, np.int32)
@@ -205,5 +205,5 @@ def _versions(engine: Engine, choice: _Choice, version: int) -> np.ndarray:
     return versions
 
 
-def _garbage(engine: Engine, what: str) -> PeerError:
+def _garbage(engine: PooledEngine, what: str) -> PeerError:
     return PeerError(f"{engine} answered {what}", f"see {engine.log}")

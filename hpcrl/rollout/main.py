@@ -19,20 +19,20 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.process import die_with_parent
 from hpcrl.queue.server import QueueServer
-from hpcrl.roles import Seat, act, open_seat, say
 from hpcrl.rollout import rewards
-from hpcrl.rollout.data import Reading, read_prompts
-from hpcrl.rollout.engines import EnginePool
-from hpcrl.rollout.evaluate import Evaluator, read_held_out, results
+from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
+from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
+from hpcrl.rollout.engine_pool import EnginePool
+from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
 from hpcrl.rollout.generate import Generator
-from hpcrl.rollout.makers import LabelMaker, Maker, PolicyMaker
-from hpcrl.rollout.records import write_samples
-from hpcrl.rollout.scheduler import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
-from hpcrl.rollout.source import Group, PromptSource, count_rollouts
-from hpcrl.rollout.tasks import cancel, plain, text_of, within
+from hpcrl.rollout.prompt_files import Reading, read_prompts
+from hpcrl.rollout.prompt_source import Group, PromptSource, count_rollouts
+from hpcrl.rollout.sample_files import write_samples
+from hpcrl.rollout.samplers import EngineSampler, LabelSampler, Sampler
 from hpcrl.rollout.tokenizer import load_tokenizer
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.role import RoleContext, act, open_role, say
 
 POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
@@ -41,16 +41,16 @@ TERMINATED = 128 + signal.SIGTERM
 class Work:
     """Everything that is read before the run begins.  DataError and UsageError say what is wrong with it."""
 
-    def __init__(self, seat: Seat) -> None:
-        options = seat.options
+    def __init__(self, context: RoleContext) -> None:
+        options = context.options
         self.sft = options.loss_type == "sft_loss"
-        if not self.sft and not seat.plan.engines:
+        if not self.sft and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
         if options.prompt_data is None:
             raise UsageError("--prompt-data is not given")
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
-        evaluates = options.eval_interval is not None and bool(seat.plan.engines)
-        self.grader = rewards.load(options) if evaluates or not self.sft else None
+        evaluates = options.eval_interval is not None and bool(context.plan.engines)
+        self.grader = rewards.load_reward(options) if evaluates or not self.sft else None
         self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
         self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
@@ -60,19 +60,19 @@ class Work:
 class RolloutRole:
     """One attempt's rollout process, between `begin` and `finish`."""
 
-    def __init__(self, seat: Seat, work: Work) -> None:
-        self.seat, self.options, self.work = seat, seat.options, work
-        self.pool = EnginePool(seat.rundir, seat.plan, seat.options)
+    def __init__(self, context: RoleContext, work: Work) -> None:
+        self.context, self.options, self.work = context, context.options, work
+        self.pool = EnginePool(context.rundir, context.plan, context.options)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
-        self.maker: Maker = LabelMaker()
+        self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
         if work.grader is not None and not work.sft:
-            self.maker = PolicyMaker(self.options, work.file, work.tokenizer, generator, work.grader)
+            self.maker = EngineSampler(self.options, work.file, work.tokenizer, generator, work.grader)
         if work.grader is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grader)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
-        self.server = QueueServer(seat.rundir, seat.plan, self.options.data_parallel_size, handlers)
+        self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
         self._making: asyncio.Task[None] | None = None
@@ -181,7 +181,7 @@ class RolloutRole:
         shares = make_shares(rollout, self.options, metrics)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)
-        await asyncio.to_thread(write_samples, self.seat.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
+        await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         say(f"rollout {rollout.rollout_id}: {', '.join(words)}")
 
@@ -212,7 +212,7 @@ class RolloutRole:
         for held in self.work.held_out:
             samples = await self.evaluator.samples(held, version)
             check_staleness(samples, version)
-            path = self.seat.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
+            path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
             found[held.name] = results(samples)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
@@ -224,8 +224,8 @@ class RolloutRole:
         """Look out for the stop file and for other roles' errors."""
         try:
             while True:
-                self.seat.rundir.check()
-                if not self._stopping and self.seat.rundir.stop_requested():
+                self.context.rundir.check()
+                if not self._stopping and self.context.rundir.stop_requested():
                     await self._stop()
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
@@ -252,17 +252,17 @@ class RolloutRole:
                 return await method(**params)
             except Exception as error:
                 self._fail(error)
-                raise plain(error) from error
+                raise as_hpcrl_error(error) from error
 
         return handle
 
     def _note(self, error: BaseException) -> None:
-        self.seat.rundir.fail("rollout", 0, text_of(error))
+        self.context.rundir.fail("rollout", 0, text_of(error))
 
     def _fail(self, error: BaseException) -> None:
         self._note(error)
         if not self._end.done():
-            self._end.set_exception(plain(error))
+            self._end.set_exception(as_hpcrl_error(error))
 
     def _settle(self, status: int) -> None:
         if not self._end.done():
@@ -271,17 +271,17 @@ class RolloutRole:
 
 def main() -> int:
     die_with_parent()
-    seat = open_seat()
+    context = open_role()
     ended = 0
 
     async def serve(work: Work) -> int:
-        return await RolloutRole(seat, work).run()
+        return await RolloutRole(context, work).run()
 
     def body() -> None:
         nonlocal ended
-        ended = asyncio.run(serve(Work(seat)))
+        ended = asyncio.run(serve(Work(context)))
 
-    return act("rollout", seat, 0, body) or ended
+    return act("rollout", context, 0, body) or ended
 
 
 if __name__ == "__main__":

@@ -17,46 +17,47 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.process import die_with_parent
-from hpcrl.roles import Seat, act, open_seat, say
-from hpcrl.rundir import write_atomic
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.rundir import write_atomic
 
 
 class Crank:
     """The training loop of one rank."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, context: RoleContext) -> None:
         from hpcrl.queue.client import QueueClient
         from hpcrl.report.metrics import MetricsLog
-        from hpcrl.trainer import checkpoint, model
-        from hpcrl.trainer.agree import make_patient
-        from hpcrl.trainer.begin import begin
-        from hpcrl.trainer.megatron import initialize
-        from hpcrl.trainer.saver import Saver
-        from hpcrl.trainer.verify import verify
+        from hpcrl.trainer.checkpoint import save_load
+        from hpcrl.trainer.checkpoint.resume import restore
+        from hpcrl.trainer.checkpoint.saver import Saver
+        from hpcrl.trainer.megatron import model
+        from hpcrl.trainer.parallel.collectives import make_patient
+        from hpcrl.trainer.parallel.parallel_state import initialize
+        from hpcrl.trainer.parallel.verify_groups import verify
         from hpcrl.weights.sender import WeightSender
 
-        self.seat, self.options = seat, seat.options
-        self.ranks = initialize(seat.options)
-        verify(seat.options, self.ranks.rank)
-        self.policy = model.build(seat.options, self.ranks)
-        self.checkpoints = Path(seat.options.save) if seat.options.save else seat.rundir.checkpoints
-        checkpoint.writable(self.checkpoints)
-        self.patient = make_patient(seat.options)
-        self.at, said = begin(self.policy, self.ranks, seat.options, self.checkpoints, seat.plan.run_id)
+        self.context, self.options = context, context.options
+        self.ranks = initialize(context.options)
+        verify(context.options, self.ranks.rank)
+        self.policy = model.build(context.options, self.ranks)
+        self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
+        save_load.writable(self.checkpoints)
+        self.patient = make_patient(context.options)
+        self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         if self.driver:
             say(said)
-        self.saver = Saver(self.policy, self.ranks, self.checkpoints, seat.plan.run_id, seat.options)
+        self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options)
         leads = self.ranks.tp_rank == self.ranks.cp_rank == self.ranks.pp_rank == 0
-        args = (seat.rundir, seat.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
+        args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if leads else None
-        self.log = MetricsLog(seat.rundir) if self.driver else None
+        self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.sender = WeightSender(seat.rundir, seat.plan, seat.options, self.driver) if seat.plan.engines else None
+        self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
-            seat.rundir.publish("trainer", 0, start=self.at.rollout_id, total=self.total)
+            context.rundir.publish("trainer", 0, start=self.at.rollout_id, total=self.total)
         self._together()
 
     @property
@@ -81,16 +82,16 @@ class Crank:
 
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
-        from hpcrl.trainer import step
+        from hpcrl.trainer.step import train_batch
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
-        share = step.spread(fetched, self.ranks)
+        share = train_batch.spread(fetched, self.ranks)
         if share is None:
             return False
-        metrics = step.train(self.policy, self.ranks, self.options, share)
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share)
         data = self._ask("snapshot", rollout_id=rollout_id)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + len(share.micro_batches), data=data)
         metrics = share.metrics | metrics | self._publish()
@@ -110,7 +111,7 @@ class Crank:
 
     def _publish(self) -> dict[str, float]:
         """The current weights into every engine."""
-        from hpcrl.trainer.model import export
+        from hpcrl.trainer.megatron.model import export
 
         return self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
 
@@ -118,7 +119,7 @@ class Crank:
         """Whether the current weights are to be evaluated and, in a run that was stopped or killed, have not been."""
         if self.at.rollout_id == 0:
             return not self.options.skip_eval_before_train
-        from hpcrl.trainer.agree import broadcast_json
+        from hpcrl.trainer.parallel.collectives import broadcast_json
 
         due = self._due(self.options.eval_interval) or self.at.rollout_id == self.total
         done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None, group=self.patient)
@@ -126,7 +127,7 @@ class Crank:
 
     def _evaluate(self, rollout_id: int) -> None:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
-        if not self.options.eval_prompt_data or self.options.eval_interval is None or not self.seat.plan.engines:
+        if not self.options.eval_prompt_data or self.options.eval_interval is None or not self.context.plan.engines:
             return
         results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
         if self.log and results:  # none if the run was asked to stop meanwhile
@@ -149,17 +150,17 @@ class Crank:
             self.sender and self.sender.close()
             summary = {
                 "status": status,
-                "attempt": self.seat.rundir.attempt,
+                "attempt": self.context.rundir.attempt,
                 "rollout_id": self.at.rollout_id,
                 "total": self.total,
                 "policy_version": self.at.version,
                 "seconds": time.monotonic() - started,
             }
-            write_atomic(self.seat.rundir.root / "summary.json", msgspec.json.encode(summary))
+            write_atomic(self.context.rundir.root / "summary.json", msgspec.json.encode(summary))
 
     def _ask(self, method: str, **params: object) -> dict:
         """Rank 0 asks the rollout process; every rank gets the answer."""
-        from hpcrl.trainer.agree import broadcast_json
+        from hpcrl.trainer.parallel.collectives import broadcast_json
 
         answer = self.client.call(method, self.options.rollout_timeout, **params) if self.driver else None
         return broadcast_json(answer, group=self.patient)
@@ -179,19 +180,19 @@ def _echo(error: BaseException) -> float:
 
 def main() -> int:
     die_with_parent()
-    return work(open_seat(), int(os.environ.get("RANK", "0")))
+    return work(open_role(), int(os.environ.get("RANK", "0")))
 
 
-def work(seat: Seat, rank: int) -> int:
+def work(context: RoleContext, rank: int) -> int:
     """Be trainer rank `rank` to the end of the run; the exit status."""
 
     def body() -> None:
-        from hpcrl.trainer import cpu
+        from hpcrl.trainer.megatron import cpu_shim
 
-        cpu.install()
-        Crank(seat).run()
+        cpu_shim.install()
+        Crank(context).run()
 
-    return act("trainer", seat, rank, body, late=_echo)
+    return act("trainer", context, rank, body, late=_echo)
 
 
 if __name__ == "__main__":

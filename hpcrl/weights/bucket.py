@@ -12,16 +12,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.model_files.safetensors_headers import ITEM_BYTES
+
 if TYPE_CHECKING:
     import torch
 
 ALIGN = 64
-
-#: the dtypes that may travel, by torch's names, and their bytes
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

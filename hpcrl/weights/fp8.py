@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from hpcrl.errors import DataError
-from hpcrl.weights.listing import listing
+from hpcrl.model_files.safetensors_headers import listing
 
 Strategy = Literal["block", "channel", "tensor"]
 Stream = Iterator[tuple[str, torch.Tensor]]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Group:
+class GlooGroup:
     """A joined group: rank 0 is the trainer; `close` leaves it."""
 
     store: Any
@@ -46,7 +46,7 @@ def listen(host: str) -> socket.socket:
 
 def join(
     host: str, port: int, rank: int, world: int, own_host: str, seconds: float, meeting: socket.socket | None = None
-) -> Group:
+) -> GlooGroup:
     """Join the group that meets at host:port; the trainer (rank 0) brings the listening socket, which becomes the store's.
 
     own_host: the address that this process's connections use.  Returns when all `world` members are there; torch raises
@@ -60,10 +60,10 @@ def join(
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
     options._timeout = limit
-    return Group(store, dist.ProcessGroupGloo(dist.PrefixStore("hpcrl-weights", store), rank, world, options))
+    return GlooGroup(store, dist.ProcessGroupGloo(dist.PrefixStore("hpcrl-weights", store), rank, world, options))
 
 
-def broadcast(group: Group, tensor: torch.Tensor, seconds: float, watch: Callable[[], None] = lambda: None) -> None:
+def broadcast(group: GlooGroup, tensor: torch.Tensor, seconds: float, watch: Callable[[], None] = lambda: None) -> None:
     """Send the trainer's tensor to all, or receive it.  watch() is called now and then and may raise.
 
     DeadlineError after `seconds`.

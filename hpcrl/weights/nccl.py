@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.weights import gloo
 from hpcrl.weights.bucket import Packer, dtype_name
-from hpcrl.weights.fleet import Fleet, joined
+from hpcrl.weights.engine_fleet import Fleet, joined
 from hpcrl.weights.transports import Stream, first_ranks
 
 if TYPE_CHECKING:

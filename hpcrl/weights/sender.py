@@ -18,16 +18,16 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.options import Options
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
-from hpcrl.rundir import RunDir
+from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.digest import cut, digest
-from hpcrl.weights.fleet import Engine, Fleet
+from hpcrl.weights.engine_fleet import Fleet, FleetEngine
+from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.http import Address
 from hpcrl.weights.transports import GlooTransport, ShmTransport, Stream, Transport
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WeightSender:
         if not (self.active and is_driver):
             return
         peers = [rundir.wait_for("engine", i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
-        engines = [Engine(i, Address(peer["host"], peer["port"], http_key(rundir))) for i, peer in enumerate(peers)]
+        engines = [FleetEngine(i, Address(peer["host"], peer["port"], http_key(rundir))) for i, peer in enumerate(peers)]
         self.fleet = Fleet(rundir, engines, options.update_timeout)
         self.versioned = all(peer["weight_versions"] for peer in peers)
         self.fleet.call("ending what was under way", "hpcrl_abandon")
@@ -78,7 +78,7 @@ class WeightSender:
         return first["tensors"]
 
     @property
-    def _engines(self) -> tuple[Engine, ...]:
+    def _engines(self) -> tuple[FleetEngine, ...]:
         assert self.fleet is not None
         return self.fleet.engines
 
@@ -194,7 +194,7 @@ class WeightSender:
             one = Fleet(self.fleet.rundir, [engine], RESUME)
             try:
                 [workers] = one.call("giving up the update", "hpcrl_abandon")
-                if isinstance(error, Differs) or any(worker["torn"] for worker in workers):
+                if isinstance(error, Differs) or any(worker["mixed"] for worker in workers):
                     left.append(str(engine))
                 else:
                     one.post("resuming", "/resume")

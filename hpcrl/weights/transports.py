@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from hpcrl.weights import gloo
 from hpcrl.weights.bucket import Bucket, fill
-from hpcrl.weights.fleet import Fleet, joined
-from hpcrl.weights.shm import Region
+from hpcrl.weights.engine_fleet import Fleet, joined
+from hpcrl.weights.shared_memory import Region
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class GlooTransport:
     def __init__(self, fleet: Fleet, limit: int, host: str, workers: list[int]) -> None:
         self.fleet, self.limit, self.host, self.workers, self.bytes = fleet, limit, host, workers, 0
         self.buffer: torch.Tensor | None = None
-        self.group: gloo.Group | None = None
+        self.group: gloo.GlooGroup | None = None
         self.tensors: Stream = iter(())
 
     def connect(self) -> None:

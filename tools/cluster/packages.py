@@ -1,6 +1,6 @@
 """The Debian packages of the test cluster: which are missing, and their installation.
 
-Invariant: installing starts no daemon, and a machine that lacks something gets one line that says what and the mend.
+Invariant: installing starts no daemon, and a machine that lacks something gets one line that says what and the hint.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def missing() -> list[str]:
 
 
 def reason() -> str | None:
-    """Why no cluster can be started here, with the mend; None if one can."""
+    """Why no cluster can be started here, with the hint; None if one can."""
     if lacking := missing():
-        return f"missing: {', '.join(lacking)}; mend: apt-get install --no-install-recommends {' '.join(lacking)}"
+        return f"missing: {', '.join(lacking)}; hint: apt-get install --no-install-recommends {' '.join(lacking)}"
     trial = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-current-user", "--keep-caps"])]
     trial += ["--net", "--mount", "--pid", "--fork", "--mount-proc", "ip", "link", "add", "br0", "type", "bridge"]
     result = subprocess.run(

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Any, Protocol
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.options import Options
 from hpcrl.sample import Sample
 
 
@@ -45,7 +45,7 @@ class _Custom:
         return None
 
 
-def load(options: Options) -> Grader:
+def load_reward(options: Options) -> Grader:
     """The reward that the options choose.  UsageError if none is chosen or --custom-rm-path cannot be used."""
     if options.custom_rm_path:
         return _Custom(_find(options.custom_rm_path), options)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.process import die_with_parent
+from hpcrl.run.process import die_with_parent
 
 MEMORY = 4 * 1024**3  #: bytes of address space
 

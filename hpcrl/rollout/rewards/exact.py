@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.options import Options
+from hpcrl.config.options import Options
 from hpcrl.sample import Sample
 
 

@@ -17,8 +17,8 @@ from fractions import Fraction
 
 import msgspec
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.options import Options
 from hpcrl.sample import Sample
 
 SECONDS = 2.0  #: for one symbolic comparison

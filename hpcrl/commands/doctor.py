@@ -1,0 +1,260 @@
+"""`hpcrl doctor`: is everything there that a run needs, before it burns an hour.
+
+On the login node: Slurm, partitions, run directory, packages, model.  With --nodes a short job of the same shape as the run
+looks at the nodes as well (hpcrl/doctor/all_nodes.py).
+
+Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays behind
+but what the user asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.options import Options
+from hpcrl.config.value_types import Kind
+from hpcrl.doctor import model_directory, packages, storage
+from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
+from hpcrl.doctor.findings import Finding, ask, failed, last_line
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.run.shipped_files import shipped
+from hpcrl.slurm import partitions
+from hpcrl.slurm.batch_script import Script, render
+from hpcrl.slurm.job_request import Component, Request, make_request
+from hpcrl.slurm.sites import FLAGS, Site, find_profile, from_flags
+
+HELP = """\
+usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
+
+Looks at this login node and at what the recipe needs: Slurm and the site's partitions, the run directory, packages, the
+model. One line each; the exit status is 1 if anything fails.
+
+  --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
+  --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
+  --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from each,
+                   network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer ranks
+  --wait SECONDS   how long that job may take, from submission to its end (default: 900)
+  --help           this text
+
+Options of hpcrl run are taken as well. Without a recipe, only the site and this node are looked at."""
+OWN = {
+    **FLAGS,
+    "nodes": Kind("bool"),
+    "wait": Kind("float"),
+}
+WAIT = 900.0  #: seconds
+SUBMIT = 60.0  #: seconds that sbatch may take
+POLL = 1.0  #: seconds between two looks at a job
+LIMIT = "15:00"  #: the short job's time limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is looked at.  stages: resolved options of each stage, none without a recipe; directory: of the run to be."""
+
+    site: Site
+    stages: tuple[Options, ...]
+    directory: Path
+
+    def request(self) -> Request:
+        """The allocation of the run; without a recipe one node of each component that the site describes."""
+        if self.stages:
+            return make_request(self.stages, self.site)
+        named = [name for name in ("trainer", "engine", "rollout") if getattr(self.site, name).partition]
+        parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
+        return Request(
+            self.site.layout, tuple(Component(n, 1, c.gpus_per_node or 0, c.cpus_per_node) for n, c in parts), margin=60
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """`hpcrl doctor ...`; returns the exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP)
+        return 0
+    overrides, given, words = parse_flags(argv, OWN)
+    if len(words) > 1:
+        raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
+    site, recipe = from_flags(given), load_recipe(words[0]) if words else None
+    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides))
+    findings = []
+    for finding in login(case, find_profile(given.get("site") or os.environ.get("HPCRL_SITE") or "default")):
+        findings.append(finding)
+        show([finding])
+    if given.get("nodes") and failed(findings):
+        print("hpcrl: the nodes were not looked at: hint the above first", file=sys.stderr)
+    elif given.get("nodes"):
+        found = nodes(case, given.get("wait", WAIT))
+        findings += found
+        show(found)
+    count = {level: sum(finding.level == level for finding in findings) for level in ("ok", "warn", "fail")}
+    print(f"{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed")
+    return 1 if failed(findings) else 0
+
+
+def _stages(recipe: Recipe | None, overrides: dict[str, Any]) -> tuple[tuple[Options, ...], Path]:
+    """(options of each stage, run directory): placeholders of the run stay, since it is not there yet."""
+    name = recipe.name if recipe else "hpcrl"
+    values = {**(recipe.values if recipe else {}), **overrides}
+    given = values.get("run_dir") or Options.model_fields["run_dir"].default
+    directory = Path(given.format(name=name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).absolute()
+    if recipe is None:
+        return (), directory
+    places = {"run": str(directory), "prepared": str(directory / "prepared")}
+    return tuple(resolve_options(recipe, stage, overrides, places) for stage in recipe.stages), directory
+
+
+# ---- the login node
+
+
+def login(case: Case, profile: Path | None) -> Iterator[Finding]:
+    """Everything that can be known here."""
+    site = case.site
+    yield Finding("ok", "", f"site {site.name}: {profile or 'built in'}")
+    # with an interpreter or an image of its own on the nodes, packages here are those of the command alone
+    yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
+    try:
+        request = case.request()
+    except UsageError as error:
+        yield Finding("fail", "", error.what, error.hint)
+        request = None
+    if request is not None:
+        found = list(partitions.check_partitions(site, request.components))
+        yield from found
+        if not failed(found):
+            yield _accepted(site, request, case.directory)
+    models = sorted({options.hf_checkpoint for options in case.stages if options.hf_checkpoint})
+    several = request is None or sum(component.nodes for component in request.components) > 1
+    found = [path for path in models if not Path(path).is_relative_to(case.directory)]
+    yield from storage.check_storage(
+        case.directory, several, max((model_directory.total(Path(path)) for path in found), default=0)
+    )
+    for path in models:
+        if path in found:
+            yield from model_directory.check_model_directory(path)
+        else:
+            yield Finding("ok", "", f"the model {path} is made by the run itself")
+    yield from _image(site)
+
+
+def _accepted(site: Site, request: Request, directory: Path) -> Finding:
+    """Whether Slurm would take the run's own request: limits of account and QOS, features, types of GPUs."""
+    answer = ask(["sbatch", "--test-only"], SUBMIT, _text(site, request, "true", directory))
+    said = last_line(answer.text)
+    if answer.code:
+        return Finding(
+            "fail", "", f"Slurm refuses a job like this run's: {said}", "see account, qos and the components of the site"
+        )
+    return Finding("ok", "", "Slurm takes a job like this run's (sbatch --test-only)")
+
+
+def _image(site: Site) -> Iterator[Finding]:
+    image = site.container.image
+    if image and image.startswith("/") and not Path(image).exists():
+        yield Finding("fail", "", f"container.image {image} is not there", "build or copy it, or name another")
+    for mount in site.container.mounts:
+        if not Path(source := mount.partition(":")[0]).exists():
+            yield Finding("warn", "", f"container.mounts: {source} is not on this node", "it must be on the nodes")
+
+
+# ---- the nodes
+
+
+def nodes(case: Case, seconds: float) -> list[Finding]:
+    """Submit the short job, wait for it at most `seconds`, and return what it found; its directory is removed."""
+    directory = case.directory.parent / f".hpcrl-doctor-{time.strftime('%H%M%S')}-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, mode=0o700)
+        (directory / "job.sh").write_text(job(case, directory), encoding="utf-8")
+        return _submitted(directory, seconds)
+    except HpcrlError as error:
+        return [Finding("fail", "", error.what, error.hint)]
+    except OSError as error:
+        return [Finding("fail", "", f"cannot write {directory}: {error.strerror}", "choose another --run-dir")]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def job(case: Case, directory: Path) -> str:
+    """The short job's script, of the run's own shape; puts what it needs into `directory`."""
+    request = msgspec.structs.replace(case.request(), margin=60)
+    interface = next((options.interface for options in case.stages if options.interface), case.site.interface)
+    steps = [NodeStep(part.name, part.nodes, part.slots) for part in request.components]
+    todo = NodesJob(
+        steps,
+        interface,
+        imports=any(options.rollout_num_gpus for options in case.stages),
+        seconds=max((options.launch_timeout for options in case.stages), default=NodesJob.__struct_defaults__[-1]),
+    )
+    (directory / "job.json").write_bytes(msgspec.json.encode(todo))
+    if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed
+        shutil.copytree(shipped("launch"), directory / "launch")
+    command = f"{shlex.quote(_outside(case.site))} -m hpcrl.doctor.all_nodes {shlex.quote(str(directory))}"
+    return _text(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, command, directory)
+
+
+def _text(site: Site, request: Request, command: str, directory: Path) -> str:
+    script = Script(
+        name="doctor",
+        title="hpcrl doctor: looks at the nodes that a run would get",
+        summary="one step on every component",
+        command=command,
+        output=str(directory / "job.log"),
+        # outside of the directory: a node that does not see it shall say so itself
+        launch=str(shipped("launch") if site.container.kind == "none" else directory / "launch"),
+        mounts=(str(directory),),
+        python=sys.executable if site.container.kind == "none" else "python3",
+    )
+    return render(script, request, site)
+
+
+def _outside(site: Site) -> str:
+    """The interpreter of the batch process, which calls srun and so runs outside of any container."""
+    return site.python if site.python and site.container.kind == "none" else sys.executable
+
+
+def _submitted(directory: Path, seconds: float) -> list[Finding]:
+    answer = ask(["sbatch", "--parsable", str(directory / "job.sh")], SUBMIT)
+    if answer.code != 0:
+        return [Finding("fail", "", f"sbatch refuses the job: {last_line(answer.text)}", "see partitions and limits of the site")]
+    number = answer.text.strip().partition(";")[0]
+    print(f"hpcrl: job {number} looks at the nodes", file=sys.stderr)
+    try:
+        return _outcome(number, directory, time.monotonic() + seconds)
+    finally:
+        if not (directory / "findings.json").exists():
+            ask(["scancel", number], partitions.SECONDS)
+
+
+def _outcome(number: str, directory: Path, end: float) -> list[Finding]:
+    """The findings of the job once it has them; a finding of our own if it ends, or time ends, without."""
+    gone = 0
+    while True:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode((directory / "findings.json").read_bytes(), type=list[Finding])
+        state = ask(["squeue", "--noheader", f"--jobs={number}", "--format=%T %r"], partitions.SECONDS).text.strip()
+        # a shared file system may show a file some seconds late
+        gone = 0 if state and "nvalid job id" not in state else gone + 1
+        if gone > 10:
+            log = directory / "job.log"
+            if not log.exists():
+                hint = "choose a --run-dir on a file system that all nodes share"
+                return [Finding("fail", "", f"job {number} ended, and nothing of it is in {directory.parent}", hint)]
+            said, hint = last_line(log.read_text(errors="replace")), "see setup, modules and python of the site"
+            return [Finding("fail", "", f"job {number} ended without a result: {said}", hint)]
+        if time.monotonic() > end:
+            hint = "give it longer with --wait, or see squeue for the reason"
+            return [Finding("fail", "", f"job {number} did not end in time: {last_line(state)}", hint)]
+        time.sleep(POLL)

@@ -1,0 +1,192 @@
+"""Which run a command means, and what is known of it: the run directory, the launcher's process, Slurm.
+
+Invariant: every command that looks at runs gets its facts here, with at most one squeue (and one sacct) for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hpcrl.errors import UsageError
+from hpcrl.report.run_files import Run
+from hpcrl.report.run_status import FRESH, OVER, WORKING, Queued, Status, judge_run
+from hpcrl.report.status_text import forgive
+from hpcrl.run.registry import is_run, known
+from hpcrl.slurm import squeue
+
+if TYPE_CHECKING:
+    import psutil
+
+ASK, PATIENCE = 15.0, 5.0  #: seconds between questions to Slurm; seconds until an end is believed
+MISSING = "name a run directory, its last part, or its job's number; hpcrl status lists the runs"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(prog=f"hpcrl {name}", description=description, allow_abbrev=False)
+        forgive()
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see {self.prog} --help")
+
+
+# ---- which run
+
+
+def find_run(word: str) -> Run:
+    """The run that `word` names: a path, the last part of one that is known, or a job's number.
+
+    UsageError if there is none, or more than one.
+    """
+    with contextlib.suppress(PermissionError):
+        path = Path(word).resolve()
+        for root in (path, path.parent):  # a stage's directory stands for its run
+            if is_run(root) and (root == path or (path / "options.json").exists()):
+                return Run(root)
+    runs = [Run(root) for root in all_runs()]
+    found = [run for run in runs if run.root.name == word]
+    if word.isdigit():
+        found += [run for run in runs if run.job and run.job.job_id == word]
+    if not found and Path(word).is_dir():
+        raise UsageError(f"{word} is no run directory: it has no recipe.json", MISSING)
+    if not found:
+        raise UsageError(f"there is no run {word}", MISSING)
+    if len(found) > 1:
+        raise UsageError(f"{word} may be {' or '.join(str(run.root) for run in found)}", "give the path")
+    return found[0]
+
+
+def all_runs() -> list[Path]:
+    """The runs that the registry knows, and those in ./runs."""
+    roots = set(known())
+    with contextlib.suppress(OSError):
+        for path in Path("runs").iterdir():
+            with contextlib.suppress(OSError):
+                if is_run(path):
+                    roots.add(path.resolve())
+    return sorted(roots)
+
+
+# ---- what is known of it
+
+
+def look_at_run(run: Run, jobs: Jobs | None = None) -> Status:
+    """The status of one run, in full."""
+    jobs = jobs or Jobs([run])
+    status = judge_run(run, time.time(), jobs.word(run), alive(run))
+    status.notes += [f"{jobs.note}; this is from the run directory alone"] if jobs.note else []
+    return status
+
+
+def look_at_runs(runs: Sequence[Run]) -> tuple[list[Status], str]:
+    """(the statuses, those at work first and then the newest first; what Slurm did not tell)."""
+    jobs = Jobs(runs)
+    found = [(judge_run(run, time.time(), jobs.word(run), alive(run), brief=True), _touched(run)) for run in runs]
+    found.sort(key=lambda pair: (pair[0].phase in OVER or pair[0].phase == "lost", -pair[1]))
+    return [status for status, _ in found], jobs.note
+
+
+def _touched(run: Run) -> float:
+    """When the run last said something, or was made."""
+    if run.state:
+        return run.state.time
+    try:
+        return (run.stage.root / "metrics.jsonl").stat().st_mtime if run.stage else run.root.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+class Ending:
+    """Tells a run that has ended from one that is about to be queued again: in Slurm, its launcher says that it stopped,
+    then requeues the job.  A silent run gets the same while to speak up.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds after which Slurm should be asked again."""
+        return ASK if self.since is None else PATIENCE / 2
+
+    def sure(self, found: Status) -> bool:
+        """Whether the run has ended, as all looks of the last PATIENCE seconds had it."""
+        if found.phase not in (*OVER, "lost"):
+            self.since = None
+            return False
+        if found.phase == "finished" or (found.scheduler != "slurm" and found.phase != "lost"):
+            return True
+        if self.since is None:
+            self.since = time.monotonic()
+        return time.monotonic() - self.since >= PATIENCE
+
+
+class Jobs:
+    """Slurm's word on the jobs of some runs, asked for when made.  note: why there is none."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        wanted = {run.job.job_id: run for run in runs if _in_slurm(run)}
+        answer = squeue.ask(list(wanted))
+        self.rows, self.note, self.asked = answer.rows, answer.note, answer.asked
+        gone = [i for i, run in wanted.items() if answer.asked and i not in self.rows and not _quiet(run)]
+        self.rows |= squeue.remembered(gone)
+
+    def own(self, run: Run) -> list[squeue.JobRow]:
+        """The components of the run's job; none if Slurm has no such job, or another one of that number."""
+        if not run.job or run.job.job_id is None:
+            return []
+        rows = self.rows.get(run.job.job_id, [])
+        return rows if all(row.belongs(run.identity, run.job.submitted) for row in rows) else []
+
+    def word(self, run: Run) -> Queued | None:
+        """The job as one word; GONE if the queue has forgotten it."""
+        found = squeue.queued(self.own(run))
+        return found or (Queued("GONE") if self.asked and _in_slurm(run) else None)
+
+
+def _in_slurm(run: Run) -> bool:
+    return run.job is not None and run.job.scheduler == "slurm" and bool(run.job.job_id)
+
+
+def _quiet(run: Run) -> bool:
+    """Whether accounting has nothing to add: the run has had its last word, or speaks."""
+    if run.state is None or (run.job and run.state.time < run.job.submitted):
+        return False
+    return run.state.phase in OVER or time.time() - run.state.time < FRESH
+
+
+def alive(run: Run) -> bool | None:
+    """Whether the launcher's process lives on this host; None if it may be on another, or need not be asked."""
+    if run.state and (run.state.phase not in WORKING or run.state.host != socket.gethostname()):
+        return None
+    if run.job and run.job.scheduler == "slurm":
+        return None
+    return owner(run.root) is not None if run.state else (owner(run.root) is not None or None)
+
+
+def owner(root: Path) -> psutil.Process | None:
+    """The launcher that holds the run directory, if it lives on this host: the process that root/lock names and that has
+    this very file open.  A number that was given to another process since is not taken for it.
+    """
+    import psutil
+
+    try:
+        pid = int((root / "lock").read_text())
+        lock = os.stat(root / "lock")
+        process = psutil.Process(pid)
+        for opened in process.open_files():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(opened.path), lock):
+                    return process
+    except (OSError, ValueError, OverflowError, psutil.Error):
+        pass
+    return None

@@ -1,0 +1,230 @@
+"""`hpcrl logs`: what the processes of a run have said, in one view.
+
+    RUN/logs/*.out, *.log                  the job itself (role job): the batch script, prepare commands
+    STAGE/logs/attempt-N/ROLE-I.log        the roles; other names there (a host's process, srun) count as job too
+
+Invariants: a log is read from its end, and only as far as was asked for; each line is shown once, whole, behind the role,
+number and host that wrote it, and can do nothing to the terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.commands.find_run import Ending, Jobs, Parser, find_run, look_at_run
+from hpcrl.errors import UsageError
+from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
+from hpcrl.report.status_text import plain
+
+ROLES = ("trainer", "engine", "rollout", "job")
+GLANCE = 0.3  #: seconds between looks at the files
+EVERY = 1.0  #: seconds between looks at the run's state
+SETTLE = 2.0  #: seconds without a new line after which the log of a run that has ended is done
+BLOCK, MOST = 1 << 16, 1 << 23  #: bytes read at once, from the end and of what is new
+LINES = 20
+_NAME = re.compile(r"(trainer|engine|rollout)-(\d+)\.log\Z")
+
+
+@dataclass(frozen=True)
+class RoleLog:
+    """One log file.  label: what stands before its lines; attempt: (stage, attempt), None for the job's own."""
+
+    path: Path
+    role: str
+    label: str
+    host: str
+    attempt: tuple[str, int] | None = None
+
+
+def logs(argv: list[str]) -> int:
+    """`hpcrl logs`: the last lines of every log of the run's last attempt, and with -f what comes."""
+    parser = Parser("logs", "What the processes of a run have said: the last attempt of its last stage, and the job's own log.")
+    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    parser.add_argument("--role", help=f"only of this role: {', '.join(ROLES)}")
+    parser.add_argument("--host", help="only of the processes on this host")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on, over attempts and stages, until the run ends")
+    parser.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"last lines of each file ({LINES})")
+    args = parser.parse_args(argv)
+    if args.lines < 0:
+        raise UsageError(f"--lines {args.lines} is negative", "give a number from 0")
+    if args.role is not None and args.role not in ROLES:
+        raise UsageError(f"--role {args.role}: there is no such role", f"there are {', '.join(ROLES)}")
+    run = find_run(args.run)
+    every = logs_of(run)
+    shown = chosen(latest(every), args.role, args.host)
+    if args.host is not None and args.host not in (hosts := hosts_of(run, every)):
+        raise UsageError(f"--host {args.host}: no process of the run is there", f"there are {', '.join(hosts) or 'none yet'}")
+    width = max((len(log.label) for log in shown), default=0)
+    tails = {log.path: LogTail(log.path) for log in shown}
+    for log in shown:
+        tail = tails[log.path]
+        lines = tail.last(args.lines)
+        if tail.rest and not args.follow and args.lines:
+            lines = [*lines, tail.rest.decode(errors="replace")][-args.lines :]
+        for text in lines:
+            print(f"{log.label:{width}} | {clean(text)}", flush=args.follow)
+    if args.follow:
+        follow(run.root, args.role, args.host, tails, {log.path for log in every})
+    elif not shown:
+        print("hpcrl: nothing has been logged there yet", file=sys.stderr)
+    return 0
+
+
+# ---- which files
+
+
+def logs_of(run: Run) -> list[RoleLog]:
+    """Every log of a run: the job's own, then for each stage and attempt the roles'."""
+    host = run.state.host if run.state else ""
+    found = [
+        RoleLog(run.root / "logs" / name, "job", _label(name.rsplit(".", 1)[0], host), host)
+        for name in entries(run.root / "logs")
+        if name.endswith((".out", ".log", ".err"))
+    ]
+    for stage in run.stages:
+        for name in sorted(entries(stage.root / "logs"), key=_number):
+            if name.startswith("attempt-") and name[8:].isdigit():
+                found += _roles(stage, int(name[8:]), host)
+    return found
+
+
+def _roles(stage: StageFiles, attempt: int, launcher: str) -> Iterator[RoleLog]:
+    """The logs of one attempt, trainers first."""
+    plan = load_json(stage.root / "attempts" / str(attempt) / "plan.json", dict[str, Any], []) or {}
+    folder = stage.root / "logs" / f"attempt-{attempt}"
+    found = []
+    for name in entries(folder):
+        if match := _NAME.match(name):
+            role, index = match[1], int(match[2])
+            host = _host(plan, role, index)
+            found.append(
+                (ROLES.index(role), index, RoleLog(folder / name, role, _label(name[:-4], host), host, (stage.name, attempt)))
+            )
+        elif name.endswith((".log", ".out", ".err")):
+            label = _label(name.rsplit(".", 1)[0], launcher)
+            found.append((ROLES.index("job"), 0, RoleLog(folder / name, "job", label, launcher, (stage.name, attempt))))
+    yield from (log for _, _, log in sorted(found, key=lambda item: (item[0], item[1], item[2].path.name)))
+
+
+def _label(name: str, host: str) -> str:
+    return f"{name}@{host}" if host else name
+
+
+def _host(plan: dict[str, Any], role: str, index: int) -> str:
+    """Where a plan has a role; empty if it does not say."""
+    try:
+        place = plan["rollout"] if role == "rollout" else plan[f"{role}s"][index]
+        return str(place["host"])
+    except (KeyError, IndexError, TypeError):
+        return ""
+
+
+def _number(name: str) -> tuple[int, str]:
+    digits = re.sub(r"\D", "", name)
+    return int(digits or 0), name
+
+
+def latest(every: Iterable[RoleLog]) -> list[RoleLog]:
+    """The roles' logs of the last attempt of the last stage that has any, and the newest of the job's own logs."""
+    every = list(every)
+    attempts = [log.attempt for log in every if log.attempt]
+    own = [log for log in every if log.attempt is None]
+    outputs = [log for log in own if log.path.suffix == ".out"]
+    older = set(sorted(outputs, key=lambda log: changed(log.path))[:-1])
+    roles = [log for log in every if log.attempt and log.attempt == attempts[-1]]
+    return [log for log in own if log not in older] + roles
+
+
+def chosen(found: Iterable[RoleLog], role: str | None, host: str | None) -> list[RoleLog]:
+    """Those of a role and a host."""
+    return [log for log in found if role in (None, log.role) and host in (None, log.host)]
+
+
+def hosts_of(run: Run, every: Iterable[RoleLog]) -> list[str]:
+    """The hosts that a process of the run is or was on."""
+    found = {log.host for log in every}
+    for stage in run.stages:
+        plan = load_json(stage.here / "plan.json", dict[str, Any], []) or {}
+        for role in ("trainer", "engine"):
+            places = plan.get(f"{role}s")
+            found |= {_host(plan, role, i) for i in range(len(places) if isinstance(places, list) else 0)}
+        found.add(_host(plan, "rollout", 0))
+    return sorted(found - {""})
+
+
+# ---- their lines
+
+
+class LogTail:
+    """The last lines of a file, and then those that come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at, self.rest = path, 0, b""
+
+    def last(self, count: int) -> list[str]:
+        """The last `count` whole lines; what follows them is `rest`."""
+        blocks: list[bytes] = []
+        try:
+            with self.path.open("rb") as file:
+                at = self.at = file.seek(0, 2)
+                while at > 0 and sum(block.count(b"\n") for block in blocks) <= count:
+                    size = min(BLOCK, at)
+                    at -= size
+                    file.seek(at)
+                    blocks.append(file.read(size))
+        except OSError:
+            return []
+        *lines, self.rest = b"".join(reversed(blocks)).split(b"\n")
+        return [line.decode(errors="replace") for line in lines[len(lines) - min(count, len(lines)) :]]
+
+    def new(self) -> list[str]:
+        """What has come, whole lines only; from the beginning if the file was cut."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self.at:
+                    self.at, self.rest = 0, b""
+                file.seek(self.at)
+                data = file.read(MOST)
+        except OSError:
+            return []
+        self.at += len(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+
+def clean(text: str) -> str:
+    """A line as it stands after what a progress bar has written over it, with nothing in it that a terminal obeys."""
+    return plain(text.rstrip("\r").rsplit("\r", 1)[-1])
+
+
+def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, LogTail], old: set[Path]) -> None:
+    """Print what is written from now on, also to files that appear later, until the run has ended and is silent.
+
+    tails: the files whose last lines are shown already; old: all that were there then.
+    """
+    jobs = Jobs([Run(root)])
+    asked = looked = quiet = time.monotonic()
+    ending, width = Ending(), 0
+    found = look_at_run(Run(root), jobs)
+    while True:
+        run, now = Run(root), time.monotonic()
+        for log in chosen(logs_of(run), role, host):
+            if log.path not in old:
+                tails.setdefault(log.path, LogTail(log.path))
+            for text in tails[log.path].new() if log.path in tails else ():
+                width, quiet = max(width, len(log.label)), now
+                print(f"{log.label:{width}} | {clean(text)}", flush=True)
+        if now - asked > (60.0 if jobs.note else ending.interval):
+            jobs, asked = Jobs([run]), now
+        if now - looked > EVERY:
+            found, looked = look_at_run(run, jobs), now
+        if ending.sure(found) and now - quiet > SETTLE:
+            print(f"hpcrl: the run has ended: {found.phase}", file=sys.stderr)
+            return
+        time.sleep(GLANCE)

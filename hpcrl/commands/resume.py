@@ -1,0 +1,56 @@
+"""`hpcrl resume`: go on with a run the way that it was started.
+
+Invariant: a run goes on with the options that it began with, in the allocation that it was started in; what this command
+cannot start names the command that can.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpcrl.commands.find_run import find_run
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import UsageError
+from hpcrl.launch.job import finished, reopen_job
+from hpcrl.run.job_file import read_job
+
+USAGE = """\
+usage: hpcrl resume RUN [--time T] [--set KEY=VALUE ...]
+
+  RUN                a run directory, its last part, or its job's number
+  --time T           time limit of one attempt, as sbatch takes it; only for a run that was submitted
+  --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
+
+The run goes on from its last checkpoint, with the options that it began with, where it ran before: as a Slurm job if it was
+submitted, else on this machine."""
+
+
+def resume(argv: list[str]) -> int:
+    """`hpcrl resume RUN`: submit the run again if a scheduler had it, else go on here."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(argv, {"time": Kind("str"), "set": Kind("str", many=True), "help": Kind("bool")})
+    if len(words) != 1 or overrides:
+        raise UsageError("hpcrl resume takes one run directory", "a run goes on with the options that it began with")
+    job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
+    root = job.root
+    if all(finished(job.directory(stage)) for stage in job.recipe.stages):
+        raise UsageError(f"{root} is finished", "start another run to train on")
+    record = read_job(root)
+    if record.get("scheduler") == "mpirun":
+        raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
+    if record.get("scheduler") == "slurm" and "site" not in record:
+        raise UsageError(
+            f"{root} was started from a script", f"write --run-dir {root} into its last line, and give it to sbatch again"
+        )
+    if record.get("scheduler") == "slurm":
+        from hpcrl.slurm.submit import submit_again
+
+        return submit_again(root, record, own)
+    if own:
+        raise UsageError(f"--{next(iter(own))} has no effect: {root} ran on this machine", "leave it out")
+    from hpcrl.launch.local import run_recipe
+
+    return run_recipe(None, {}, root)

@@ -1,0 +1,148 @@
+"""`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once.
+
+Invariant: a job or a process is touched only if it still is this run's: a Slurm job by the identity in its comment, a
+process by the run directory's lock that it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+
+import msgspec
+import psutil
+
+from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
+from hpcrl.errors import HpcrlError
+from hpcrl.report.run_files import Run
+from hpcrl.report.run_status import ENDINGS, OVER, WORKING, Status
+from hpcrl.report.status_text import short
+from hpcrl.run.rundir import write_atomic
+from hpcrl.slurm import squeue
+
+BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
+GRACE = 30.0  #: seconds that a launcher may take to end after them
+
+
+def _one(name: str, description: str, argv: list[str]) -> Run:
+    parser = Parser(name, description)
+    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    return find_run(parser.parse_args(argv).run)
+
+
+# ---- hpcrl stop
+
+
+def stop(argv: list[str]) -> int:
+    """`hpcrl stop`: ask the launcher to save a checkpoint and end.  HpcrlError if none is alive to do so."""
+    run = _one("stop", "Let a run finish its step, save a checkpoint and end; hpcrl resume goes on with it.", argv)
+    jobs = Jobs([run])
+    found = look_at_run(run, jobs)
+    name = short(str(run.root))
+    if found.stop_asked:
+        print(f"{name} has been asked to stop already; to end it at once: hpcrl cancel {name}")
+        return 0
+    if found.phase not in WORKING:
+        raise HpcrlError(f"{name} is not running: it is {_spell(found)}", _instead(found, name, jobs, run))
+    if run.state is None:  # a launcher that says nothing of itself may not look for the file either
+        if (process := owner(run.root)) is None:
+            raise HpcrlError(f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}")
+        process.send_signal(signal.SIGTERM)
+    else:
+        try:
+            (run.root / "stop").touch(mode=0o600)
+        except OSError as error:
+            raise HpcrlError(f"cannot write {run.root / 'stop'}: {error.strerror}", f"hpcrl cancel {name}") from error
+    print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
+    return 0
+
+
+def _spell(found: Status) -> str:
+    return f"{found.phase} ({found.message})" if found.message and found.phase in ("pending", "lost") else found.phase
+
+
+def _instead(found: Status, name: str, jobs: Jobs, run: Run) -> str:
+    """What to do where stop can do nothing."""
+    if found.phase in ("pending", "requeued") or any(row.state not in ENDINGS for row in jobs.own(run)):
+        return f"take its job out of the queue with hpcrl cancel {name}"
+    return "there is nothing to stop" if found.phase in OVER else f"see hpcrl logs {name}"
+
+
+# ---- hpcrl cancel
+
+
+def cancel(argv: list[str]) -> int:
+    """`hpcrl cancel`: end the run at once.  HpcrlError if there is nothing to end, or it is out of reach."""
+    run = _one("cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv)
+    if run.job and run.job.scheduler == "slurm":
+        return _cancel_job(run)
+    return _end_process(run)
+
+
+def _cancel_job(run: Run) -> int:
+    name, job = short(str(run.root)), run.job
+    assert job is not None
+    if not job.job_id:
+        raise HpcrlError(f"{name} was never given a job number", f"see {run.root / 'job.json'}")
+    if not squeue.there():
+        raise HpcrlError(
+            f"{name} is Slurm job {job.job_id}, and Slurm's commands are not here",
+            f"cancel it on {job.submit_host or 'its cluster'}",
+        )
+    jobs = Jobs([run])
+    if not jobs.asked:
+        raise HpcrlError(jobs.note or "squeue does not answer", "try again")
+    rows = jobs.own(run)
+    if not rows or all(row.state in ENDINGS for row in rows):
+        found = look_at_run(run, jobs)
+        what = f"job {job.job_id} in the queue is not of this run" if jobs.rows.get(job.job_id) and not rows else found.phase
+        raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
+    waiting = all(row.state == "PENDING" for row in rows)
+    code, _, said = squeue.call(["scancel", job.job_id])
+    if code:
+        raise HpcrlError(f"scancel {job.job_id}: {said or f'exit code {code}'}", "see squeue")
+    if waiting:
+        _record(run, "cancelled while it waited in the queue")
+    print(f"cancelled Slurm job {job.job_id} of {name}" + (", which had not started" if waiting else ""))
+    return 0
+
+
+def _record(run: Run, message: str) -> None:
+    """The last word on a run whose launcher never was, or is gone, and could not know that it was cancelled."""
+    state = run.state
+    fields = msgspec.structs.asdict(state) if state else {"stage": "", "attempt": 0, "restarts": 0, "host": "", "pid": 0}
+    fields |= {"phase": "cancelled", "message": message, "time": time.time(), "ends": None}
+    with contextlib.suppress(OSError, HpcrlError):
+        write_atomic(run.root / "state.json", msgspec.json.encode(fields))
+
+
+def _end_process(run: Run) -> int:
+    """SIGTERM twice to the launcher on this host; it ends all its processes."""
+    name = short(str(run.root))
+    process = owner(run.root)
+    if process is None:
+        found = look_at_run(run)
+        there = run.state.host if run.state else ""
+        if found.phase in WORKING and there and there != socket.gethostname():
+            raise HpcrlError(f"{name} runs on {there}, and this is {socket.gethostname()}", f"cancel it on {there}")
+        raise HpcrlError(f"{name}: nothing to cancel: it is {_spell(found)}", "no process of it is known on this host")
+    try:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(BETWEEN)
+        if process.is_running():
+            process.send_signal(signal.SIGTERM)
+        process.wait(GRACE)
+    except psutil.NoSuchProcess:
+        pass  # it was faster
+    except psutil.AccessDenied as error:
+        raise HpcrlError(f"process {process.pid} of {name} is not yours", "ask whoever started it") from error
+    except psutil.TimeoutExpired as error:
+        raise HpcrlError(f"process {process.pid} of {name} did not end within {GRACE:.0f} s", f"see hpcrl logs {name}") from error
+    after = Run(run.root)
+    if after.state and after.state.pid == process.pid and after.state.phase not in ("finished", "stopped"):
+        _record(after, "cancelled; what was saved is good")
+    print(f"ended {name} (process {process.pid})")
+    return 0

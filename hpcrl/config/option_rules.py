@@ -1,0 +1,253 @@
+"""What options must say together: a pure function of the resolved options.
+
+Invariant: a combination that cannot run, or an option that would have no effect in it, ends here as one UsageError that
+names the flags; nothing was started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from hpcrl.config.options import Options
+from hpcrl.config.passthrough import dashed
+from hpcrl.errors import UsageError
+
+
+def check_options(options: Options, given: Collection[str] | None = None) -> None:
+    """UsageError for the first thing that is wrong with these options.
+
+    given: the options that the user has set and whose lack of effect is an error; default: all that were set.
+    """
+    for rule in (_needed, _layout, _batches, _sampling, _evaluation, _algorithm):
+        rule(options)
+    without = inert(options)
+    for name in sorted(options.model_fields_set) if given is None else given:
+        if name in without and getattr(options, name) != type(options).model_fields[name].get_default(call_default_factory=True):
+            raise UsageError(f"{flag(name)} has no effect here: {without[name]}", "leave it out")
+
+
+def flag(name: str) -> str:
+    """An option as an error names it."""
+    return f"--{dashed(name)}"
+
+
+# ---- what cannot run
+
+
+def _needed(o: Options) -> None:
+    if o.hf_checkpoint is None:
+        raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
+    if o.prompt_data is None:
+        raise UsageError("no prompts given", "give --prompt-data, a .jsonl file")
+    if o.num_rollout is None and o.num_epoch is None:
+        raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
+    if o.num_rollout == 0 and o.eval_interval is None:
+        raise UsageError("--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only")
+
+
+def check_run_dir(template: str) -> None:
+    """UsageError unless `template` has no other placeholders than {name} and {time}."""
+    try:
+        template.format(name="", time="")
+    except (LookupError, ValueError):
+        raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may stand in braces") from None
+
+
+def _layout(o: Options) -> None:
+    parts = o.tensor_model_parallel_size * o.pipeline_model_parallel_size * o.context_parallel_size
+    if o.world_size % parts:
+        raise UsageError(
+            f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x PP x CP = {parts}",
+            "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
+        )
+    expert_layout(o)
+    _virtual_stages(o)
+    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
+    if gpus % each:
+        raise UsageError(
+            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
+        )
+    if o.needs_engines and gpus < 1:
+        why = "--loss-type policy_loss" if o.loss_type == "policy_loss" else "--eval-interval"
+        raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
+
+
+def expert_layout(o: Options) -> None:
+    """UsageError if the layout of the experts does not divide the ranks."""
+    etp, ep, pp = o.expert_tensor_size, o.expert_model_parallel_size, o.pipeline_model_parallel_size
+    if o.world_size % (etp * ep * pp):
+        raise UsageError(
+            f"{o.world_size} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x"
+            f" --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}",
+            "without --expert-tensor-parallel-size it is --tensor-model-parallel-size",
+        )
+
+
+def _virtual_stages(o: Options) -> None:
+    layers, stages = o.num_layers_per_virtual_pipeline_stage, o.num_virtual_stages_per_pipeline_rank
+    if layers and stages:
+        raise UsageError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "
+            "pipeline",
+            "leave one of them out",
+        )
+    name = "num_layers_per_virtual_pipeline_stage" if layers else "num_virtual_stages_per_pipeline_rank"
+    if (layers or stages) and o.pipeline_model_parallel_size == 1:
+        raise UsageError(f"{flag(name)} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
+    group = o.micro_batch_multiple
+    if group < o.pipeline_model_parallel_size and group > 1:
+        raise UsageError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
+            f"--pipeline-model-parallel-size {o.pipeline_model_parallel_size}"
+        )
+
+
+def _batches(o: Options) -> None:
+    samples, batch, steps = o.samples_per_rollout, o.global_batch_size, o.num_steps_per_rollout
+    said = f"a rollout of {samples} samples (--rollout-batch-size x --n-samples-per-prompt)"
+    if steps and samples % steps:
+        raise UsageError(f"{said} cannot be divided into --num-steps-per-rollout {steps} steps")
+    if batch and samples % batch:
+        raise UsageError(f"{said} cannot be divided by --global-batch-size {batch}")
+    if batch and steps and batch * steps != samples:
+        raise UsageError(f"--global-batch-size {batch} x --num-steps-per-rollout {steps} is not {said}", "leave one of them out")
+    if o.step_batch_size % o.data_parallel_size:
+        raise UsageError(
+            f"{o.step_batch_size} samples of one optimizer step cannot be divided by {o.data_parallel_size} data-parallel ranks"
+        )
+    own = o.step_batch_size // o.data_parallel_size
+    if own % o.micro_batch_multiple:
+        raise UsageError(
+            f"with virtual pipeline stages the {own} samples of a data-parallel rank in one optimizer step must be a multiple of "
+            f"{o.micro_batch_multiple}",
+            "change --global-batch-size, --pipeline-model-parallel-size or the number of ranks",
+        )
+    if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
+        raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
+
+
+def _sampling(o: Options) -> None:
+    if o.loss_type == "sft_loss" and o.label_key is None:
+        raise UsageError("--loss-type sft_loss learns the label", "give --label-key")
+    if o.needs_engines:
+        if o.rm_type is None and o.custom_rm_path is None:
+            raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
+        if o.rm_type and o.custom_rm_path:
+            raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
+        if o.rm_type and o.loss_type == "policy_loss" and o.label_key is None:
+            raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --label-key")
+    context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
+    if context and prompt and prompt >= context:
+        raise UsageError(
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
+        )
+
+
+def _evaluation(o: Options) -> None:
+    names = o.eval_prompt_data[::2]
+    if len(o.eval_prompt_data) % 2:
+        raise UsageError(f"--eval-prompt-data takes pairs of NAME PATH, here are {len(o.eval_prompt_data)} words")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--eval-prompt-data gives a name twice: {' '.join(names)}")
+    if o.eval_interval is None:
+        return
+    if not names:
+        raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH")
+    if o.rm_type and o.label_key is None and o.eval_label_key is None:
+        raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --eval-label-key or --label-key")
+
+
+def _algorithm(o: Options) -> None:
+    if o.eps_clip_high is not None and o.eps_clip_high < o.eps_clip:
+        raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
+    if o.min_lr > o.lr and o.lr_decay_style != "constant":
+        raise UsageError(f"--min-lr {o.min_lr:g} is higher than --lr {o.lr:g}")
+    _schedules(o)
+
+
+def _schedules(o: Options) -> None:
+    """Of learning rate and weight decay."""
+    if o.lr_warmup_iters and o.lr_warmup_fraction is not None:
+        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction exclude each other", "leave one of them out")
+    if o.lr_warmup_init > o.lr:
+        raise UsageError(f"--lr-warmup-init {o.lr_warmup_init:g} is higher than --lr {o.lr:g}")
+    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
+        raise UsageError("--lr-decay-style WSD needs the length of its decay", "give --lr-wsd-decay-iters")
+    if o.weight_decay_incr_style == "constant":
+        return
+    if o.start_weight_decay is None or o.end_weight_decay is None:
+        raise UsageError(
+            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs both ends",
+            "give --start-weight-decay and --end-weight-decay",
+        )
+    if o.start_weight_decay > o.end_weight_decay:
+        raise UsageError(
+            f"--start-weight-decay {o.start_weight_decay:g} is higher than --end-weight-decay {o.end_weight_decay:g}"
+        )
+
+
+# ---- what would have no effect
+
+_NO_ENGINE = "--loss-type sft_loss without --eval-interval asks no engine"
+
+
+def inert(o: Options) -> dict[str, str]:
+    """Options that do nothing in this combination -> why."""
+    return {name: why for names, why in _inert(o) for name in names.split()}
+
+
+def _inert(o: Options) -> Iterator[tuple[str, str]]:
+    if o.loss_type == "sft_loss":
+        yield (
+            "disable_grpo_std_normalization disable_rewards_normalization eps_clip eps_clip_high eps_clip_c entropy_coef "
+            "use_rollout_logprobs max_logprob_diff",
+            "--loss-type is sft_loss",
+        )
+    elif o.disable_rewards_normalization:
+        yield "disable_grpo_std_normalization", "--disable-rewards-normalization is given"
+    if not o.needs_engines:
+        yield (
+            "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
+            "rollout_max_context_len rollout_temperature rollout_stop rollout_stop_token_ids rm_type custom_rm_path update_weight_buffer_size "
+            "weight_transfer check_weight_update_equal vllm",
+            _NO_ENGINE,
+        )
+        if o.rollout_num_gpus:  # 0 may well be said
+            yield "rollout_num_gpus", _NO_ENGINE
+    if o.eval_interval is None:
+        yield (
+            "eval_prompt_data eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
+            "skip_eval_before_train",
+            "--eval-interval is not given",
+        )
+    yield from _inert_in_training(o)
+
+
+def _inert_in_training(o: Options) -> Iterator[tuple[str, str]]:
+    if o.use_dynamic_batch_size:
+        yield "micro_batch_size", "--use-dynamic-batch-size packs up to --max-tokens-per-gpu"
+    else:
+        yield "max_tokens_per_gpu", "--use-dynamic-batch-size is not given"
+    if o.num_rollout is not None:
+        yield "num_epoch", "--num-rollout is given"
+    if o.load is None:
+        yield "ckpt_step", "--load is not given"
+    if o.save_interval is None:
+        yield "async_save", "--save-interval is not given, and the last save is waited for"
+    if o.lr_decay_style == "constant":
+        fraction = " lr_decay_iters" if o.lr_warmup_fraction is None and o.weight_decay_incr_style == "constant" else ""
+        yield "min_lr" + fraction, "--lr-decay-style is constant"
+    if o.lr_decay_style != "WSD":
+        yield "lr_wsd_decay_style lr_wsd_decay_iters", "--lr-decay-style is not WSD"
+    if not o.lr_warmup_iters and not o.lr_warmup_fraction:
+        yield "lr_warmup_init", "neither --lr-warmup-iters nor --lr-warmup-fraction is given"
+    if o.weight_decay_incr_style == "constant":
+        yield "start_weight_decay end_weight_decay", "--weight-decay-incr-style is constant"
+    else:
+        yield "weight_decay", f"--weight-decay-incr-style is {o.weight_decay_incr_style}"
+    if o.data_parallel_size == 1:
+        yield "balance_data", "there is one data-parallel rank"
+    if o.tensor_model_parallel_size == 1:
+        yield "sequence_parallel", "--tensor-model-parallel-size is 1"
+    if not o.rollout_shuffle and not o.deterministic_mode:
+        yield "rollout_seed", "neither --rollout-shuffle nor --deterministic-mode is given"

@@ -1,0 +1,130 @@
+"""The options as text: `hpcrl run --help`, docs/options.md, and the lists of what passes through.
+
+Invariant: made from the declarations alone, so nothing can be said here that is not so.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.config.passthrough import OWNED, Table, dashed, settings, spellings
+from hpcrl.config.setting_names import kind_of_field, sections
+from hpcrl.errors import UsageError
+
+_INTRO = """\
+# Options
+
+Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/options.py`; do not edit it by hand.
+
+Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores. A switch is
+turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is a list in TOML; an object is
+JSON on the command line and a table in TOML. A flag goes before a stage's table, which goes before the top of the recipe. An unknown
+name is an error that says which known one is nearest, and so is an option that would have no effect. The source says whose name and
+meaning it is.
+"""
+
+_FOREIGN = """\
+## Megatron-core and vLLM
+
+Their own settings are not listed here: they are those of the installed packages, asked for without importing them. `hpcrl options
+--megatron` and `hpcrl options --vllm` list them.
+
+- **Megatron-core**: every field of `TransformerConfig`, `ModelParallelConfig`, `OptimizerConfig` and `DistributedDataParallelConfig`, by
+  Megatron's own flag (`--recompute-granularity full`, `--no-rope-fusion`), by a key of the same name, or in the recipe's table `[megatron]`.
+- **vLLM**: every engine and server argument behind a prefix (`--vllm-max-num-seqs 64`, `--vllm-no-enable-prefix-caching`), or in the
+  recipe's table `[vllm]` without it (`max_num_seqs = 64`).
+
+Where the package is not installed (a login node) names and types are taken as they are, and checked by the process that uses them.
+
+What hpcrl decides itself is refused, with the reason:
+"""
+
+
+def default(field: Any) -> str:
+    """A field's default as a user would write it; "" for none."""
+    value = field.get_default(call_default_factory=True)
+    if value is None or value == [] or value == {}:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def markdown() -> str:
+    """The text of docs/options.md."""
+    parts = [_INTRO]
+    for title, names in sections():
+        rows = ["| Flag | Value | Default | Source | Meaning |", "|---|---|---|---|---|"]
+        for name in names:
+            field = Options.model_fields[name]
+            kind = kind_of_field(field)
+            value = "switch" if kind.base == "bool" else f"{kind.metavar} {kind.bounds}".strip()
+            cells = (f"`--{dashed(name)}`", value, default(field), _source(field), field.description)
+            rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join([*parts, _FOREIGN, _refused()])
+
+
+def _refused() -> str:
+    lines = []
+    for table, title in (("megatron", "Megatron-core"), ("vllm", "vLLM")):
+        reasons: dict[str, list[str]] = {}
+        for name, why in OWNED[table].items():
+            reasons.setdefault(why, []).append(f"`{name}`")
+        lines += [f"- {title}, {', '.join(names)}: {why}." for why, names in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _source(field: Any) -> str:
+    return field.json_schema_extra["source"]
+
+
+def run_help(width: int = 110) -> str:
+    """Every option of `hpcrl run`, by section, with default and source."""
+    lines = []
+    for title, names in sections():
+        lines.append(f"\n{title}:")
+        for name in names:
+            field = Options.model_fields[name]
+            facts = [f"default {default(field)}"] if default(field) else []
+            facts += [_source(field)] if _source(field) != "hpcrl" else []
+            aside = f" [{'; '.join(facts)}]" if facts else ""
+            lines += _entry(f"--{dashed(name)} {kind_of_field(field).metavar}".rstrip(), field.description + aside, width)
+    return "\n".join(lines)
+
+
+def _entry(head: str, text: str, width: int) -> list[str]:
+    """One flag and its help, hung at column 34."""
+    body = textwrap.wrap(text, width - 34)
+    if len(head) < 31:
+        return [f"  {head:<31} {body[0]}", *(" " * 34 + line for line in body[1:])]
+    return [f"  {head}", *(" " * 34 + line for line in body)]
+
+
+def foreign_help(table: Table, width: int = 110) -> str:
+    """Every setting of the installed package that passes through, with its flags and its own help.
+
+    UsageError if the package is not installed here.
+    """
+    found = settings(table)
+    if found is None:
+        raise UsageError(f"{table} is not installed here", "see docs/install.md")
+    flags: dict[str, list[str]] = {}
+    for flag, target in spellings(table).items():
+        if target.kind.base != "none":
+            flags.setdefault(target.field, []).append(f"--{flag}")
+    lines, owner = [], ""
+    for name, names in flags.items():
+        setting = found[name]
+        if name in OWNED[table]:
+            continue
+        if setting.owner != owner:
+            owner = setting.owner
+            lines.append(f"\n{owner}:")
+        aside = f" [default {setting.default}]" if setting.default not in ("", "None", "False") else ""
+        value = "" if setting.kind.base == "bool" and not setting.kind.many else setting.kind.metavar
+        brief = setting.help.split(". ")[0].rstrip(".")
+        lines += _entry(f"{', '.join(names)} {value}".rstrip(), f"{brief}{aside}".strip() or "-", width)
+    return "\n".join(lines)

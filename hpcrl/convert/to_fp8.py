@@ -1,0 +1,215 @@
+"""A Hugging Face checkpoint with FP8 weights, made from one with wider ones.
+
+    convert(Path("Qwen3-4B"), Path("Qwen3-4B-FP8"), Scheme("block", (128, 128)))
+
+Matrices of linear layers become float8_e4m3fn with scales (weights/fp8.py says how); embeddings, heads, norms, biases and
+routers stay.  Layout and config.json are those of published checkpoints:
+
+    block      weight_scale_inv; quantization_config with quant_method "fp8", as DeepSeek-V3 and Qwen3-FP8 have it
+    channel    weight_scale, one for each row; "compressed-tensors", as GLM-4.5-FP8 has it
+    tensor     weight_scale, one; "compressed-tensors"
+
+Invariants: a worker reads and writes one file after the other, tensor by tensor, so that memory holds about one tensor
+for each; the directory appears under its name only when it is whole; the same input gives the same bytes, whatever the
+number of workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hpcrl.errors import DataError, UsageError
+from hpcrl.model_files.hf_writer import Tensor, copy_assets, directory, header
+from hpcrl.model_files.safetensors_headers import BYTES, INDEX, SINGLE, Entry, listing
+from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
+
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+def convert(
+    source: Path,
+    output: Path,
+    scheme: Scheme,
+    workers: int = 1,
+    force: bool = False,
+    progress: Progress = lambda done, total: done,
+) -> None:
+    """Write `output` from the safetensors of `source`.
+
+    progress(done, total): wraps the files as they are finished.  UsageError if `output` is there already and `force` is
+    not given; DataError names a tensor that cannot be quantised, or a damaged file; then nothing is left behind.
+    """
+    config, held = _config(source), listing(source)
+    if not held:
+        raise DataError(f"{source} has no model.safetensors", "name a Hugging Face model directory with safetensors")
+    taken = _taken(source, held, scheme)
+    scheme = replace(scheme, chosen=taken)
+    files: dict[str, dict[str, Entry]] = {}
+    for name, entry in held.items():
+        files.setdefault(entry.file, {})[name] = entry
+    with directory(output, force) as beside, ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        jobs = [pool.submit(_file, source / file, beside / file, files[file], scheme) for file in sorted(files)]
+        where: dict[str, str] = {}
+        size = 0
+        try:
+            for job in progress(as_completed(jobs), len(jobs)):
+                name, sizes = job.result()
+                where |= dict.fromkeys(sizes, name)
+                size += sum(sizes.values())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        copy_assets(source, beside)
+        if set(files) != {SINGLE}:
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        config["quantization_config"] = quantization_config(scheme, left(held, taken))
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Scheme) -> tuple[str, dict[str, int]]:
+    """Convert one file: its name, and the bytes of each tensor in it.
+
+    Wider dtypes come first, so that each tensor lies at a multiple of its item's size.
+    """
+    plan = [tensor for name, entry in entries.items() for tensor in _outcome(name, entry, scheme)]
+    plan.sort(key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    head = header(plan)
+    places = dict(zip((tensor.name for tensor in plan), accumulate((t.size for t in plan), initial=len(head)), strict=False))
+    with source.open("rb") as file, output.open("wb") as out:
+        out.write(head)
+        for name, tensor in quantized(_tensors(file, entries), scheme):
+            out.seek(places[name])
+            out.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return output.name, {tensor.name: tensor.size for tensor in plan}
+
+
+def _outcome(name: str, entry: Entry, scheme: Scheme) -> list[Tensor]:
+    """What one tensor of the source becomes."""
+    if name not in (scheme.chosen or ()):
+        return [Tensor(name, getattr(torch, entry.dtype), entry.shape)]
+    scales = Tensor(scheme.scale_name(name), torch.float32, scheme.scale_shape(entry.shape))
+    return [Tensor(name, FP8, entry.shape), scales]
+
+
+def _tensors(file: BinaryIO, entries: Mapping[str, Entry]) -> Stream:
+    """The tensors of a file, one after the other; read and not mapped, so that they do not stay in memory."""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        buffer = bytearray(entry.nbytes)
+        file.seek(entry.offset)
+        file.readinto(buffer)
+        dtype = getattr(torch, entry.dtype)
+        yield name, (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).view(entry.shape)
+
+
+def _config(source: Path) -> dict[str, Any]:
+    path = source / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}", "--model-dir names a Hugging Face model directory") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path} holds no JSON object")
+    if found := config.get("quantization_config"):
+        raise DataError(f"{source} is quantised already ({found.get('quant_method')})", "begin with the model in bf16")
+    return config
+
+
+def _taken(source: Path, held: dict[str, Entry], scheme: Scheme) -> frozenset[str]:
+    """The matrices that are to be quantised."""
+    taken = frozenset(name for name, entry in held.items() if scheme.takes(name, entry.shape))
+    if odd := [name for name, entry in held.items() if entry.dtype not in BYTES]:
+        raise DataError(f"{source}: {odd[0]} has the unknown dtype {held[odd[0]].dtype}")
+    for name in taken:
+        if held[name].dtype not in ("float32", "bfloat16", "float16", "float64"):
+            raise DataError(f"{source}: {name} is {held[name].dtype} already", "begin with the model in bf16")
+    if not taken:
+        raise DataError(
+            f"{source} has no matrix of a linear layer that is known by its name, such as model.layers.0.mlp.up_proj.weight"
+        )
+    return taken
+
+
+def left(held: Mapping[str, Entry], taken: Set[str]) -> list[str]:
+    """The modules that keep their matrices: what readers call modules_to_not_convert, or ignore."""
+    matrices = {name for name, entry in held.items() if name.endswith(".weight") and len(entry.shape) == 2}
+    modules = {name.removesuffix(".weight") for name in matrices - taken}
+    return sorted(modules | {"lm_head"})  # readers make a head also where it is tied to the embedding
+
+
+def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
+    """What config.json says to readers: the fields and values of published checkpoints, and the modules left as they are."""
+    if scheme.strategy == "block":
+        fields: dict[str, Any] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(scheme.block),
+            "modules_to_not_convert": list(ignored),
+        }
+        return fields | ({"scale_fmt": "ue8m0"} if scheme.power_of_two else {})
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    activations = number | {"dynamic": True, "strategy": "token" if scheme.strategy == "channel" else "tensor"}
+    weights = number | {"dynamic": False, "strategy": scheme.strategy, "observer": "minmax"}
+    group = {"input_activations": activations, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "float-quantized",
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+# ---- the command
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of slime's tool of this name, and --force."""
+    found = argparse.ArgumentParser(
+        prog="hpcrl convert to-fp8",
+        description="Quantise the linear layers of a Hugging Face checkpoint to FP8 (e4m3), for engines to sample with.",
+    )
+    found.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory with safetensors in bf16")
+    found.add_argument("--save-dir", type=Path, required=True, help="where the FP8 checkpoint goes")
+    found.add_argument("--strategy", choices=("block", "channel", "tensor"), default="block", help="what shares a scale")
+    found.add_argument("--block-size", type=int, nargs=2, default=(128, 128), metavar="N", help="rows and columns of a block")
+    found.add_argument(
+        "--max-workers", type=int, default=1, help="files that are converted at once; each takes the memory of one"
+    )
+    found.add_argument("--scale-fmt", choices=("ue8m0",), help="scales of blocks rounded up to powers of two")
+    found.add_argument("--force", action="store_true", help="replace a --save-dir that is there already")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """`hpcrl convert to-fp8`: the exit status.  UsageError and DataError as `convert`."""
+    args = parser().parse_args(argv)
+    if min(args.block_size) < 1:
+        raise UsageError(f"--block-size {args.block_size[0]} {args.block_size[1]}", "give two positive numbers")
+    if args.max_workers < 1:
+        raise UsageError(f"--max-workers {args.max_workers}", "give a positive number")
+    if args.scale_fmt and args.strategy != "block":
+        raise UsageError(f"--scale-fmt {args.scale_fmt} with --strategy {args.strategy}", "it goes with --strategy block")
+    if args.save_dir.resolve() == args.model_dir.resolve():
+        raise UsageError("--save-dir is --model-dir itself", "name another directory")
+    scheme = Scheme(args.strategy, tuple(args.block_size), args.scale_fmt == "ue8m0")
+    convert(args.model_dir, args.save_dir, scheme, args.max_workers, args.force, _bar)
+    return 0
+
+
+def _bar(done: Iterable[Any], total: int) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    return tqdm(done, total=total, unit="file", desc="to FP8", file=sys.stderr)

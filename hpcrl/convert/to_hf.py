@@ -1,0 +1,274 @@
+"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at a time.
+
+    hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
+    python tools/convert_torch_dist_to_hf.py ...          # the same, under slime's name
+
+Reads what hpcrl, slime and Megatron-LM save, in whatever parallel layout they saved it: the files describe tensors of
+the whole model.  Invariant: every tensor that the origin's config.json asks for is written once, bit for bit as the
+checkpoint holds it; one that is missing, in excess or of another shape is an error before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+from typing import Any, NoReturn
+
+import torch
+from tqdm import tqdm
+
+from hpcrl.errors import DataError, UsageError
+from hpcrl.model_files import torch_dist
+from hpcrl.model_files.hf_reader import Files
+from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_assets, directory, split
+from hpcrl.model_files.torch_dist import TorchDist
+from hpcrl.models.family import Config, Family, Rule, find_family, read_config, tied
+from hpcrl.models.slicing import CUTS, Shapes
+
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+#: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
+_EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+?)|(linear_fc[12])\.(weight|bias)(\d+))")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One stored tensor, or a part of it with leading indices, and the Hugging Face tensors that it becomes.
+
+    origin: it is copied from the origin's files instead.
+    """
+
+    key: str
+    at: tuple[int, ...]
+    rule: Rule | None
+    tensors: tuple[Tensor, ...]
+    origin: bool = False
+
+
+def convert(
+    source: Path,
+    output: Path,
+    origin: Path,
+    *,
+    add_missing: bool = False,
+    chunk_size: int = 5 * 1024**3,
+    force: bool = False,
+    load_workers: int = 1,
+    save_workers: int = 1,
+) -> None:
+    """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
+
+    add_missing: tensors of the origin that the checkpoint has none for are copied.  save_workers: files that are written at once, each by a
+    thread that holds one tensor; load_workers: those of them that read at once.  DataError, UsageError: see above.
+    """
+    config = read_config(origin)
+    family = find_family(config, origin)
+    stored = TorchDist(torch_dist.find_checkpoint(source, None, "--input-dir"))
+    jobs = plan(stored, family, config)
+    with ExitStack() as stack:
+        files = Files(origin, stack) if add_missing else None
+        jobs += _missing(files, jobs, config) if files else []
+        files_plan = split([job.tensors for job in jobs], chunk_size)
+        with directory(output, force) as beside:
+            writer = SafetensorsWriter(beside, files_plan)
+            _write(StoredTensors(stored, files, _shapes(config, family), load_workers), jobs, writer, save_workers)
+            copy_assets(origin, beside, drop=("quantization_config",))
+
+
+class StoredTensors:
+    """The tensors of jobs, for several threads: `at_once` of them read at a time."""
+
+    def __init__(self, stored: TorchDist, files: Files | None, shapes: Shapes, at_once: int) -> None:
+        self.stored, self.files, self.shapes = stored, files, shapes
+        self.turn, self.opening = BoundedSemaphore(at_once), Lock()
+
+    def of_thread(self) -> StoredTensors:
+        """The same for one thread: what it keeps of the last tensor is its own."""
+        own = copy.copy(self)
+        own.stored = copy.copy(self.stored)
+        return own
+
+    def read(self, job: Conversion) -> list[torch.Tensor]:
+        """The tensors of a job.  DataError: see `TorchDist.read`."""
+        if job.rule is None:
+            assert self.files is not None
+            with self.turn, self.opening:
+                return [self.files.slice(job.key)[...]]
+        with self.turn:
+            return CUTS[job.rule.kind].join([self.stored.read(job.key, job.at)], self.shapes)
+
+
+def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWriter, workers: int) -> None:
+    by_name = {job.tensors[0].name: job for job in jobs}
+    total = sum(tensor.size for job in jobs for tensor in job.tensors)
+    count = Lock()
+
+    def write(file: list[Tensor]) -> None:
+        own = source.of_thread()
+        for job in (by_name[tensor.name] for tensor in file if tensor.name in by_name):  # in the order of the file
+            for tensor, part in zip(job.tensors, own.read(job), strict=True):
+                writer.add(tensor.name, part)
+                with count:
+                    bar.update(tensor.size)
+
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="to Hugging Face", file=sys.stderr)
+    with writer, bar, ThreadPoolExecutor(max_workers=workers) as pool:
+        try:
+            for done in as_completed([pool.submit(write, file) for file in writer.plan]):
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+# ---- what becomes what
+
+
+def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
+    """What to read and what it becomes, in the order of the model.  DataError names tensors that do not fit."""
+    shapes, jobs, used, written = _shapes(config, family), [], set(), set()
+    for name, rule in family.tensors(config):
+        place = _place(stored, name)
+        if place is None or written.issuperset(rule.hf):  # a name of the other kind of layer, or a tied copy
+            used |= {place[0]} if place else set()
+            continue
+        key, at = place
+        found = stored.tensors[key]
+        full = CUTS[rule.kind].full(found.shape[len(at) :], shapes)
+        jobs.append(Conversion(key, at, rule, tuple(Tensor(n, found.dtype, s) for n, s in zip(rule.hf, full, strict=True))))
+        _check_rows(stored, key, rule, found.shape[len(at) :], shapes)
+        used.add(key)
+        written.update(rule.hf)
+    wanted = {n for _, rule in family.tensors(config) for n in rule.hf if not family.ignores(n, config)}
+    if missing := sorted(wanted - written):
+        raise DataError(f"{stored.path} has no {_some(missing)}", "is it a checkpoint of --origin-hf-dir's model?")
+    if extra := sorted(stored.tensors.keys() - used):
+        raise DataError(
+            f"{stored.path} holds {_some(extra)}, which {family.model_type} has not",
+            "is it a checkpoint of --origin-hf-dir's model?",
+        )
+    _check_counts(stored, config)
+    return jobs
+
+
+def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
+    """(key, leading indices) under which a parameter of the whole model is stored, or None.
+
+    Layers that are all alike are one tensor with the layer in front; so are the experts of a layer.
+    """
+    at: tuple[int, ...] = ()
+    for ours, theirs in torch_dist.SANDWICH.items():
+        name = name.replace(ours, theirs)
+    if expert := _EXPERT.fullmatch(name):
+        head, number, module, what = expert[1], expert[2] or expert[7], expert[3] or expert[5], expert[4] or expert[6]
+        name, at = f"{head}.experts.{module}.{what}", (int(number),)
+    if name in stored.tensors:
+        return name, at
+    if (layer := _LAYER.fullmatch(name)) and (key := layer[1] + layer[3]) in stored.tensors:
+        return key, (int(layer[2]), *at)
+    return None
+
+
+def _check_rows(stored: TorchDist, key: str, rule: Rule, shape: tuple[int, ...], s: Shapes) -> None:
+    if rule.kind == "vocab" and shape[0] < s.vocab:
+        raise DataError(f"{stored.path}: {key} has {shape[0]} rows, config.json asks for vocab_size {s.vocab}")
+    if rule.kind == "qkv" and shape[0] != (rows := (s.heads + 2 * s.groups) * s.head_size):
+        raise DataError(f"{stored.path}: {key} has {shape[0]} rows, config.json asks for {rows}")
+
+
+def _check_counts(stored: TorchDist, config: Config) -> None:
+    """DataError unless every layer has its place, and none more."""
+    layers = config["num_hidden_layers"]
+    for key, tensor in stored.tensors.items():
+        if key.startswith("decoder.layers.") and not _LAYER.fullmatch(key) and tensor.shape[0] != layers:
+            raise DataError(f"{stored.path}: {key} has {tensor.shape[0]} layers, config.json says {layers}")
+
+
+def _shapes(config: Config, family: Family) -> Shapes:
+    """As of one tensor-parallel rank: what is stored describes the whole model."""
+    model = family.transformer(config)
+    return Shapes(
+        heads=model["num_attention_heads"],
+        groups=model["num_query_groups"],
+        head_size=model["kv_channels"],
+        vocab=config["vocab_size"],
+        tp=1,
+    )
+
+
+def _missing(files: Files, jobs: list[Conversion], config: Config) -> list[Conversion]:
+    """Tensors of the origin to copy: all that the checkpoint does not give, but for scales of FP8 weights that it does."""
+    made = {tensor.name for job in jobs for tensor in job.tensors}
+    found = []
+    for name in sorted(files.where.keys() - made):
+        base = re.sub(r"_scale(_inv)?$", "", name)
+        if base in made or (tied(config) and name == "lm_head.weight"):
+            continue
+        part = files.slice(name)
+        found.append(Conversion(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),), origin=True))
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---- the command
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; errors are HpcrlErrors."""
+    parser = _Parser(prog="hpcrl convert to-hf", description="A torch_dist checkpoint -> a Hugging Face directory.")
+    parser.add_argument("--input-dir", type=Path, required=True, help="iter_* or release directory, or the one above")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--origin-hf-dir", type=Path, help="Hugging Face directory: config.json, tokenizer, and missing tensors")
+    parser.add_argument("--model-name", help="checked against the origin's model type; may be left out")
+    parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir")
+    parser.add_argument("-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained")
+    parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of one file (default 5 GiB)")
+    parser.add_argument("--save-max-workers", type=int, help="files written at once, each with a tensor in memory (default 1)")
+    parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default all)")
+    parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
+    args = parser.parse_args(argv)
+    if args.origin_hf_dir is None:
+        raise UsageError("--origin-hf-dir is not given", "names and shapes come from its config.json")
+    if args.chunk_size < 1:
+        raise UsageError(f"--chunk-size {args.chunk_size}: expected a number of bytes")
+    for flag in ("load", "save"):
+        if (count := getattr(args, f"{flag}_max_workers")) is not None and count < 1:
+            raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
+    save = args.save_max_workers or args.load_max_workers or 1
+    _check_flags(args, read_config(args.origin_hf_dir))
+    torch.set_grad_enabled(False)
+    convert(
+        args.input_dir,
+        args.output_dir,
+        args.origin_hf_dir,
+        add_missing=args.add_missing_from_origin_hf,
+        chunk_size=args.chunk_size,
+        force=args.force,
+        load_workers=args.load_max_workers or save,
+        save_workers=save,
+    )
+    print(f"wrote {args.output_dir}")
+    return 0
+
+
+def _check_flags(args: Any, config: Config) -> None:
+    if args.vocab_size not in (None, config.get("vocab_size")):
+        raise UsageError(f"--vocab-size {args.vocab_size}: config.json says {config.get('vocab_size')}", "leave the flag out")
+    asked, found = (re.sub(r"[^a-z0-9]|config$", "", str(x).lower()) for x in (args.model_name, config.get("model_type")))
+    if args.model_name is not None and asked != found:
+        raise UsageError(f"--model-name {args.model_name}: config.json says {config.get('model_type')}", "leave the flag out")

@@ -1,0 +1,149 @@
+"""The nodes' part of `hpcrl doctor`: a step on every component, what the nodes say, and what it means.
+
+    python -m hpcrl.doctor.all_nodes DIR          inside an allocation: what `hpcrl doctor --nodes` submits
+
+DIR holds job.json (a `Job`); HPCRL_STEP_0, HPCRL_STEP_1, ... are the commands that start one task on every node of a
+component, as the rendered script sets them.  The findings go to stdout and to DIR/findings.json.
+
+Invariant: every step is ended by us, by its process id, before we end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+
+import msgspec
+
+from hpcrl.doctor.findings import Finding, failed, last_line
+from hpcrl.doctor.node_reports import NodeReport, judge_reports
+from hpcrl.run.process import end_descendants
+from hpcrl.run.rundir import write_atomic
+
+SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce
+
+
+class NodeStep(msgspec.Struct, frozen=True):
+    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and GPUs or process slots on each.
+
+    command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
+    """
+
+    role: str
+    nodes: int
+    slots: int
+    command: list[str] = []
+
+
+class NodesJob(msgspec.Struct, frozen=True):
+    """What there is to look at.  gpus: whether a slot is a GPU; allreduce, imports: the parts that take long."""
+
+    steps: list[NodeStep]
+    interface: str | None = None
+    gpus: bool = True
+    allreduce: bool = True
+    imports: bool = True
+    seconds: float = 60.0
+
+
+def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Finding]:
+    """Run doctor_node on every node of every step at once, and judge what they say.
+
+    directory: new, on the run's file system; it gets the token and the nodes' files.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (directory / "token").touch(mode=0o600)
+    expected, began = sum(step.nodes for step in job.steps), time.time()
+    running = [_start(step, job, directory, expected) for step in job.steps]
+    end = time.monotonic() + seconds
+    with ThreadPoolExecutor(len(running)) as pool:
+        texts = list(pool.map(lambda process: _output(process, end), running))
+    ended = time.time()
+    findings, reports = [], []
+    for step, process, (out, err) in zip(job.steps, running, texts, strict=True):
+        found = read(out)
+        reports += found
+        if process.returncode or len(found) < step.nodes:
+            how = f"exit code {process.returncode}" if process.returncode else f"{len(found)} of {step.nodes} nodes reported"
+            findings.append(Finding("fail", "", f"the step on the {step.role} nodes: {how}: {_telling(err or out)}", "see above"))
+    wanted = {step.role: step.slots for step in job.steps} if job.gpus else {}
+    return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
+
+
+def _telling(text: str) -> str:
+    """The first line that is not Slurm's own; its own say only that something failed."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith(("srun:", "slurmstepd:"))), last_line(text))
+
+
+def read(text: str) -> list[NodeReport]:
+    """The reports among the lines of a step's output; other lines are none of ours."""
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(msgspec.json.decode(line, type=NodeReport))
+        except msgspec.MsgspecError:
+            continue
+    return found
+
+
+def _start(step: NodeStep, job: NodesJob, directory: Path, expected: int) -> Popen[str]:
+    roles = {each.role for each in job.steps}
+    engines = "engine" if "engine" in roles else "trainer"  # a homogeneous job has one component for both
+    words = [str(directory), f"--expect={expected}", f"--role={step.role}", f"--wait={job.seconds:g}"]
+    if job.interface:
+        words.append(f"--interface={job.interface}")
+    if job.allreduce and step.role == "trainer":
+        words.append(f"--ranks={step.slots}")
+    if job.imports and step.role == engines:
+        words.append("--import=vllm")
+    return Popen([*step.command, *words], stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
+
+
+def _output(process: Popen[str], end: float) -> tuple[str, str]:
+    """stdout and stderr, after killing it if it does not end in time (monotonic)."""
+    try:
+        return process.communicate(timeout=max(end - time.monotonic(), 0.1))
+    except TimeoutExpired:
+        process.terminate()  # srun ends its step
+    try:
+        out, err = process.communicate(timeout=20)
+    except TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    return out, f"{err}\nno end in time"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Look at the nodes of this allocation.")
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args(argv)
+    job = msgspec.json.decode((args.directory / "job.json").read_bytes(), type=NodesJob)
+    steps = [
+        msgspec.structs.replace(step, command=[*shlex.split(os.environ[f"HPCRL_STEP_{number}"]), "doctor"])
+        for number, step in enumerate(job.steps)
+    ]
+    try:
+        findings = examine(msgspec.structs.replace(job, steps=steps), args.directory / "nodes")
+    finally:
+        end_descendants(5.0)
+    show(findings)
+    write_atomic(args.directory / "findings.json", msgspec.json.encode(findings))
+    return 1 if failed(findings) else 0
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """One line each, at once."""
+    for finding in findings:
+        print(finding.line(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""What the nodes report, and what it means: pure functions of their reports.
+
+Invariant: `judge` speaks of every host at least once, and of what could not be looked at as well as of what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+from hostlist import BadHostlist, collect_hostlist
+
+from hpcrl.doctor.findings import Finding, Level, count, size
+from hpcrl.errors import UsageError
+from hpcrl.launch.probe import Report, choose
+
+SKEW = 1.0  #: seconds that two clocks may differ by
+FREE = 0.9  #: the part of a GPU's memory that should be free before a run
+SLOW = 5e9  #: bytes a second below which NCCL between nodes has hardly found the fast network
+GIB = 1 << 30
+SHM = GIB  #: bytes of /dev/shm that vLLM and the weight transfer between processes of a host should find
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU as the driver shows it; memory in MiB."""
+
+    index: int
+    name: str
+    total: int
+    free: int
+
+
+class Total(msgspec.Struct, frozen=True):
+    """A timed all-reduce over the trainer ranks; bus_bandwidth: bytes a second that a link carries."""
+
+    ranks: int
+    backend: str
+    bytes: int
+    seconds: float
+    bus_bandwidth: float
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """What one node found.
+
+    base: host, networks, memory; wrote: why its file could not be written, "" if it could; seen: hosts whose files it
+    saw; tried: host -> "" or why it could not be reached; offsets: host -> (its clock minus ours, give or take), seconds;
+    gpus: None where no driver answers, with `devices` then counted from /dev; visible: CUDA_VISIBLE_DEVICES; shm: bytes
+    free in /dev/shm; port: why no port could be bound, "" if it could; imports: module -> "" or why it does not import;
+    ranks: of the all-reduce that it was to take part in; total: of the host of trainer rank 0, what hpcrl.trainer.start.network_speed said; broken: why the all-reduce failed here.
+    """
+
+    base: Report
+    role: str = ""
+    wrote: str = ""
+    seen: tuple[str, ...] = ()
+    tried: dict[str, str] = {}
+    offsets: dict[str, tuple[float, float]] = {}
+    gpus: tuple[Gpu, ...] | None = None
+    devices: int = 0
+    visible: str | None = None
+    shm: int = 0
+    port: str = ""
+    versions: dict[str, str] = {}
+    imports: dict[str, str] = {}
+    ranks: int = 0
+    total: Total | None = None
+    broken: str = ""
+
+    @property
+    def host(self) -> str:
+        return self.base.host
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs that a process here would get: those that Slurm made visible, else those of the driver, else those of /dev."""
+        if self.visible is not None:
+            return len([name for name in self.visible.split(",") if name and name != "NoDevFiles"])
+        return len(self.gpus) if self.gpus is not None else self.devices
+
+
+def judge_reports(
+    reports: Sequence[NodeReport],
+    wanted: Mapping[str, int] | None = None,
+    interface: str | None = None,
+    window: tuple[float, float] | None = None,
+    expected: int | None = None,
+) -> list[Finding]:
+    """What the reports say.
+
+    wanted: GPUs a node, by role; interface: as the site names it; window: our clock (Unix seconds) when the first node was
+    asked and when the last had answered; expected: how many nodes were asked.
+    """
+    if not reports:
+        return [Finding("fail", "", f"none of {expected or 'the'} nodes reported", "see the step's log")]
+    findings = [*_answered(reports, expected), *_directory(reports), *_network(reports, interface), *_reach(reports)]
+    findings += [*_clocks(reports, window), *_versions(reports), *_gpus(reports, wanted or {})]
+    findings += [*_rest(reports), *_total(reports)]
+    wrong = {finding.host for finding in findings}
+    findings += [Finding("ok", report.host, _shown(report)) for report in reports if report.host not in wrong]
+    return merge(findings)
+
+
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """The same thing on several hosts is one line: node[1-8]."""
+    together: dict[tuple[Level, str, str], list[str]] = {}
+    for finding in findings:
+        together.setdefault((finding.level, finding.what, finding.hint), []).append(finding.host)
+    return [Finding(level, _fold(hosts), what, hint) for (level, what, hint), hosts in together.items()]
+
+
+def _fold(hosts: list[str]) -> str:
+    named = dict.fromkeys(host for host in hosts if host)
+    try:
+        return collect_hostlist(list(named))
+    except BadHostlist:
+        return ",".join(named)
+
+
+def _shown(report: NodeReport) -> str:
+    gpus = count(report.gpu_count, "GPU") + (f" ({report.gpus[0].name})" if report.gpus else "")
+    role = f"{report.role}, " if report.role else ""
+    return f"{role}{report.base.cpus} CPUs, {size(report.base.memory // GIB * GIB)} free, {gpus}"
+
+
+def _answered(reports: Sequence[NodeReport], expected: int | None) -> Iterator[Finding]:
+    for host, times in Counter(report.host for report in reports).items():
+        if times > 1:
+            yield Finding("fail", host, f"{times} reports came from it", "one task a node: see the site's srun and launcher")
+    if expected is not None and len(reports) < expected:
+        came = ", ".join(report.host for report in reports)
+        yield Finding("fail", "", f"{len(reports)} of {expected} nodes reported ({came})", "see the step's log for the others")
+
+
+def _directory(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Each node saw our token, wrote its own file, and saw everybody's."""
+    hosts, fine = {report.host for report in reports if report.base.sees and not report.wrote}, True
+    hint = "choose a --run-dir on a file system that all nodes share"
+    for report in reports:
+        missing = sorted(hosts - {*report.seen})
+        if not report.base.sees:
+            yield Finding("fail", report.host, "it does not see the run directory", hint)
+        elif report.wrote:
+            yield Finding("fail", report.host, f"it cannot write to the run directory: {report.wrote}", hint)
+        elif missing:
+            yield Finding("fail", report.host, f"in the run directory it does not see the file of {', '.join(missing)}", hint)
+        else:
+            continue
+        fine = False
+    if fine:
+        yield Finding("ok", "", f"all {len(reports)} nodes see one run directory, and each other's files in it")
+
+
+def _network(reports: Sequence[NodeReport], interface: str | None) -> Iterator[Finding]:
+    try:
+        chosen = choose({report.host: report.base for report in reports}, interface)
+    except UsageError as error:
+        yield Finding("fail", "", error.what, error.hint)
+        return
+    addresses = Counter(network.address for network in chosen.values())
+    for host, network in chosen.items():
+        if len(chosen) > 1 and network.interface == "lo":
+            yield Finding("fail", host, "its address is the loopback's", "name the site's network: interface =")
+        elif addresses[network.address] > 1:
+            same = ", ".join(other for other, n in chosen.items() if n.address == network.address and other != host)
+            yield Finding("fail", host, f"{same} has its address {network.address} too", "name another network: interface =")
+    speeds = {host: network.speed for host, network in chosen.items() if network.speed}
+    if speeds and len(set(speeds.values())) > 1:
+        slow = min(speeds, key=lambda host: speeds[host])
+        yield Finding("warn", slow, f"{chosen[slow].interface} runs at {speeds[slow]} Mbit/s, others at {max(speeds.values())}")
+    first = next(iter(chosen.values()))
+    speed = f", {first.speed} Mbit/s" if first.speed else ""
+    yield Finding("ok", "", f"the network is {first.interface} ({first.subnet}{speed})")
+
+
+def _reach(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """A port was bound everywhere, and every node reached every other's."""
+    fine = True
+    for report in reports:
+        if report.port:
+            fine = False
+            yield Finding("fail", report.host, f"no port can be bound: {report.port}", "is the address this node's own?")
+        broken = {host: why for host, why in sorted(report.tried.items()) if why}
+        if broken:
+            fine = False
+            host, why = next(iter(broken.items()))
+            more = f", nor {len(broken) - 1} others" if len(broken) > 1 else ""
+            hint = "a firewall between nodes, or the wrong network: name another with interface ="
+            yield Finding("fail", report.host, f"it cannot connect to {host}{more}: {why}", hint)
+    pairs = len(reports) * (len(reports) - 1)
+    tried = sum(len([host for host in report.tried if host != report.host]) for report in reports)
+    if tried < pairs:
+        yield Finding(
+            "warn", "", f"{pairs - tried} of {pairs} connections between nodes were not tried", "see the failures above"
+        )
+    elif fine and pairs:
+        yield Finding("ok", "", f"ports are bound and reached, all {pairs} ways")
+
+
+def _clocks(reports: Sequence[NodeReport], window: tuple[float, float] | None) -> Iterator[Finding]:
+    """Clocks of two nodes by the answer's own time (NTP's offset: their clock minus the middle of ours), and of all
+    against the time in which they were asked."""
+    worst, hint = 0.0, "ask the site to look at NTP on it"
+    apart: Counter[str] = Counter()
+    for report in reports:
+        for host, (offset, give) in report.offsets.items():
+            sure = max(abs(offset) - give, 0.0)
+            worst = max(worst, sure)
+            if sure > SKEW:
+                apart.update((report.host, host))
+    # the clock that is wrong differs from everybody; with two nodes nobody knows which it is
+    for host, times in apart.items():
+        if times == max(apart.values()):
+            far = max(abs(o) for r in reports for h, (o, _) in r.offsets.items() if host in (h, r.host))
+            yield Finding("fail", host, f"its clock differs by {far:.1f} s from other nodes'", hint)
+    if window:
+        for report in reports:
+            off = max(window[0] - report.base.time, report.base.time - window[1], 0.0)
+            if off > SKEW:
+                yield Finding("fail", report.host, f"its clock differs by at least {off:.1f} s from the login node's", hint)
+                worst = max(worst, off)
+    if worst <= SKEW:
+        yield Finding("ok", "", "the clocks agree within a second")
+
+
+def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Each package has one version everywhere; who differs from most is named."""
+    fine = True
+    for package in sorted({name for report in reports for name in report.versions}):
+        count = Counter(report.versions.get(package, "") for report in reports)
+        usual = count.most_common(1)[0][0]
+        for report in reports:
+            if (found := report.versions.get(package, "")) != usual:
+                fine = False
+                what = f"{package} is {found or 'absent'}, on most nodes {usual or 'absent'}"
+                yield Finding("fail", report.host, what, "one environment for all nodes: see python and container of the site")
+    shown = ", ".join(f"{name} {number}" for name, number in sorted(reports[0].versions.items()))
+    if fine and shown:
+        yield Finding("ok", "", f"versions agree: {shown}")
+
+
+def _gpus(reports: Sequence[NodeReport], wanted: Mapping[str, int]) -> Iterator[Finding]:
+    for report in reports:
+        want = wanted.get(report.role, 0)
+        if report.gpu_count < want:
+            hint = f"see gpu_flag and {report.role}.gpus_per_node of the site"
+            yield Finding("fail", report.host, f"{report.gpu_count} GPUs for {report.role}, {want} are needed", hint)
+        elif want and report.gpus is None:
+            yield Finding(
+                "warn", report.host, f"{report.gpu_count} GPUs, but nvidia-smi does not answer", "free memory is not known"
+            )
+        for gpu in report.gpus or ():
+            if want and gpu.free < FREE * gpu.total:
+                what = f"GPU {gpu.index} has {gpu.free} of {gpu.total} MiB free: something else runs there"
+                yield Finding("warn", report.host, what, "see nvidia-smi there; ask for whole nodes with exclusive = true")
+    names = Counter(gpu.name for report in reports if report.role == "trainer" for gpu in report.gpus or ())
+    if len(names) > 1:
+        mixed = ", ".join(f"{count} {name}" for name, count in names.items())
+        yield Finding("warn", "", f"the trainers have different GPUs: {mixed}", "set trainer.gpu_type or trainer.constraint")
+
+
+def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
+    for report in reports:
+        if report.shm < SHM:
+            hint = "vLLM and NCCL need it: mount more, or see the container's settings"
+            yield Finding("warn", report.host, f"only {size(report.shm)} free in /dev/shm", hint)
+        for module, why in report.imports.items():
+            if why:
+                yield Finding(
+                    "fail", report.host, f"{module} does not import: {why}", "see docs/install.md, and the site's modules"
+                )
+
+
+def _total(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """The all-reduce, if there was one: the first to fail is named, the rest merely waited for it."""
+    hint = "see NCCL_DEBUG=INFO, interface and env of the site"
+    if broken := [report for report in reports if report.broken]:
+        yield Finding("fail", broken[0].host, f"the all-reduce over the trainer ranks failed: {broken[0].broken}", hint)
+        return
+    several = len([report for report in reports if report.role == "trainer"]) > 1
+    if any(report.ranks for report in reports) and not any(report.total for report in reports):
+        yield Finding("warn", "", "the all-reduce over the trainer ranks was not tried", "see the failures above")
+    for total in (report.total for report in reports if report.total):
+        shown = f"all-reduce of {size(total.bytes)} over {count(total.ranks, 'trainer rank')} ({total.backend})"
+        shown += f": {total.bus_bandwidth / 1e9:.3g} GB/s bus bandwidth" if total.ranks > 1 else " works"
+        if several and total.backend == "nccl" and total.bus_bandwidth < SLOW:
+            yield Finding("warn", "", f"{shown}, as slow as plain sockets", hint)
+        else:
+            yield Finding("ok", "", shown)

@@ -1,0 +1,312 @@
+"""One node's part of `hpcrl doctor --nodes`: look around, meet the other nodes, print one JSON object.
+
+    python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
+
+DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for the
+others' files, connects to every one of them, and tells in DIR/HOST.done that it needs nobody's port any more.
+
+Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are bound
+on the node's own addresses only; what other nodes say is JSON of a bounded size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import Any
+
+import msgspec
+import psutil
+
+from hpcrl.doctor.findings import ask, last_line
+from hpcrl.doctor.node_reports import Gpu, NodeReport, Total
+from hpcrl.doctor.packages import version
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.probe import Report, choose, report
+from hpcrl.plan import Place, socket_names
+from hpcrl.run.process import PARENT, die_with_parent
+from hpcrl.run.rundir import write_atomic
+
+PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
+CONNECT = 5.0  #: seconds to connect and be answered
+LONGEST = 1 << 20  #: bytes of a file or an answer that we read
+QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What a node leaves in the directory: its report, the port it listens on at each of its addresses, and how many
+    trainer ranks it would have."""
+
+    base: Report
+    ports: dict[str, int]
+    ranks: int = 0
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What answers at a port: who it is, and its clock."""
+
+    host: str
+    time: float
+
+
+# ---- this node alone
+
+
+def look_at_node(host: str, role: str, directory: Path) -> NodeReport:
+    """All that this node sees by itself; takes no part of a second, but for nvidia-smi."""
+    return NodeReport(
+        base=report(host, directory / "token"),
+        role=role,
+        gpus=gpus(),
+        devices=len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        shm=psutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
+        versions={name: found for name in PACKAGES if (found := version(name))},
+    )
+
+
+def gpus(command: list[str] = QUERY, seconds: float = 20.0) -> tuple[Gpu, ...] | None:
+    """The GPUs that nvidia-smi shows; None if it is not there or does not answer."""
+    answer = ask(command, seconds)
+    return parse_gpus(answer.text) if answer.code == 0 else None
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Lines `index, name, MiB in all, MiB free`; a GPU that gives no numbers, as MIG parents do, counts with 0."""
+    found = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 4 and words[0].isdecimal():
+            total, free = (int(word) if word.isdecimal() else 0 for word in words[2:])
+            found.append(Gpu(int(words[0]), words[1], total, free))
+    return tuple(found)
+
+
+def imports(module: str, seconds: float) -> str:
+    """Why a module does not import in a process of its own, "" if it does."""
+    answer = ask([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
+    return "" if answer.code == 0 else last_line(answer.text)
+
+
+# ---- the other nodes
+
+
+class Ports:
+    """A port on every address, each greeting whoever connects, until closed."""
+
+    def __init__(self, host: str, addresses: list[str]) -> None:
+        self.host, self.error = host, ""
+        self.ports: dict[str, int] = {}
+        self._poll = selectors.DefaultSelector()
+        self._wake, waker = socket.socketpair()
+        self._sockets = [self._wake, waker]
+        self._poll.register(waker, selectors.EVENT_READ)
+        for address in addresses:
+            try:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = socket.create_server((address, 0), family=family, backlog=512)
+            except OSError as error:
+                self.error = f"{address}: {error.strerror}"
+                continue
+            listener.settimeout(CONNECT)
+            self._sockets.append(listener)
+            self._poll.register(listener, selectors.EVENT_READ, listener)
+            self.ports[address] = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._poll.select():
+                if key.data is None:
+                    return
+                with contextlib.suppress(OSError):
+                    peer, _ = key.data.accept()
+                    with peer:
+                        peer.settimeout(CONNECT)
+                        peer.sendall(msgspec.json.encode(Greeting(self.host, time.time())))
+
+    def close(self) -> None:
+        self._wake.send(b".")
+        self._thread.join(2 * CONNECT)
+        for each in self._sockets:
+            each.close()
+
+
+def greet(address: str, port: int, host: str) -> tuple[str, tuple[float, float] | None]:
+    """(why `host` was not reached, "" if it was; its clock minus ours and how far that may be off, in seconds)."""
+    began = time.time()
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT) as peer:
+            peer.settimeout(CONNECT)
+            data = b""
+            while (part := peer.recv(4096)) and len(data) < 4096:
+                data += part
+        found = msgspec.json.decode(data, type=Greeting)
+    except OSError as error:
+        return f"{address} port {port}: {error.strerror or error}", None
+    except msgspec.MsgspecError:
+        return f"{address} port {port}: something else answers there", None
+    if found.host != host:
+        return f"{address} leads to {found.host}: two nodes have one address", None
+    ended = time.time()
+    return "", (found.time - (began + ended) / 2, (ended - began) / 2)
+
+
+def wait_until(done: Callable[[], bool], end: float) -> bool:
+    """Whether it came true before `end` (monotonic)."""
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def cards(directory: Path) -> dict[str, Card]:
+    """What the nodes have left so far, by host; a file that is no card is none."""
+    found = {}
+    for file in directory.glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if file.stat().st_size <= LONGEST:
+                card = msgspec.json.decode(file.read_bytes(), type=Card)
+                found[card.base.host] = card
+    return found
+
+
+def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0) -> NodeReport:
+    """`mine` with what came of meeting the others, within twice `seconds`; `ranks`: to take part in an all-reduce."""
+    addresses = [network.address for network in mine.base.networks] or ["127.0.0.1"]
+    if (expect == 1 or interface == "lo") and "127.0.0.1" not in addresses:
+        addresses.append("127.0.0.1")
+    ports = Ports(mine.host, addresses)
+    mine = msgspec.structs.replace(mine, port="" if ports.ports else ports.error, ranks=ranks)
+    try:
+        try:
+            write_atomic(directory / f"{mine.host}.json", msgspec.json.encode(Card(mine.base, ports.ports, ranks)), 0o600)
+        except (HpcrlError, OSError) as error:
+            return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
+        wait_until(lambda: len(cards(directory)) >= expect, time.monotonic() + seconds)
+        found = cards(directory)
+        tried, offsets = connect(found, mine.host, interface)
+        with contextlib.suppress(OSError):
+            (directory / f"{mine.host}.done").touch()
+        # the others may still be about to connect to us; who wrote no card needs no port
+        wait_until(lambda: len(list(directory.glob("*.done"))) >= len(found), time.monotonic() + seconds)
+    finally:
+        ports.close()
+    mine = msgspec.structs.replace(mine, seen=tuple(sorted(found)), tried=tried, offsets=offsets)
+    if ranks and len(found) >= expect and len(tried) >= expect - 1 and not any(tried.values()):
+        total, broken = add_up(found, mine.host, interface, directory)
+        mine = msgspec.structs.replace(mine, total=total, broken=broken)
+    return mine
+
+
+def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """(host -> why it was not reached, host -> clock) of all others, on the network that all agree on."""
+    try:
+        chosen = choose({host: found[host].base for host in sorted(found)}, interface)
+    except UsageError:
+        return {}, {}  # whoever judges chooses again, and says it once
+    tried, offsets = {}, {}
+    for host in sorted(found, key=lambda name: (name <= me, name)):  # not everybody at the same one first
+        if host == me and len(found) > 1:
+            continue
+        address = chosen[host].address
+        if (port := found[host].ports.get(address)) is None:
+            tried[host] = f"it has no port on {address}"
+            continue
+        tried[host], offset = greet(address, port, host)
+        if offset and host != me:
+            offsets[host] = offset
+    return tried, offsets
+
+
+# ---- the trainer ranks
+
+
+def add_up(
+    found: dict[str, Card], me: str, interface: str | None, directory: Path, seconds: float = 300.0
+) -> tuple[Total | None, str]:
+    """(what rank 0 measured, if it is here; why our ranks failed): one all-reduce over the ranks of all nodes."""
+    try:
+        chosen = choose({host: found[host].base for host in sorted(found)}, interface)
+    except UsageError:
+        return None, ""  # as in `connect`
+    hosts = [host for host in sorted(found) if found[host].ranks]
+    first = sum(found[host].ranks for host in hosts[: hosts.index(me)])
+    network = chosen[me]
+    shared = {
+        "WORLD_SIZE": str(sum(found[host].ranks for host in hosts)),
+        "MASTER_ADDR": chosen[hosts[0]].address,
+        "MASTER_PORT": "0",
+        **{name: os.environ.get(name, value) for name, value in socket_names(Place(me, (), "", network.interface)).items()},
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "hpcrl.trainer.start.network_speed",
+        "--port-file",
+        str(directory / "port"),
+        "--deadline",
+        "120",
+    ]
+    ranks = []
+    for local in range(found[me].ranks):
+        environment = os.environ | shared | {"RANK": str(first + local), "LOCAL_RANK": str(local), PARENT: str(os.getpid())}
+        ranks.append(Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True))
+    end, texts = time.monotonic() + seconds, []
+    with ThreadPoolExecutor(len(ranks)) as pool:  # each rank's output is read as it comes, or it would block
+        texts = list(pool.map(lambda rank: _output(rank, end), ranks))
+    broken = [last_line(err) for rank, (_, err) in zip(ranks, texts, strict=True) if rank.returncode]
+    if broken or first:
+        return None, broken[0] if broken else ""
+    try:
+        return msgspec.json.decode(last_line(texts[0][0]), type=Total), ""
+    except msgspec.MsgspecError:
+        return None, f"rank 0 printed no result: {last_line(texts[0][0])}"
+
+
+def _output(process: Popen[str], end: float) -> tuple[str, str]:
+    """stdout and stderr of a process of ours, which is killed if it does not end in time (monotonic)."""
+    try:
+        return process.communicate(timeout=max(end - time.monotonic(), 0.1))
+    except TimeoutExpired:
+        process.kill()
+        return process.communicate()[0], "it did not end in time"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="One node's part of hpcrl doctor.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--expect", type=int, default=1, help="nodes in all")
+    parser.add_argument("--host", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    parser.add_argument("--role", default="")
+    parser.add_argument("--interface")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other nodes")
+    parser.add_argument("--ranks", type=int, default=0, help="trainer ranks here, for an all-reduce (one where no GPU is)")
+    parser.add_argument("--import", dest="modules", action="append", default=[], help="a module to try to import")
+    parser.add_argument("--import-deadline", type=float, default=300.0)
+    args = parser.parse_args(argv)
+    die_with_parent()
+    mine = look_at_node(args.host, args.role, args.directory)
+    if mine.base.sees:
+        ranks = args.ranks if mine.gpus else min(args.ranks, 1)
+        mine = meet(mine, args.directory, args.expect, args.interface, args.wait, ranks)
+    mine = msgspec.structs.replace(mine, imports={name: imports(name, args.import_deadline) for name in args.modules})
+    sys.stdout.write(msgspec.json.encode(mine).decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""One vLLM server, as the supervisor starts it: vLLM's own API server on a socket that is already bound.
+
+    HPCRL_LISTEN_FD=N python -m hpcrl.engine.server RUN --attempt N --index I
+
+Invariants: what is served is vLLM's own application, behind our guard; an argument that vLLM does not know is an error
+that names the nearest.  vLLM 0.26 (CUDA with torch 2.11) and 0.32 differ in where the pieces lie, and only here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import resource
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpcrl.engine.server_settings import LISTEN_FD, build, flags
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.role import RoleContext, open_role, say
+
+if TYPE_CHECKING:
+    from argparse import Action, ArgumentParser
+
+#: ours where the installed vLLM has it, and no loss where it has not
+OPTIONAL = {"enable_scale_out", "disable_uvicorn_access_log"}
+
+
+def command_line(parser: ArgumentParser, values: Mapping[str, Any]) -> list[str]:
+    """Fields and values as the flags of vLLM's own parser.
+
+    UsageError for a field that it does not have, unless that is one of OPTIONAL.
+    """
+    known = {action.dest: action for action in parser._actions if action.option_strings}
+    line: list[str] = []
+    for name, value in values.items():
+        if name not in known:
+            if name in OPTIONAL:
+                continue
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean --vllm-{near[0].replace('_', '-')}?" if near else ""
+            raise UsageError(f"--vllm-{name.replace('_', '-')}: the installed vLLM has no such argument", hint)
+        line += _spell(known[name], value)
+    return line
+
+
+def _spell(action: Action, value: Any) -> list[str]:
+    flag = action.option_strings[0]
+    if action.nargs == 0:  # a switch
+        wanted = value if isinstance(value, bool) else str(value).lower() in ("1", "true", "yes", "")
+        off = [o for o in action.option_strings if o.startswith("--no-")]
+        return [flag] if wanted else off[:1]
+    if isinstance(value, list) and action.nargs in ("+", "*"):
+        return [flag, *map(str, value)]
+    if isinstance(value, list | dict):
+        return [flag, json.dumps(value)]
+    return [flag, str(value)]
+
+
+def parse(values: Mapping[str, Any]) -> Namespace:
+    """vLLM's arguments from our fields, checked by its own parser."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"vLLM refuses its arguments: {message}", "see the --vllm-... options")
+
+    parser = make_arg_parser(Parser())
+    args = parser.parse_args(command_line(parser, values))
+    validate_parsed_serve_args(args)
+    return args
+
+
+async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
+    """Run vLLM's API server on a bound socket until it is told to end."""
+    try:
+        from vllm.entrypoints.launchers.api_server import entry
+    except ImportError:
+        from vllm.entrypoints.openai import api_server as entry
+
+    address = "http://{}:{}".format(*sock.getsockname()[:2])
+    if not fork:
+        await entry.run_server_worker(address, sock, args)
+        return
+    async with entry.build_async_engine_client_from_engine_args(forking_arguments(args)) as client:
+        ended = await entry.build_and_serve(client, address, sock, args)
+    try:
+        await ended
+    finally:
+        sock.close()
+
+
+def forking_arguments(args: Namespace) -> Any:
+    """Engine arguments whose engine core is forked from this process instead of started anew.
+
+    That saves importing torch and vLLM a second time, some five seconds.  vLLM's CPU platform asks for `spawn` while the
+    configuration is made; we ask for `fork` once it is, which is safe here: no accelerator is in use, and this process
+    has not computed anything yet.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    class ForkingArgs(AsyncEngineArgs):
+        def create_engine_config(self, *given: Any, **named: Any) -> Any:
+            config = super().create_engine_config(*given, **named)
+            import vllm.v1.engine.core
+            import vllm.v1.worker.cpu_worker  # noqa: F401
+
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            return config
+
+    return ForkingArgs.from_cli_args(args)
+
+
+def run(context: RoleContext) -> None:
+    """Parse the arguments and serve."""
+    found = build()
+    sock = socket.socket(fileno=int(os.environ.pop(LISTEN_FD)))
+    sock.set_inheritable(False)
+    values = flags(context.options, context.plan, context.index, sock.getsockname()[1], found)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    import uvloop
+
+    args = parse(values)
+    fork = found.cpu and args.distributed_executor_backend == "uni"
+    if fork:
+        os.register_at_fork(after_in_child=sock.close)  # only the server itself answers
+        os.register_at_fork(after_in_child=die_with_parent)
+    uvloop.run(serve(sock, args, fork))
+
+
+def main() -> int:
+    die_with_parent()
+    context = open_role()
+    try:
+        run(context)
+    except HpcrlError as error:
+        place = context.plan.engines[context.index].host
+        say(f"error: {error}")
+        context.rundir.fail("engine", context.index, f"on {place}: {error}")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

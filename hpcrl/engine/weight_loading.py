@@ -1,0 +1,143 @@
+"""Loading an update into a running vLLM model, strictly: what every backend of ours has in common.
+
+Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; whatever is
+wrong is raised by `update`, never by `finish` (after which vLLM would think for ever that an update is going on); an
+update that is refused leaves the old weights in place, unless part of the new ones had to be loaded before the fault
+could be seen, which `mixed` then tells.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from hpcrl.engine.cpu_repairs import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
+from hpcrl.engine.vllm_layers import Holdings, holdings
+from hpcrl.model_files.safetensors_headers import listing
+from hpcrl.weights.bucket import Slot
+
+#: of an FP8 cache of keys and values; checkpoints need not have them
+OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+
+
+class UpdateRejected(ValueError):
+    """An update that was not what the model needs."""
+
+
+class Account:
+    """Which of the tensors that a model needs an update has brought so far."""
+
+    def __init__(self, held: Holdings) -> None:
+        self.held, self.seen = held, set[str]()
+
+    def admit(self, slots: Sequence[Slot]) -> None:
+        """UpdateRejected unless each is wanted, new, and of the right shape and dtype."""
+        for slot in slots:
+            piece = self.held.pieces.get(slot.name)
+            if slot.name in self.seen:
+                raise UpdateRejected(f"{slot.name} came twice")
+            if not self.held.takes(slot.name):
+                near = difflib.get_close_matches(slot.name, [*self.held.pieces, *self.held.unseen], 1)
+                raise UpdateRejected(f"the model has no {slot.name}{f', nearest is {near[0]}' if near else ''}")
+            if piece is not None and piece.same_as:
+                raise UpdateRejected(f"{slot.name} is tied to {piece.same_as}, which alone is to be sent")
+            if (wanted := self.held.wants(slot.name)) is not None and (slot.shape, slot.dtype) != wanted:
+                raise UpdateRejected(
+                    f"{slot.name} is {slot.dtype}{list(slot.shape)}, the model needs {wanted[1]}{list(wanted[0])}"
+                )
+            self.seen.add(slot.name)
+
+    def close(self) -> None:
+        """UpdateRejected if something is missing."""
+        if missing := sorted(self.held.wanted - self.seen):
+            raise UpdateRejected(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+
+
+def stock(engine: WeightTransferEngine) -> Holdings:
+    """What the model of a weight-transfer engine, ours or vLLM's own, holds."""
+    return holdings(engine.model, listing(engine.model_config.model))
+
+
+class Receiver(WeightTransferEngine):
+    """What both backends share: the strict account, loading, and putting back."""
+
+    held: Holdings | None = None
+    account: Account | None = None
+    loading = False  #: the model is taken apart for loading
+    mixed = False  #: the model holds tensors of two versions
+    unfinished = False  #: the model holds all new tensors, but still goes by the old version
+    _kernels: Kernels
+    _loaded: set[str]
+    _parameters: set[str]
+
+    def take_stock(self) -> Holdings:
+        """What the model holds; found once, before the first update."""
+        if self.held is None:
+            self.held = stock(self)
+        return self.held
+
+    def start_weight_update(self) -> None:
+        self.account = Account(self.take_stock())
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive and load; whatever goes wrong is raised here, where vLLM ends the update by itself."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.put_back()
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        if self.account is not None:
+            self.put_back()
+            raise UpdateRejected("the update was finished before its last bucket had come")
+        self.unfinished = False
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
+        """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
+        if not self.loading:
+            self._kernels = drop_expert_kernels(self.model) if self.device.type == "cpu" else []
+            self.loading, self._loaded = True, set()
+            used = {name for name, _ in self.model.named_parameters() if not name.endswith(OPTIONAL)}
+            initialize_layerwise_reload(self.model)  # from here on it has the parameters that its loader fills
+            self._parameters = used & {name for name, _ in self.model.named_parameters()}
+        self.mixed = True
+        self._loaded |= set(self.model.load_weights(iter(weights)) or ())
+        if last:
+            if left := sorted(self._parameters - self._loaded):
+                raise UpdateRejected(f"vLLM left {len(left)} parameters as they were, the first is {left[0]}")
+            self._put_together()
+            self.mixed, self.unfinished, self.account = False, True, None
+
+    def put_back(self) -> None:
+        """End an update that came to nothing: layers that were not loaded have their old tensors again."""
+        self.account = None
+        if self.loading:
+            self._put_together()
+            return_expert_kernels(self._kernels)
+
+    def _put_together(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.loading = False
+        if self.device.type == "cpu":
+            pack_heads(self.model)
+
+    def shutdown(self) -> None:
+        self.account = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Abstract in vLLM up to 0.26; our sender does not use it."""
+        raise NotImplementedError
+
+    def _open_account(self) -> Account:
+        if self.account is None:
+            raise UpdateRejected("no update was started")
+        return self.account

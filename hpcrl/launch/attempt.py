@@ -1,0 +1,194 @@
+"""One attempt, seen from the launcher: start the hosts, watch them, end them.
+
+Invariants: an attempt has succeeded only if the trainer says so in summary.json and every host ended well (an exit code
+of 0 alone proves nothing: srun returns it after a node failure); whatever happens, no process of it outlives the call.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped
+from hpcrl.launch.host import GRACE
+from hpcrl.plan import Host, Plan, make_plan
+from hpcrl.queue.auth import make_keys
+from hpcrl.run.process import end, end_descendants
+from hpcrl.run.rundir import RunDir, write_atomic
+
+PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
+
+
+@dataclass
+class Stop:
+    """What was asked for so far: 0 nothing, 1 save and end, 2 end now.  why: for the user.
+
+    nudges: how often SIGUSR1 has come, with which a scheduler says that time is short; whoever knows the time decides.
+    """
+
+    requests: int = 0
+    why: str = ""
+    nudges: int = 0
+    handlers: dict[int, object] = field(default_factory=dict)
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self.handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, _: object) -> None:
+        if number == signal.SIGUSR1:
+            self.nudges += 1
+        else:
+            self.requests += 1
+
+    def ask(self, why: str) -> None:
+        """Ask to save and end, once."""
+        if not self.requests:
+            self.requests, self.why = 1, why
+
+
+@dataclass
+class Member:
+    """A process of the launcher that stands for some hosts: a host's own, or an srun."""
+
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it lives."""
+        return self.process.poll()
+
+    def end(self) -> None:
+        """End it, if it has not ended by itself."""
+        if self.status is None:
+            end([psutil.Process(self.process.pid)], GRACE)
+
+
+class Watched(Protocol):
+    """What an attempt asks of the processes that stand for its hosts, wherever they are."""
+
+    name: str
+    log: Path
+
+    @property
+    def status(self) -> int | None: ...
+
+    def end(self) -> None: ...
+
+
+class Backend(Protocol):
+    """How processes come to hosts."""
+
+    def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
+        """The hosts of the run, in order, each with address and interface.  Errors name the host that does not answer."""
+
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[Watched]:
+        """Start every host's part of the plan, which lies in the run directory."""
+
+    def again(self, root: Path) -> str:
+        """The command that goes on with a run."""
+
+    def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command that makes what the run needs, once, where the run's software is."""
+
+
+def run_attempt(
+    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]
+) -> dict[str, object]:
+    """Run one attempt to its end and return its summary.
+
+    poll is called about five times a second.  PeerError names the role that failed; DeadlineError says that a stop was
+    asked for and did not come in time.
+    """
+    rundir.begin()
+    members: list[Watched] = []
+    try:
+        plan = make_plan(options, backend.hosts(options, rundir), run_id, rundir.attempt)
+        write_atomic(rundir.plan_file, msgspec.json.encode(plan))
+        make_keys(rundir, options.data_parallel_size)
+        members += backend.start(options, plan, rundir)
+        _watch(members, options, rundir, stop, poll)
+    except Stopped:
+        raise
+    except HpcrlError as error:
+        rundir.fail("launcher", 0, str(error))  # unless a role has said more already
+        raise
+    finally:
+        _part(members, rundir, poll)
+    summary = rundir.summary()
+    assert summary is not None  # _watch does not return without it
+    return summary
+
+
+def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:
+    """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone wrong."""
+    stop_by = float("inf")
+    while any(m.status is None for m in members) or rundir.summary() is None:
+        poll()
+        _check(members, rundir)
+        now = time.monotonic()
+        if stop.requests and rundir.find("trainer", 0) is None:
+            reason = f" ({stop.why})" if stop.why else ""
+            raise Stopped(
+                f"stopped while starting{reason}: nothing was trained since the last checkpoint", "continue with hpcrl resume"
+            )
+        if stop.requests and stop_by == float("inf"):
+            rundir.request_stop()
+            stop_by = now + options.stop_timeout
+        if stop.requests > 1:
+            raise HpcrlError("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
+        if now > stop_by and rundir.summary() is None:
+            raise DeadlineError(
+                f"the run did not save and end within --stop-timeout {options.stop_timeout:.0f} s", "it was ended"
+            )
+        time.sleep(0.2)
+    _check(members, rundir)
+
+
+def _check(members: list[Watched], rundir: RunDir) -> None:
+    """PeerError if a member has failed, or has ended, however well, before the run did."""
+    over = rundir.summary() is not None
+    gone = [m for m in members if m.status is not None and (m.status != 0 or not over)]
+    if not gone:
+        rundir.check()
+        return
+    end_of_wait = time.monotonic() + 3.0  # the host that knows why may be about to say so
+    while rundir.failure() is None and time.monotonic() < end_of_wait:
+        if rundir.summary() is not None and all(m.status == 0 for m in gone):
+            return  # it had ended after all, and its last word has only now come to us
+        time.sleep(0.05)
+    rundir.check()
+    code = gone[0].status
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    message = f"{gone[0].name} {how} before the run was over; a host may have failed; its log is {gone[0].log}"
+    rundir.fail("launcher", 0, message)
+    raise PeerError(message)
+
+
+def _part(members: list[Watched], rundir: RunDir, poll: Callable[[], None]) -> None:
+    """End the attempt everywhere: hosts are told through the run directory, what is left after that is ended here."""
+    if any(m.status is None for m in members):
+        rundir.request_end()
+    deadline = time.monotonic() + PARTING
+    while any(m.status is None for m in members) and time.monotonic() < deadline:
+        poll()
+        time.sleep(0.05)
+    for member in members:
+        member.end()
+    end_descendants(0.5)

@@ -1,0 +1,222 @@
+"""The processes of one host in one attempt: start its roles, watch them, end them.
+
+    python -m hpcrl.launch.host RUN --attempt N --host NAME [--slot I]
+
+The launcher starts one of these on every host of the plan, locally, through srun or through mpirun; with --slot there is
+one for each slot, which starts only what begins on that slot.
+
+Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left; a host
+has done its part only when the trainer has said that the run is over and every role here has ended well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.plan import Plan
+from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
+from hpcrl.run.role import read_options, say
+from hpcrl.run.rundir import RunDir
+
+GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
+CLOSING = 30.0  #: seconds that the other roles may take to end once one has
+
+
+@dataclass
+class Role:
+    """One started role."""
+
+    name: str
+    index: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def status(self) -> int | None:
+        return self.process.poll()
+
+    def epitaph(self) -> str:
+        """How it ended, for a user."""
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name}-{self.index} {how}; its log is {self.log}"
+
+
+@dataclass
+class Told:
+    """Signals that the host's process got: the first asks to save and end, the second to end now."""
+
+    requests: int = 0
+    handlers: dict[int, object] = field(default_factory=dict)
+
+    def __enter__(self) -> Told:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.handlers[number] = signal.signal(number, self._note)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # for the launcher, should they come here as well
+            self.handlers[number] = signal.signal(number, signal.SIG_IGN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, *_: object) -> None:
+        self.requests += 1
+
+
+# ---- what runs here
+
+
+def commands(
+    options: Options, plan: Plan, rundir: RunDir, host: str, slot: int | None = None
+) -> list[tuple[str, int, list[str]]]:
+    """(role, index, command) of every process of `host`; with `slot`, of those that begin on this slot."""
+    base = [str(rundir.root), "--attempt", str(rundir.attempt)]
+    python = [sys.executable, "-m"]
+    found = []
+    for index, place in enumerate(plan.engines):
+        if place.host == host and slot in (None, place.slots[0]):
+            found.append(("engine", index, [*python, "hpcrl.engine.main", *base, "--index", str(index)]))
+    if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
+        found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
+    ranks = plan.ranks_on(host)
+    if ranks and options.rank_launcher == "torchrun" and slot in (None, _lowest(plan, host)):
+        number = plan.trainer_hosts.index(host)
+        found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
+    if options.rank_launcher == "ranks":
+        mine = [rank for rank in ranks if slot in (None, plan.trainers[rank].slots[0])]
+        found += [("trainer", rank, [*python, "hpcrl.trainer.start.single_rank", *base, "--index", str(rank)]) for rank in mine]
+    return found
+
+
+def _lowest(plan: Plan, host: str) -> int:
+    """The first slot that anything uses on a host; 0 where only the rollout process is."""
+    places = [p for p in (*plan.trainers, *plan.engines) if p.host == host]
+    return min((slot for place in places for slot in place.slots), default=0)
+
+
+def start(role: str, index: int, command: list[str], rundir: RunDir) -> Role:
+    """Start one role in a session of its own, its output going to its log."""
+    log = rundir.logs / f"{role}-{index}.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=role_environment(),
+        )
+    return Role(role, index, process, log)
+
+
+def role_environment() -> dict[str, str]:
+    """The user's environment, less what would change a role's behaviour by accident."""
+    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in drop}
+    return kept | {
+        PARENT: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": kept.get("HF_HUB_OFFLINE", "1"),
+    }
+
+
+# ---- from start to end
+
+
+def run_host(
+    options: Options, plan: Plan, rundir: RunDir, host: str, slot: int | None, told: Told, turn: Callable[[], None] = lambda: None
+) -> None:
+    """Run what this host has to run; returns when the run is over, or was asked to end.
+
+    turn is called about five times a second.  PeerError names the role that failed, here or elsewhere.  Whatever happens,
+    no process that was started here outlives the call.
+    """
+    roles: list[Role] = []
+    try:
+        for name, index, command in commands(options, plan, rundir, host, slot):
+            roles.append(start(name, index, command, rundir))
+        _watch(roles, options, rundir, host, told, turn)
+    finally:
+        end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
+        end_descendants(0.5)
+
+
+def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
+    working = [r for r in roles if r.name != "engine"]
+    close_by = quit_by = float("inf")
+    while any(r.status is None for r in working) or rundir.summary() is None:
+        turn()
+        if rundir.end_requested() or rundir.superseded():
+            return
+        _check(roles, rundir, told, host)
+        now = time.monotonic()
+        if told.requests and quit_by == float("inf"):
+            rundir.request_stop()  # time to save, if whoever told us leaves it
+            quit_by = now + options.stop_timeout
+        if told.requests > 1 or now > quit_by:
+            raise PeerError(f"host {host} was told to end", "the last saved checkpoint is good")
+        if any(r.status is not None for r in working):
+            close_by = min(close_by, now + CLOSING)
+        if now > close_by and (late := next((r for r in working if r.status is None), None)):
+            raise DeadlineError(
+                f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
+            )
+        time.sleep(0.2)
+    _check(roles, rundir, told, host)
+
+
+def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
+    """PeerError if a role has failed, or an engine has ended while it was needed."""
+    gone = [r for r in roles if r.status is not None and (r.status != 0 or r.name == "engine")]
+    if not gone:
+        rundir.check()
+        return
+    end_of_wait = time.monotonic() + 1.0  # the role that knows why may be about to say so
+    while rundir.failure() is None and time.monotonic() < end_of_wait:
+        time.sleep(0.05)
+    rundir.check()
+    message = gone[0].epitaph()
+    if told.requests and gone[0].status == -signal.SIGTERM:
+        message = f"host {host} was told to end (cancelled, preempted, or out of time)"
+    rundir.fail(gone[0].name, gone[0].index, message)
+    raise PeerError(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The processes of one host; started by hpcrl, srun or mpirun.")
+    parser.add_argument("run")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--host", required=True, help="this host's name in the plan")
+    parser.add_argument("--slot", type=int, help="only what begins on this slot; one task for each slot")
+    args = parser.parse_args(argv)
+    die_with_parent()
+    adopt_orphans()
+    rundir = RunDir(args.run, args.attempt)
+    try:
+        with Told() as told:
+            plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+            run_host(read_options(rundir), plan, rundir, args.host, args.slot, told)
+    except HpcrlError as error:
+        say(f"host {args.host}: {error}")
+        rundir.fail("host", 0, f"on {args.host}: {error}")  # unless a role has said more already
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""A job: a recipe's stages, one after another, on whatever hosts a backend brings.
+
+    RUN/                     the run of a recipe without stages
+    RUN/recipe.toml, recipe.json, prepared/, STAGE/    a recipe with stages: each stage is a run of its own
+
+Invariant: a resumed run goes on exactly where it stopped: finished stages are skipped, the unfinished one continues from
+its last checkpoint with the options that it began with.  state.json always says what the job is doing, or did last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.flags import Recipe, Stage, load_recipe, resolve_options
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.launch.attempt import Backend, Stop, run_attempt
+from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.report.closing_line import closing_line
+from hpcrl.report.curves import draw
+from hpcrl.report.progress import Progress
+from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.process import adopt_orphans, end_descendants
+from hpcrl.run.registry import remember
+from hpcrl.run.role import read_options
+from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with the flags that were given, and the directory where it runs."""
+
+    recipe: Recipe
+    overrides: dict[str, Any]
+    root: Path
+    identity: str  #: of this run alone, wherever its directory is moved
+
+    def options(self, stage: Stage) -> Options:
+        """The stage's options, with placeholders filled in."""
+        places = {"run": str(self.root), "prepared": str(self.root / "prepared")}
+        return resolve_options(self.recipe, stage, self.overrides, places)
+
+    def directory(self, stage: Stage) -> Path:
+        return self.root / stage.name if stage.name else self.root
+
+
+def run_job(
+    job: Job,
+    backend: Backend,
+    restarts: int = 0,
+    watch: Callable[[Stop, RunDir | None], None] | None = None,
+    ends: float | None = None,
+) -> int:
+    """Bring a job to its end, from where it stands; returns the exit status.  HpcrlError says what went wrong.
+
+    restarts: how often the scheduler has started it again.  watch: called about five times a second; it may ask to stop.
+    ends: when the allocation's time is over, in Unix seconds.
+    """
+    say(f"run directory: {job.root}")
+    adopt_orphans()
+    remember(job.root)
+    with held(job.root), JobStateFile(job.root, restarts, ends) as state, Stop() as stop:
+        (job.root / "stop").unlink(missing_ok=True)  # it was for whoever ran here before
+
+        def turn(rundir: RunDir | None = None) -> None:
+            state.beat("saving" if stop.requests else None)
+            if (job.root / "stop").exists():
+                stop.ask("hpcrl stop")
+            if watch:
+                watch(stop, rundir)
+            if stop.nudges:
+                stop.ask("SIGUSR1")
+
+        run_prepare_commands(job, backend, stop, state, turn)
+        for stage in job.recipe.stages:
+            run_stage(job, stage, backend, stop, state, turn)
+    print(closing_line(job.directory(job.recipe.stages[-1]), job.root), flush=True)
+    return 0
+
+
+@contextmanager
+def held(root: Path) -> Iterator[None]:
+    """Hold the run directory; UsageError if another process runs in it.  The kernel lets go when we end, however."""
+    with (root / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UsageError(
+                f"{root} is in use by process {file.read().strip() or '?'}", "wait for it, or stop it first"
+            ) from None
+        except OSError as error:  # a file system without locks, such as Lustre mounted so
+            say(f"note: {root} cannot be locked ({error.strerror}); start nothing else in it")
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def say(text: str) -> None:
+    print(f"hpcrl: {text}", file=sys.stderr, flush=True)
+
+
+# ---- beginning, and beginning again
+
+
+def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Options], list[Host]] = local_hosts) -> Job:
+    """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made."""
+    root = directory_of(recipe, overrides)
+    job = Job(recipe, overrides, root, uuid.uuid4().hex)
+    for stage in recipe.stages:
+        options = job.options(stage)
+        startable(make_plan(options, hosts(options), "check"))
+    alone = recipe.stages[0].name == ""
+    RunDir.create(root, FOLDERS if alone else ("logs",))
+    shutil.copyfile(recipe.path, root / "recipe.toml")
+    write_atomic(
+        root / "recipe.json", msgspec.json.encode({"path": str(recipe.path), "overrides": overrides, "identity": job.identity})
+    )
+    return job
+
+
+def startable(plan: Plan) -> None:
+    """UsageError for a plan that can be made and not yet be started."""
+    for number, engine in enumerate(plan.engines):
+        if engine.also:
+            raise UsageError(
+                f"engine {number} spans {', '.join(engine.hosts)}: an engine over several hosts can be planned, not yet started",
+                "choose --rollout-num-gpus-per-engine to fit a host",
+            )
+
+
+def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
+    """Where a run of the recipe that begins now would lie."""
+    given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
+    return Path(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).resolve()
+
+
+def reopen_job(root: Path) -> Job:
+    """The job of an existing run directory."""
+    if not (root / "recipe.json").is_file():
+        raise UsageError(
+            f"--resume {root}: no run directory (it has no recipe.json)", "name the directory that hpcrl run printed"
+        )
+    try:
+        saved = msgspec.json.decode((root / "recipe.json").read_bytes())
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{root / 'recipe.json'} is damaged: {error}", "start the recipe anew") from error
+    recipe = load_recipe(root / "recipe.toml", origin=Path(saved["path"]))
+    return Job(recipe, saved["overrides"], root.resolve(), saved["identity"])
+
+
+# ---- before the first stage
+
+
+def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[], None]) -> None:
+    """Run the recipe's prepare commands once; HpcrlError names the command and its log."""
+    done = job.root / "prepared" / ".done"
+    if not job.recipe.prepare or done.exists():
+        return
+    say("preparing")
+    state.set("preparing")
+    shutil.rmtree(job.root / "prepared", ignore_errors=True)
+    done.parent.mkdir()
+    log = job.root / "logs" / "prepare.log"
+    for command in job.recipe.prepare_commands(job.root, job.overrides):
+        process = backend.prepare(command, log)
+        while process.poll() is None and not stop.requests:
+            turn()
+            time.sleep(0.05)
+        end_descendants(2.0)
+        if stop.requests:
+            raise Stopped("stopped while preparing", f"continue with {backend.again(job.root)}")
+        if process.returncode:
+            raise HpcrlError(f"prepare command {' '.join(command)} ended with exit code {process.returncode}", f"see {log}")
+    done.touch()
+
+
+# ---- one stage
+
+
+def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[RunDir], None]) -> None:
+    """Bring one stage to its end, from where it stands; Stopped if the user stopped it before."""
+    directory = job.directory(stage)
+    if finished(directory):
+        return
+    if stop.requests:
+        raise Stopped(f"stopped before stage {stage.name}", f"continue with {backend.again(job.root)}")
+    rundir, options = open_stage(job, stage, directory)
+    state.set("starting", stage=stage.name, attempt=rundir.attempt)
+
+    def poll() -> None:
+        progress.poll()
+        if state.phase == "starting" and rundir.find("trainer", 0):
+            state.set("running")
+        turn(rundir)
+
+    try:
+        with closing(Progress(rundir, stage.name or job.recipe.name, options.num_rollout)) as progress:
+            summary = run_attempt(options, backend, f"{job.identity}/{stage.name}", rundir, stop, poll)
+    finally:
+        with contextlib.suppress(Exception):  # a picture must never hide how the run ended
+            draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
+    if summary["status"] != "finished":
+        where = f"after {summary['rollout_id']} of {summary['total']} rollouts"
+        reason = f" ({stop.why})" if stop.why else ""
+        raise Stopped(f"saved and stopped {where}{reason}", f"continue with {backend.again(job.root)}")
+
+
+def finished(directory: Path) -> bool:
+    """Whether the stage has run to its end."""
+    try:
+        return msgspec.json.decode((directory / "summary.json").read_bytes()).get("status") == "finished"
+    except FileNotFoundError:
+        return False
+
+
+def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options]:
+    """The stage's next attempt, and its options: those it began with, if it has begun."""
+    if (directory / "options.json").is_file():
+        last = RunDir.latest(directory)
+        return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
+    options = job.options(stage)
+    if directory == job.root:
+        rundir = RunDir(directory)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)  # without options it had not begun: a crash left it half made
+        rundir = RunDir.create(directory)
+    write_atomic(rundir.options_file, options.model_dump_json(indent=1).encode())
+    return rundir, options

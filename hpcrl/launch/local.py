@@ -1,0 +1,59 @@
+"""`hpcrl run`: every role a process of this machine.
+
+Invariant: nothing listens anywhere but on the loopback.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.flags import Recipe
+from hpcrl.config.options import Options
+from hpcrl.launch.attempt import Member
+from hpcrl.launch.host import role_environment
+from hpcrl.launch.job import begin_job, reopen_job, run_job
+from hpcrl.plan import Host, Plan, local_hosts
+from hpcrl.run.rundir import RunDir
+
+
+class Local:
+    """This machine, as one host."""
+
+    def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
+        return local_hosts(options)
+
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
+        log = rundir.logs / "host.log"
+        (host,) = plan.hosts
+        words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
+        return [Member("the process of this host", log, spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log))]
+
+    def again(self, root: Path) -> str:
+        return f"hpcrl resume {root}"
+
+    def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        return spawn([sys.executable, "-m", "hpcrl.run.process", *command], log)
+
+
+def spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process of the launcher, its output going to a log."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=role_environment(),
+        )
+
+
+def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
+    """Start a recipe anew, or go on with a run; returns the exit status.  HpcrlError says what went wrong."""
+    if resume:
+        return run_job(reopen_job(resume), Local())
+    assert recipe is not None
+    return run_job(begin_job(recipe, overrides), Local())

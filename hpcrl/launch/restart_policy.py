@@ -1,0 +1,65 @@
+"""Whether a run gets on: how long its steps take, and whether restarts have brought it anywhere.
+
+Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS attempts
+one after another without a new checkpoint is not started again by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.errors import HpcrlError
+from hpcrl.report.metrics import parse_record
+from hpcrl.run.rundir import RunDir
+
+FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
+RECENT = 20  #: steps that an estimate looks back on
+SLACK = 15.0  #: seconds for everything but the step and the save
+
+
+def margin(rundir: RunDir, floor: float) -> float:
+    """Seconds before the time limit at which to stop: two steps, the slowest save, and slack; at least `floor`."""
+    rows = steps(rundir.metrics_file)[-RECENT:]
+    step = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
+    save = [row["perf/save_time"] for row in rows if "perf/save_time" in row]
+    measured = 2 * statistics.median(step) + max(save, default=0.0) + SLACK if step else 0.0
+    return max(floor, measured)
+
+
+def steps(file: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl that are whole."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [row for line in lines if (row := parse_record(line)) is not None]
+
+
+def position(root: Path) -> list[str]:
+    """What a job has saved so far: the tracker of every stage, and which stages are finished."""
+    trackers = sorted(root.glob("**/latest_checkpointed_iteration.txt"))
+    found = [f"{path.relative_to(root)} {path.read_text(errors='replace').strip()}" for path in trackers]
+    return found + [
+        str(path.relative_to(root)) for path in sorted(root.glob("**/summary.json")) if b'"finished"' in path.read_bytes()
+    ]
+
+
+def check_headway(root: Path, restarts: int) -> None:
+    """Note where the job stands at this start; HpcrlError if the last FRUITLESS restarts stood at the same place.
+
+    A start by hand (restarts 0) begins the count anew.
+    """
+    file = root / "headway.json"
+    before = msgspec.json.decode(file.read_bytes()) if restarts and file.is_file() else []
+    here = position(root)
+    seen = [*before, here][-FRUITLESS - 1 :]
+    file.write_bytes(msgspec.json.encode(seen))
+    if len(seen) > FRUITLESS and all(place == here for place in seen):
+        raise HpcrlError(
+            f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
+            f"see the logs of the last attempts; then go on with hpcrl resume {root}",
+        )

@@ -1,0 +1,200 @@
+"""Megatron's torch_dist checkpoints as files: what they hold, whether they are whole, and one tensor at a time out of them.
+
+    stored = TorchDist(directory)                    # reads .metadata
+    stored.tensors["decoder.layers.mlp.linear_fc2.weight"].shape    # (layers, rows, columns): of the whole model
+    stored.read("decoder.layers.mlp.linear_fc2.weight", (3,))       # layer 3's, (rows, columns)
+
+Nothing here needs torch.distributed, Megatron or a GPU.  `.metadata` is a pickle, which torch itself reads: load
+checkpoints only from people whom you would let run a program.
+
+Invariant: a file that is missing or too short is named before anything is read from it.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from hpcrl.errors import DataError, HpcrlError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+#: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
+SANDWICH = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the whole model: its shape and dtype, and (offset, shape) of the pieces that it is stored in."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: tuple[tuple[Shape, Shape], ...]
+
+
+class TorchDist:
+    """The tensors of one iter_* or release directory.  DataError if it holds no complete torch_dist checkpoint.
+
+    whole: look at the files too; of many ranks one is enough.
+    """
+
+    def __init__(self, path: str | Path, *, whole: bool = True) -> None:
+        self.path = Path(path)
+        if not (self.path / ".metadata").is_file():
+            raise DataError(f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory")
+        try:
+            metadata = FileSystemReader(str(self.path)).read_metadata()
+            self.where: dict[MetadataIndex, Any] = metadata.storage_data
+            found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        except Exception as error:  # whatever unpickling a damaged file gives
+            raise DataError(f"{self.path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
+        self.all = {
+            key: Stored(
+                tuple(value.size), value.properties.dtype, tuple((tuple(c.offsets), tuple(c.sizes)) for c in value.chunks)
+            )
+            for key, value in found.items()
+        }
+        self._last: tuple[tuple[str, Shape], torch.Tensor] | None = None
+        self._names = set(metadata.state_dict_metadata)
+        if whole:
+            self._check_files()
+
+    def holds(self, name: str) -> bool:
+        """Whether it has a tensor or an object of this name."""
+        return name in self._names
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """The model's tensors: neither the optimizer's nor what layers keep beside their weights."""
+        return {key: value for key, value in self.all.items() if "optimizer" not in key and "_state" not in key}
+
+    def _check_files(self) -> None:
+        needed: dict[str, int] = {}
+        for info in self.where.values():
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+        for name, size in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise DataError(f"{file} is not there", "the checkpoint is not complete")
+            if file.stat().st_size < size:
+                raise DataError(
+                    f"{file} is truncated: {file.stat().st_size} bytes, {size} are needed", "the checkpoint is not complete"
+                )
+
+    def read(self, key: str, at: Shape = ()) -> torch.Tensor:
+        """Tensor `key`, or the part of it with the leading indices `at`: shape[len(at):], in its own dtype, on the CPU.
+
+        DataError if the pieces do not make up the whole of it, or cannot be read.
+        """
+        stored, lead = self.all[key], len(at)
+        parts = [(offset, shape) for offset, shape in stored.pieces if _holds(offset, shape, at)]
+        wanted = stored.shape[lead:]
+        if sum(_count(shape[lead:]) for _, shape in parts) != _count(wanted):
+            raise DataError(f"{self.path}: {key}{list(at) if at else ''} is not complete", "its pieces do not make up the whole")
+        whole = None
+        for offset, shape in parts:
+            piece = self._piece(key, offset, shape)[tuple(i - o for i, o in zip(at, offset, strict=False))]
+            if tuple(piece.shape) == wanted:
+                return piece
+            whole = torch.empty(wanted, dtype=stored.dtype) if whole is None else whole
+            whole[tuple(slice(o, o + n) for o, n in zip(offset[lead:], shape[lead:], strict=True))] = piece
+        return torch.empty(wanted, dtype=stored.dtype) if whole is None else whole
+
+    def _piece(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """One piece as it was stored; the last is kept, as a grouped layer's piece is asked for once for each expert."""
+        if self._last is not None and self._last[0] == (key, offset):
+            return self._last[1]
+        self._last = None  # before the next one is read, so that only one is in memory
+        info = self.where[MetadataIndex(key, torch.Size(offset))]
+        file = self.path / info.relative_path
+        try:
+            with file.open("rb") as stream:
+                view: Any = io.BufferedReader(_Window(stream, info.offset, info.length))
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise DataError(f"{file}: {key} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        if tuple(tensor.shape) != shape:
+            raise DataError(f"{file}: {key} is {list(tensor.shape)}, .metadata says {list(shape)}")
+        self._last = ((key, offset), tensor)
+        return tensor
+
+
+class _Window(io.RawIOBase):
+    """Bytes [start, start + length) of a file as a file of its own."""
+
+    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
+        self.stream, self.start, self.length, self.at = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        self.at = max(0, base + offset)
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
+        self.stream.seek(self.start + self.at)
+        count = self.stream.readinto(view)  # type: ignore[attr-defined]
+        self.at += count
+        return count
+
+
+def _holds(offset: Shape, shape: Shape, at: Shape) -> bool:
+    """Whether a piece has a part with the leading indices `at`."""
+    return all(o <= i < o + n for i, o, n in zip(at, offset, shape, strict=False))
+
+
+def _count(shape: Shape) -> int:
+    return torch.Size(shape).numel()
+
+
+# ---- where checkpoints lie
+
+
+def latest(directory: Path) -> Path | None:
+    """The checkpoint that the tracker file names, or None if there is no tracker.
+
+    HpcrlError if the tracker names a checkpoint that is not there.
+    """
+    tracker = directory / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    path = step(directory, int(text)) if text.isdigit() else directory / text
+    if not text or not path.is_dir():
+        raise HpcrlError(f"{tracker} names {path.name}, which is not there", "write the number of an iter_* directory into it")
+    return path
+
+
+def step(directory: Path, number: int) -> Path:
+    """Where the checkpoint of rollout (Megatron-LM: iteration) `number` lies."""
+    return directory / f"iter_{number:07d}"
+
+
+def find_checkpoint(directory: Path, ckpt_step: int | None, flag: str) -> Path:
+    """The torch_dist checkpoint that a user means by `directory`: itself, its step, or the one that its tracker names.
+
+    DataError, naming `flag`, if there is none.
+    """
+    if ckpt_step is not None:
+        if not (path := step(directory, ckpt_step)).is_dir():
+            there = ", ".join(str(int(p.name[5:])) for p in sorted(directory.glob("iter_*"))) or "none"
+            raise DataError(f"{flag} {directory} has no step {ckpt_step}", f"steps there: {there}")
+        return path
+    if (directory / ".metadata").is_file():
+        return directory
+    if path := latest(directory):
+        return path
+    what = f"holds no {TRACKER} and no model" if directory.is_dir() else "is no directory"
+    raise DataError(f"{flag} {directory} {what}", "name a directory that a run saved to, or a Hugging Face model")

@@ -1,0 +1,57 @@
+"""The files by which the processes of an attempt find each other, carried to hosts that do not share the run directory.
+
+What the roles publish (address, port, public key), the first error, a stop, the trainer's summary: small files of
+attempts/N and summary.json.  Invariants: a file that is there already is never overwritten, but for the summary; nothing
+outside of the run directory is written, whatever a message says.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import PurePosixPath
+
+from hpcrl.errors import PeerError
+from hpcrl.run.rundir import RunDir, write_atomic
+
+ALLOWED = ("attempts", "keys", "options.json", "summary.json")
+
+
+class FileSync:
+    """What this host has seen of one attempt's files."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.rundir, self.seen = rundir, set[str]()
+
+    def new(self) -> dict[str, str]:
+        """Files that have appeared since the last look, as text that JSON can carry, by path."""
+        here = self.rundir.here
+        found = [*here.glob("peers/*.json"), here / "error.json", here / "stop", here / "end"]
+        if self.rundir.summary() is not None:
+            found.append(self.rundir.root / "summary.json")
+        names = [str(p.relative_to(self.rundir.root)) for p in found if not p.name.startswith(".") and p.exists()]
+        fresh = [name for name in names if name not in self.seen]
+        self.seen.update(fresh)
+        return pack_files(self.rundir, fresh)
+
+    def put(self, files: dict[str, str]) -> None:
+        """Write what another host has sent."""
+        self.seen.update(files)
+        unpack_files(self.rundir, files)
+
+
+def pack_files(rundir: RunDir, names: list[str]) -> dict[str, str]:
+    """The contents of files of the run directory, for a message."""
+    return {name: base64.b64encode((rundir.root / name).read_bytes()).decode() for name in names}
+
+
+def unpack_files(rundir: RunDir, files: dict[str, str]) -> None:
+    """Write files from a message.  PeerError for a path that has no business there."""
+    for name, text in files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or path.parts[0] not in ALLOWED:
+            raise PeerError(f"another host sent {name}, which is no file of an attempt")
+        target = rundir.root / path
+        if target.exists() and name != "summary.json":
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(target, base64.b64decode(text))

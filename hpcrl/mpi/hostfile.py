@@ -1,0 +1,220 @@
+"""Hostfiles of every dialect: read into hosts and slots, written in the dialect that a launcher wants.
+
+    Open MPI    node1 slots=8 max_slots=8      (slots, cpu and count mean the same; spaces around = are allowed)
+    MPICH       node1:8                        (Intel MPI's machinefile too; a host may be repeated)
+    Slurm       node[01-03,07]  node[1-2]:8    (a node list; every node gets the same slots)
+    slime       10.0.0.1 slot=8                (no launcher reads this one)
+
+Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored.
+Order is line order.  What a launcher would read differently from us is said in `notes`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hostlist
+
+from hpcrl.errors import UsageError
+from hpcrl.plan import Host
+
+MAX_HOSTS, MAX_SLOTS = 65536, 4096
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
+_TOKEN = re.compile(r"\s*([A-Za-z_-]+)\s*=\s*([^\s=#]*)")
+_SLOTS = {"slots", "cpu", "cpus", "count"}
+_MAXIMUM = {"max_slots", "max-slots", "slots_max", "slots-max", "cpu_max", "count_max"}
+_OTHER = {"username", "user-name", "user_name", "port"}
+
+
+class HostfileError(UsageError):
+    """A line of a hostfile that is not understood: says file, line, column, and how to write it."""
+
+    def __init__(self, origin: str, line: int, column: int, what: str, hint: str = "") -> None:
+        self.line, self.column = line, column
+        super().__init__(f"{origin}:{line}:{column}: {what}", hint)
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """Hosts in rank order, and what a launcher would have read differently."""
+
+    hosts: tuple[Host, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line with where it stands, for errors."""
+
+    origin: str
+    number: int
+    text: str
+
+    def error(self, column: int, what: str, hint: str = "") -> HostfileError:
+        return HostfileError(self.origin, self.number, column + 1, what, hint)
+
+
+def read_hostfile(path: str | Path) -> Hostfile:
+    """Parse the hostfile at `path`.  UsageError if it cannot be read, HostfileError for a bad line."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"--hostfile {path}: {error.strerror}", "give a file with one host a line") from error
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        column = error.start - (data.rfind(b"\n", 0, error.start) + 1)
+        raise HostfileError(str(path), line, column + 1, "this is not text (UTF-8)") from error
+    return parse_hostfile(text, str(path))
+
+
+def parse_hostfile(text: str, origin: str = "hostfile") -> Hostfile:
+    """Parse a hostfile of any dialect; HostfileError with line and column for what is not understood."""
+    found: list[tuple[Host, _Line, bool]] = []
+    notes: list[str] = []
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = _Line(origin, number, raw.removesuffix("\r"))
+        if raw.endswith("\r"):
+            notes.append(f"{origin}:{number}: the line ends in CR LF, which Open MPI refuses; write it with LF")
+        found += [(host, line, explicit) for host, explicit in _parse_line(line, notes)]
+        if len(found) > MAX_HOSTS:
+            raise line.error(0, f"more than {MAX_HOSTS} hosts")
+    if not found:
+        raise HostfileError(origin, 1, 1, "no host in it", "write one host a line, as in: node1 slots=8")
+    return Hostfile(_merge(found, notes), tuple(dict.fromkeys(notes)))
+
+
+def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
+    """(host, whether its slots were written) of one line; nothing for blanks and comments."""
+    text = line.text
+    comment = text.find("#")
+    if comment > 0 and text[:comment].strip():
+        notes.append(f"{line.origin}:{line.number}: MPICH refuses a comment behind a host; put it on a line of its own")
+    body = text if comment < 0 else text[:comment]
+    if not body.strip() or body.lstrip().startswith("//"):
+        return []
+    start = len(body) - len(body.lstrip())
+    first = _first_word(body, start)
+    rest = body[start + len(first) :]
+    names, count = _hosts_of(line, start, first)
+    written = _settings(line, start + len(first), rest, notes)
+    if count is not None and written is not None:
+        raise line.error(start + len(first), f"slots are given twice: {first} and slots={written}", "give them once")
+    slots = count if count is not None else written
+    return [(Host(name, slots or 1), slots is not None) for name in names]
+
+
+def _first_word(body: str, start: int) -> str:
+    """The host part: up to a blank that is outside brackets."""
+    depth = 0
+    for at in range(start, len(body)):
+        depth += (body[at] == "[") - (body[at] == "]")
+        if body[at].isspace() and depth <= 0:
+            return body[start:at]
+    return body[start:]
+
+
+def _hosts_of(line: _Line, column: int, word: str) -> tuple[list[str], int | None]:
+    """Host names and slots of `node1`, `user@node1`, `node1:8`, `node[01-03,07]:8`."""
+    user, at, word_ = word.rpartition("@")
+    if at and not user:
+        raise line.error(column, "a user name is missing before @")
+    column += len(user) + len(at)
+    name, colon, number = word_.partition(":")
+    count = _number(line, column + len(name) + 1, number) if colon else None
+    try:
+        names = hostlist.expand_hostlist(name) if re.search(r"[\[\],]", name) else [name]
+    except hostlist.BadHostlist as error:
+        raise line.error(column, f"{name} is no node list: {error}", "write it as in node[01-03,07]") from error
+    if not names:
+        raise line.error(column, "no host name here")
+    for one in names:
+        if not _NAME.match(one) or len(one) > 253:
+            raise line.error(column, f"{one!r} is no host name", "letters, digits, '-' and '.' make a host name")
+    return names, count
+
+
+def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | None:
+    """Slots from `slots=8 max_slots=8 ...`; HostfileError for anything unknown."""
+    slots = maximum = None
+    at = 0
+    while rest[at:].strip():
+        where = column + at + len(rest[at:]) - len(rest[at:].lstrip())
+        match = _TOKEN.match(rest, at)
+        if not match:
+            word = rest[at:].split()[0]
+            hint = f"write slots={word}" if word.isdigit() else "write slots=N"
+            raise line.error(where, f"{word!r} is not understood (Open MPI would ignore it silently)", hint)
+        key, value, at = match[1].lower(), match[2], match.end()
+        if at < len(rest) and not rest[at].isspace():
+            raise line.error(column + at, f"{rest[at:].split()[0]!r} does not belong here")
+        value_column = column + match.start(2)
+        if key in _SLOTS or key == "slot":
+            if slots is not None:
+                raise line.error(where, "slots are given twice", "give them once")
+            slots = _number(line, value_column, value)
+            if key == "slot":
+                notes.append(
+                    f"{line.origin}:{line.number}: no launcher reads slot=; for Open MPI write slots={slots}, for MPICH host:{slots}"
+                )
+            elif match[1] != key:
+                notes.append(f"{line.origin}:{line.number}: Open MPI reads {key}= in small letters only")
+        elif key in _MAXIMUM:
+            maximum = _number(line, value_column, value)
+        elif key in _OTHER:
+            if not value:
+                raise line.error(value_column, f"{key}= has no value")
+        else:
+            raise line.error(where, f"{match[1]}= is unknown", "hosts take slots=N")
+    if maximum is not None and slots is not None and slots > maximum:
+        raise line.error(column, f"slots={slots} is more than max_slots={maximum}")
+    return maximum if slots is None else slots
+
+
+def _number(line: _Line, column: int, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= MAX_SLOTS:
+        raise line.error(column, f"{text!r} is no number of slots", f"write a number from 1 to {MAX_SLOTS}")
+    return int(text)
+
+
+def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Host, ...]:
+    """Repeated hosts: a bare name once more is one more slot (MPICH, Open MPI); with written slots it is an error."""
+    merged: dict[str, tuple[int, bool]] = {}
+    for host, line, written in found:
+        if host.name not in merged:
+            merged[host.name] = (host.slots, written)
+            continue
+        slots, before = merged[host.name]
+        if written or before:
+            raise line.error(
+                len(line.text) - len(line.text.lstrip()),
+                f"host {host.name} is listed twice",
+                f"write it once, as in {host.name} slots={slots + host.slots}",
+            )
+        merged[host.name] = (slots + 1, False)
+    if any(not written and slots == 1 for slots, written in merged.values()):
+        notes.append("hosts without slots count as one slot here; Open MPI takes the number of the host's cores")
+    return tuple(Host(name, slots) for name, (slots, _) in merged.items())
+
+
+WRITERS: dict[str, Callable[[Host], str]] = {
+    "openmpi": lambda host: f"{host.name} slots={host.slots}",
+    "mpich": lambda host: f"{host.name}:{host.slots}",
+    "intel": lambda host: f"{host.name}:{host.slots}",
+    "slime": lambda host: f"{host.name} slot={host.slots}",
+}
+
+
+def write_hostfile(hosts: tuple[Host, ...], dialect: str) -> str:
+    """The hosts as a file of `dialect`: openmpi, mpich, intel, slime, or slurm (one node list)."""
+    if dialect == "slurm":
+        if len({host.slots for host in hosts}) > 1:
+            raise UsageError("a Slurm node list has no slots, and these hosts differ in theirs", "choose openmpi or mpich")
+        return hostlist.collect_hostlist([host.name for host in hosts]) + "\n"
+    if dialect not in WRITERS:
+        raise UsageError(f"--to {dialect} is unknown", f"choose one of {', '.join([*WRITERS, 'slurm'])}")
+    return "".join(WRITERS[dialect](host) + "\n" for host in hosts)

@@ -1,0 +1,240 @@
+"""`hpcrl launch`: a run over the machines of a hostfile.
+
+Under mpirun it is one of the ranks (hpcrl/mpi/ranks.py).  Otherwise it looks whether every host answers, calls the mpirun
+that is here with a hostfile of its dialect, and waits.
+
+Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so that
+the run can save; mpirun dies with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.options import Options
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.groups import describe
+from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
+from hpcrl.plan import Host, make_plan
+from hpcrl.run.process import PARENT
+from hpcrl.run.shipped_files import shipped
+
+USAGE = """\
+usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch RECIPE.toml --hostfile FILE [--option value ...]
+       hpcrl launch RECIPE.toml --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
+       hpcrl launch --resume RUN --hostfile FILE [...]
+
+  --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
+  --mpirun COMMAND   mpirun and what it needs besides, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun
+  --agent COMMAND    how mpirun reaches a host, such as "ssh -p 2222"; default: ssh
+  --dry-run          print the plan, the groups and the command; start nothing
+  --print            print the command alone
+
+The second form looks first whether every host answers, then calls mpirun, one process a host (with --rank-launcher
+ranks: one a slot). Options are those of hpcrl run."""
+
+OWN = {
+    "hostfile": Kind("str"),
+    "mpirun": Kind("str"),
+    "agent": Kind("str"),
+    "resume": Kind("str"),
+    "dry-run": Kind("bool"),
+    "print": Kind("bool"),
+    "help": Kind("bool"),
+}
+REACH = 20.0  #: seconds that a host may take to answer
+GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
+
+
+def launch(argv: list[str]) -> int:
+    """The command, as a rank or as the one that calls mpirun."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(argv, OWN)
+    resume = Path(own["resume"]) if "resume" in own else None
+    recipe = _recipe(words, overrides, resume)
+    from hpcrl.mpi.ranks import run_ranks, under_mpi
+
+    if under_mpi():
+        hosts = list(read_hostfile(own["hostfile"]).hosts) if "hostfile" in own else None
+        return run_ranks(recipe, overrides, resume, hosts)
+    return _call(argv, recipe, overrides, resume, own)
+
+
+def _recipe(words: list[str], overrides: dict[str, Any], resume: Path | None) -> Recipe | None:
+    if resume:
+        if words or overrides:
+            raise UsageError("--resume goes on with the options that the run began with", "leave recipe and options out")
+        return None
+    if len(words) != 1:
+        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")
+    recipe = load_recipe(words[0])
+    return replace(recipe, name=overrides.get("name", recipe.name))
+
+
+# ---- calling mpirun
+
+
+def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, own: dict[str, Any]) -> int:
+    if "hostfile" not in own:
+        raise UsageError("no hostfile given", "name the machines: --hostfile FILE; hpcrl run needs none")
+    found = read_hostfile(own["hostfile"])
+    for note in found.notes:
+        print(f"hpcrl: note: {note}", file=sys.stderr)
+    stages = _stages(recipe, overrides, resume)
+    plans = [make_plan(options, list(found.hosts), "launch") for options in stages]  # refuses what does not fit
+    mpirun = shlex.split(own.get("mpirun", "mpirun"))
+    agent = own.get("agent", "ssh")
+    kind = flavour(mpirun)
+    per_slot = stages[0].rank_launcher == "ranks"
+    words = [word for word in argv if word not in ("--dry-run", "--print")]
+    program = [*handed_on(), "bash", str(shipped("launch/task.sh")), "launch", *words]
+    with tempfile.TemporaryDirectory(prefix="hpcrl-launch-") as folder:
+        file = Path(folder) / "hosts"
+        file.write_text(write_hostfile(_counts(found.hosts, per_slot), "openmpi" if kind == "openmpi" else "mpich"))
+        command = mpi_command(mpirun, kind, file, found.hosts, per_slot, agent, program)
+        if own.get("print") or own.get("dry-run"):
+            if own.get("dry-run"):
+                print(f"{plans[-1].table()}\n\n{describe(stages[-1], plans[-1])}\n")
+                print(f"# {file.name}, for {mpirun[0]}:\n{file.read_text()}")
+            print(shlex.join(command).replace(str(file), "HOSTFILE"))
+            return 0
+        if not shutil.which(mpirun[0]):
+            raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
+        reach([host.name for host in found.hosts], shlex.split(agent))
+        return _run(command, kind, agent)
+
+
+def handed_on() -> list[str]:
+    """An `env` command with what the ranks need of our environment: not every mpirun hands it on."""
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
+    kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in names if name in os.environ}
+    return ["env", *(f"{name}={value}" for name, value in kept.items())]
+
+
+def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:
+    if recipe is None:
+        from hpcrl.launch.job import reopen_job
+
+        assert resume is not None
+        job = reopen_job(resume)
+        return [job.options(stage) for stage in job.recipe.stages]
+    places = {"run": "{run}", "prepared": "{run}/prepared"}
+    return [resolve_options(recipe, stage, overrides, places) for stage in recipe.stages]
+
+
+def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
+    """The hosts with as many slots as processes are started there."""
+    return tuple(Host(h.name, h.slots if per_slot else 1) for h in hosts)
+
+
+def flavour(mpirun: list[str]) -> str:
+    """openmpi or mpich (and what stems from it), by what the launcher says of itself."""
+    try:
+        done = subprocess.run([mpirun[0], "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "openmpi"  # for a dry run; it is looked for before it is called
+    return "openmpi" if "Open MPI" in done.stdout or "open-mpi" in done.stdout or "OpenRTE" in done.stdout else "mpich"
+
+
+def mpi_command(
+    mpirun: list[str], kind: str, file: Path, hosts: tuple[Host, ...], per_slot: bool, agent: str, program: list[str]
+) -> list[str]:
+    """mpirun with everything that it must be told."""
+    count = sum(host.slots if per_slot else 1 for host in hosts)
+    if kind == "openmpi":
+        mapping = "slot" if per_slot else "ppr:1:node"
+        rsh = [] if agent == "ssh" else ["--mca", "plm_rsh_agent", agent]
+        return [*mpirun, "--hostfile", str(file), "-np", str(count), "--map-by", mapping, "--bind-to", "none", *rsh, *program]
+    words = shlex.split(agent)
+    rsh = [] if agent == "ssh" else ["-launcher", "ssh", "-launcher-exec", words[0]]
+    return [*mpirun, "-f", str(file), "-n", str(count), "-bind-to", "none", *rsh, *program]
+
+
+def reach(hosts: list[str], agent: list[str]) -> None:
+    """UsageError unless every host runs a command for us within REACH seconds, none of them through the loopback."""
+    if len(hosts) > 1:
+        for host in hosts:
+            if (address := _loopback(host)) is not None:
+                raise UsageError(
+                    f"host {host} is {address} here, which other hosts cannot reach",
+                    "write its address on the machines' network into the hostfile",
+                )
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}"] if Path(agent[0]).name == "ssh" else []
+    asked = {
+        host: subprocess.Popen(
+            [*agent, *options, host, "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in dict.fromkeys(hosts)
+    }
+    deadline = time.monotonic() + REACH
+    try:
+        while any(p.poll() is None for p in asked.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for host, process in asked.items():
+            if process.poll() is None:
+                raise UsageError(f"host {host} does not answer within {REACH:.0f} s", f"try: {shlex.join(agent)} {host} true")
+            if process.returncode:
+                said = (process.stderr.read() if process.stderr else "").strip().splitlines()
+                why = said[-1] if said else f"exit code {process.returncode}"
+                raise UsageError(f"host {host} cannot be reached: {why}", f"try: {shlex.join(agent)} {host} true")
+    finally:
+        for process in asked.values():
+            if process.poll() is None:
+                process.kill()
+
+
+def _loopback(host: str) -> str | None:
+    """The loopback address that a name leads to, if it does."""
+    try:
+        addresses = {item[4][0] for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None  # the agent may know the name; if not, it says so
+    return next((str(a) for a in addresses if str(a).startswith("127.") or a == "::1"), None)
+
+
+def _run(command: list[str], kind: str, agent: str) -> int:
+    """Run mpirun to its end; a first signal asks the run to save, a second ends it."""
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    extra = shlex.split(agent)[1:]
+    if kind == "mpich" and extra:
+        environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(extra)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpcrl.run.process", *command], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    asked = 0
+
+    def passed_on(_: int, __: object) -> None:
+        nonlocal asked
+        asked += 1
+        process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)  # mpirun hands SIGUSR1 to its ranks
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, passed_on)
+    while True:
+        try:
+            status = process.wait(timeout=1.0)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    if status < 0:
+        raise HpcrlError(f"mpirun was killed by {signal.Signals(-status).name}", "what it started has ended with it")
+    return status

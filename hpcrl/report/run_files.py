@@ -1,0 +1,249 @@
+"""A run directory as files: what launcher, roles and trainer have left in it, for those who look from outside.
+
+Invariants: it only reads; a file that is missing, half written or damaged counts as absent and, if it was there, is noted;
+the cost does not grow with the length of the run, since of metrics.jsonl only the end is read.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from hpcrl.report.metrics import parse_record
+
+T = TypeVar("T")
+
+
+class Submitted(msgspec.Struct):
+    """JOB/job.json: how the job was submitted.  submitted: unix time; job_id: Slurm's (the leader's)."""
+
+    scheduler: str = "local"
+    job_id: str | None = None
+    cluster: str | None = None
+    submit_host: str = ""
+    submitted: float = 0.0
+    script: str | None = None
+    components: list[dict[str, Any]] = []
+
+
+class JobState(msgspec.Struct):
+    """JOB/state.json, the launcher's word.  time: when it was written; ends: the allocation's time limit (unix times)."""
+
+    phase: str
+    time: float
+    stage: str = ""
+    attempt: int = 0
+    restarts: int = 0
+    message: str = ""
+    host: str = ""
+    pid: int = 0
+    ends: float | None = None
+
+
+class Summary(msgspec.Struct):
+    """STAGE/summary.json, the trainer's last word."""
+
+    status: str
+    attempt: int
+    rollout_id: int = 0
+    total: int = 0
+
+
+class Failure(msgspec.Struct):
+    """attempts/N/error.json.  time: unix time."""
+
+    role: str
+    index: int
+    message: str
+    time: float = 0.0
+
+
+class Begun(msgspec.Struct):
+    """attempts/N/peers/trainer-0.json: the rollouts that were done when the attempt began, and all that are to be done."""
+
+    start: int = 0
+    total: int | None = None
+
+
+class StageSettings(msgspec.Struct):
+    """What counts here of a stage's options.json."""
+
+    num_rollout: int | None = None
+    eval_interval: int | None = None
+    eval_prompt_data: Any = None
+    save_interval: int | None = None
+
+
+class RecipeFile(msgspec.Struct):
+    """What counts here of JOB/recipe.json."""
+
+    identity: str = ""
+    path: str = ""
+
+
+@dataclass
+class StageFiles:
+    """One stage's directory (the job's own, if its recipe has no stages)."""
+
+    root: Path
+    name: str
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def settings(self) -> StageSettings:
+        return load_json(self.root / "options.json", StageSettings, self.notes) or StageSettings()
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        return load_json(self.root / "summary.json", Summary, self.notes)
+
+    @cached_property
+    def attempt(self) -> int | None:
+        """The last attempt, or None if there was none."""
+        return max((int(name) for name in entries(self.root / "attempts") if name.isdigit()), default=None)
+
+    @property
+    def here(self) -> Path:
+        return self.root / "attempts" / str(self.attempt)
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs" / f"attempt-{self.attempt}"
+
+    @cached_property
+    def failure(self) -> Failure | None:
+        """The first error of the last attempt."""
+        return load_json(self.here / "error.json", Failure, self.notes)
+
+    @cached_property
+    def begun(self) -> Begun | None:
+        """What trainer rank 0 published in the last attempt, once it was up."""
+        return load_json(self.here / "peers" / "trainer-0.json", Begun, self.notes)
+
+    def log_of(self, failure: Failure) -> Path:
+        """The log of the role that failed first, or the directory of the logs."""
+        path = self.logs / f"{failure.role}-{failure.index}.log"
+        if not path.is_file() and failure.role == "trainer":  # its ranks may share the log of the first on their host
+            lower = [int(n[8:-4]) for n in entries(self.logs) if n.startswith("trainer-") and n[8:-4].isdigit()]
+            first = max((n for n in lower if n <= failure.index), default=failure.index)
+            path = self.logs / f"trainer-{first}.log"
+        return path if path.is_file() else self.logs
+
+    def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
+        """The last records, `most` at most, that lie whole within the last `size` bytes of metrics.jsonl."""
+        return [row for line in end_of(self.root / "metrics.jsonl", size)[-most:] if (row := parse_record(line)) is not None]
+
+
+@dataclass
+class Run:
+    """One run directory.  notes: files that are damaged."""
+
+    root: Path
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def job(self) -> Submitted | None:
+        return load_json(self.root / "job.json", Submitted, self.notes)
+
+    @cached_property
+    def state(self) -> JobState | None:
+        return load_json(self.root / "state.json", JobState, self.notes)
+
+    @cached_property
+    def recipe(self) -> RecipeFile | None:
+        return load_json(self.root / "recipe.json", RecipeFile, self.notes)
+
+    @cached_property
+    def identity(self) -> str:
+        return self.recipe.identity if self.recipe else ""
+
+    @cached_property
+    def stages(self) -> list[StageFiles]:
+        """The stages that have begun, in order."""
+        if (self.root / "options.json").exists():
+            return [StageFiles(self.root, "", self.notes)]
+        found = []
+        for name in entries(self.root):
+            path = self.root / name / "options.json"
+            if not name.startswith("."):
+                try:
+                    found.append((path.stat().st_mtime, name))
+                except OSError:
+                    continue
+        return [StageFiles(self.root / name, name, self.notes) for _, name in sorted(found)]
+
+    @cached_property
+    def planned(self) -> list[str]:
+        """The names of all the recipe's stages; none if it has no stages, or cannot be read."""
+        try:
+            stages = tomllib.loads((self.root / "recipe.toml").read_text()).get("stage", [])
+            return [str(stage["name"]) for stage in stages]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.notes.append("recipe.toml cannot be read")
+            return []
+
+    @cached_property
+    def stage(self) -> StageFiles | None:
+        """The stage at work: the one that the launcher names, or the last that has begun."""
+        named = [s for s in self.stages if self.state and s.name == self.state.stage]
+        return (named or self.stages or [None])[-1]
+
+    @property
+    def log(self) -> Path:
+        """The log to read first after a failure: of the role that failed first, else the job's last, else their directory."""
+        if self.stage and self.stage.failure:
+            return self.stage.log_of(self.stage.failure)
+        logs = self.root / "logs"
+        outputs = [logs / name for name in entries(logs) if name.startswith("job-") and name.endswith(".out")]
+        if outputs:
+            return max(outputs, key=changed)
+        return self.stage.logs if self.stage and self.stage.attempt is not None else logs
+
+
+def changed(path: Path) -> float:
+    """When a file was last written (unix time); 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def load_json(path: Path, kind: type[T], notes: list[str]) -> T | None:
+    """A JSON file as `kind`, or None; a file that is there and cannot be read adds to `notes`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        notes.append(f"{path}: {error.strerror}")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        notes.append(f"{path} is damaged")
+    return None
+
+
+def entries(directory: Path) -> list[str]:
+    """What is in a directory, sorted; nothing if it cannot be read."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
+def end_of(path: Path, size: int) -> list[bytes]:
+    """The whole lines within the last `size` bytes of a file; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(max(0, length - size))
+            lines = file.read(size).split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
+    except OSError:
+        return []
+    return lines[1:] if length > size else lines

@@ -1,0 +1,241 @@
+"""What a run is doing: the run directory and, where there is one, the scheduler's word, judged into one Status.
+
+Phases: `pending` (waits in the scheduler's queue), `preparing`, `starting`, `running`, `saving`, `requeued` (ended early, to
+be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it should be at work
+and gives no sign of life.
+
+Invariant: pure but for the reading of the directory; a launcher's word counts only as long as it is fresh, or final and
+newer than the job that is in the queue now.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
+from hpcrl.report.run_files import Begun, Failure, JobState, Run, StageFiles
+
+FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
+SKEW = 30.0  #: seconds by which the clocks of hosts may differ
+#: bytes at the end of metrics.jsonl, and records among them, that count in a list and for one run
+BRIEF, LONG = (24 << 10, WINDOW + 4), (1 << 20, 1 << 20)
+WORKING = ("preparing", "starting", "running", "saving")
+OVER = ("finished", "stopped", "failed", "cancelled")
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
+GONE = "GONE"  #: Slurm has answered, and knows no such job (any more)
+#: how a Slurm job may have ended without its launcher saying so -> (phase, in plain words)
+ENDINGS = {
+    "CANCELLED": ("cancelled", "cancelled"),
+    "TIMEOUT": ("failed", "ended by Slurm at its time limit; raise it, or let it be requeued"),
+    "OUT_OF_MEMORY": ("failed", "ended by Slurm for want of memory; ask for more memory per node"),
+    "NODE_FAIL": ("failed", "one of its nodes failed"),
+    "BOOT_FAIL": ("failed", "one of its nodes did not boot"),
+    "DEADLINE": ("failed", "ended by Slurm at its deadline"),
+    "PREEMPTED": ("requeued", "ended by Slurm for a job of higher priority"),
+    "FAILED": ("failed", "the job's script ended with an error; see the job's log"),
+    "COMPLETED": ("failed", "the job's script ended, and the run did not say that it was done; see the job's log"),
+}
+
+
+class Queued(msgspec.Struct, frozen=True):
+    """The scheduler's word on a run's job.  state: Slurm's, or GONE; start, ends: unix times; reason: in plain words; never: it cannot start."""
+
+    state: str
+    reason: str = ""
+    never: bool = False
+    start: float | None = None
+    ends: float | None = None
+    nodes: int = 0
+
+
+class Status(msgspec.Struct):
+    """One run, for a table, a screen or a program (`--json`).  Times are seconds, rates per second; None: not known."""
+
+    run: str
+    phase: str
+    message: str = ""  #: the error with its hint, why it waits, or what else there is to know
+    scheduler: str = "local"
+    job_id: str | None = None
+    slurm: str | None = None  #: the job's state in Slurm's words
+    host: str = ""  #: where the launcher runs
+    stage: str = ""
+    stages: list[str] = []  #: all of the recipe's
+    attempt: int | None = None
+    restarts: int = 0
+    step: int = 0
+    total: int | None = None
+    reward: float | None = None
+    loss: float | None = None
+    tokens_per_sec: float | None = None
+    staleness: float | None = None
+    accuracy: dict[str, float] = {}
+    accuracy_after: int | None = None  #: how many steps had been done at that evaluation
+    step_time: float | None = None
+    last_step: float | None = None  #: age of the last step
+    silent: float | None = None  #: age of the launcher's last word
+    needs: float | None = None  #: to the end of this stage
+    left: float | None = None  #: to the time limit
+    fits: bool | None = None  #: whether the stage will end before the time limit
+    log: str = ""  #: the log to read first
+    stop_asked: bool = False
+    notes: list[str] = []
+
+
+def judge_run(run: Run, now: float, queued: Queued | None = None, here: bool | None = None, brief: bool = False) -> Status:
+    """The status of a run.
+
+    now: unix time.  queued: the job as Slurm has it, None if Slurm does not know it or was not asked.  here: whether the
+    launcher's process lives on this host (None: it may be on another).  brief: the recipe's stages are left out.
+    """
+    job, state, stage = run.job, run.state, run.stage
+    phase, message = _phase(run, now, queued, here)
+    status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, notes=run.notes)
+    if job:
+        status.scheduler, status.job_id = job.scheduler, job.job_id
+    if queued and queued.state != GONE:
+        status.slurm = queued.state
+    if state:
+        status.host, status.restarts, status.silent = state.host, state.restarts, max(0.0, now - state.time)
+    if stage:
+        _numbers(status, stage, now, *(BRIEF if brief else LONG))
+    if not brief:
+        status.stages = run.planned
+    if phase == "failed":
+        status.log = str(run.log)
+    status.stop_asked = (run.root / "stop").exists() and phase in WORKING
+    ends = (queued and queued.ends) or (state and state.ends)
+    if ends and phase in WORKING:
+        status.left = max(0.0, ends - now)
+        status.fits = None if status.needs is None else status.needs <= status.left
+    return status
+
+
+# ---- the phase
+
+
+def _phase(run: Run, now: float, queued: Queued | None, here: bool | None) -> tuple[str, str]:
+    """(phase, message)."""
+    state, job = run.state, run.job
+    if queued and queued.state in WAITING:
+        return "pending", f"will never start: {queued.reason}" if queued.never else queued.reason
+    since = job.submitted - SKEW if job else 0.0
+    if queued and queued.start is not None:
+        since = max(since, queued.start - (SKEW if queued.state in ENDINGS else 5.0))
+    if state is None or state.time < since:  # or it is the word of an earlier start
+        return _without_word(run, now, queued, here, since)
+    if state.phase in OVER:
+        return state.phase, _error(run.stage, state) if state.phase == "failed" else state.message
+    if queued and queued.state in ENDINGS:
+        return _ended(run, queued, since)
+    if state.phase == "requeued" and not (queued and queued.state == GONE):
+        return "requeued", state.message or "it goes on when Slurm starts it again"
+    if now - state.time <= FRESH and here is not False:
+        return (state.phase if state.phase in WORKING else "running"), state.message
+    return "lost", _silence(now - state.time, queued, state.host, here)
+
+
+def _without_word(run: Run, now: float, queued: Queued | None, here: bool | None, since: float) -> tuple[str, str]:
+    """The phase of a run whose launcher has not said anything `since`: not yet, or it is older than state.json."""
+    if queued and queued.state in ENDINGS:
+        return _ended(run, queued, since)
+    stage = run.stage
+    if run.job and queued:
+        return ("lost", f"Slurm knows no job {run.job.job_id} of this run") if queued.state == GONE else ("starting", "")
+    if run.job and run.job.scheduler == "slurm":
+        return "pending", "submitted; Slurm is not here to say more"
+    if stage is None or stage.attempt is None:
+        if here:
+            return ("preparing" if stage is None else "starting"), ""
+        return "lost", "it has not begun, and no process of it is known here"
+    if here:
+        return ("starting" if stage.begun is None else "running"), ""
+    if stage.failure:
+        return "failed", _error(stage, None)
+    if (summary := stage.summary) and summary.attempt == stage.attempt:
+        if summary.status != "finished":
+            return "stopped", f"saved after {summary.rollout_id} of {summary.total} steps"
+        if not run.planned or run.planned[-1] == stage.name:
+            return "finished", ""
+        return "lost", f"stage {stage.name} is done, the next has not begun, and no process of it is known here"
+    last = [row["time"] for row in stage.rows(*BRIEF) if number(row.get("time"))]
+    if last and now - last[-1] <= FRESH and here is None:
+        return "running", ""
+    return "lost", _silence(now - last[-1], queued, "", here) if last else "no process of it is known here"
+
+
+def _ended(run: Run, queued: Queued, since: float) -> tuple[str, str]:
+    """What Slurm says of a job whose launcher had no time to say anything."""
+    phase, words = ENDINGS[queued.state]
+    found = run.stage.failure if run.stage and phase == "failed" else None
+    return phase, _spell(found) if found and found.time >= since else words
+
+
+def _error(stage: StageFiles | None, state: JobState | None) -> str:
+    """The first error of the last attempt, or what the launcher ended with."""
+    failure = stage.failure if stage else None
+    if failure and (state is None or stage.attempt == state.attempt):
+        return _spell(failure)
+    return state.message if state else ""
+
+
+def _spell(failure: Failure) -> str:
+    return failure.message if failure.role == "launcher" else f"{failure.role}-{failure.index}: {failure.message}"
+
+
+def _silence(age: float, queued: Queued | None, host: str, here: bool | None) -> str:
+    """Why a run counts as lost."""
+    if here is False and host:
+        return f"its launcher on {host} is gone, {span(age)} after its last word"
+    what = f"no sign of life for {span(age)}" + (f" (its launcher was on {host})" if host else "")
+    if queued:
+        return what + (", and Slurm has no job of it" if queued.state == GONE else f", though Slurm says {queued.state}")
+    return what
+
+
+# ---- the numbers
+
+
+def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int) -> None:
+    """Fill in what the stage has logged."""
+    rows, settings = stage.rows(size, most), stage.settings
+    status.stage, status.attempt = stage.name, stage.attempt
+    begun = stage.begun or Begun()
+    status.total = begun.total or (stage.summary and stage.summary.total) or settings.num_rollout
+    status.step = begun.start
+    if steps := trained(rows):
+        _last_step(status, steps[-1], now)
+    status.step_time = step_time(rows)
+    for row in rows:
+        if evaluated(row):
+            means = {name: value for name, value in row.items() if name.endswith("/accuracy") and number(value)}
+            status.accuracy = {name.removeprefix("eval/").removesuffix("/accuracy"): v for name, v in means.items()}
+            status.accuracy_after = row["rollout_id"] + 1
+    if status.total and status.phase in WORKING:
+        evaluates = settings.eval_interval if settings.eval_prompt_data else None
+        status.needs = seconds_left(rows, status.step, status.total, settings.save_interval, evaluates, now)
+
+
+def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
+    get = {name: value for name, value in row.items() if number(value)}.get
+    status.step = max(status.step, row["rollout_id"] + 1)
+    status.reward, status.loss, status.staleness = get("rollout/reward"), get("train/loss"), get("staleness/max")
+    status.tokens_per_sec = get("perf/tokens_per_sec")
+    if status.tokens_per_sec is None and get("perf/step_time"):  # fine-tuning: the tokens that were learned
+        status.tokens_per_sec = get("perf/train_tokens", 0.0) / get("perf/step_time")
+    if get("time"):
+        status.last_step = max(0.0, now - get("time"))
+
+
+def span(seconds: float) -> str:
+    """A length of time in at most two units: 20 ms, 4.2 s, 42 s, 5 min 10 s, 2 h 3 min, 4 d 1 h."""
+    whole = int(seconds)
+    if whole < 1:
+        return f"{seconds * 1000:.0f} ms"
+    for unit, size, lower, small in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            first, rest = divmod(whole, size)
+            return f"{first} {unit}" + (f" {rest // small} {lower}" if rest // small else "")
+    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

@@ -1,0 +1,173 @@
+"""A Status as text: a table of many runs, a page of one, a line for a log.
+
+Invariant: pure; control characters of what a run has written never reach the terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from hpcrl.report.run_status import OVER, WORKING, Status, span
+
+HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+COLOUR = {"running": "32", "saving": "32", "finished": "32", "failed": "31", "lost": "31", "pending": "33", "requeued": "33"}
+
+
+def forgive() -> None:
+    """Let a terminal that lacks a character show a question mark rather than fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def plain(text: str) -> str:
+    """Text without control characters and escape sequences, on one line."""
+    return CONTROL.sub("", text).replace("\n", " ")
+
+
+def short(path: str) -> str:
+    """A path relative to the current directory if it lies below, with ~ for the home directory elsewhere."""
+    for base, mark in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
+        if path.startswith(base.rstrip("/") + "/"):
+            return mark + path[len(base.rstrip("/")) + 1 :]
+    return path
+
+
+def table(found: Sequence[Status], width: int | None = None, colour: bool = False) -> str:
+    """One line a run: those at work first, then the others, newest first as given.  width: of the terminal."""
+    rows = [HEAD, *(_row(status) for status in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    used = [i for i in range(len(HEAD)) if i < 2 or any(row[i] not in ("", "-") for row in rows[1:])]
+    lines = []
+    for number, row in enumerate(rows):
+        line = "  ".join(row[i].ljust(widths[i]) if i < len(HEAD) - 1 else row[i] for i in used).rstrip()
+        line = line[:width] if width else line
+        if colour and number and (code := COLOUR.get(row[1])):
+            at = widths[0] + 2
+            line = f"{line[:at]}\x1b[{code}m{line[at : at + len(row[1])]}\x1b[0m{line[at + len(row[1]) :]}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _row(s: Status) -> tuple[str, ...]:
+    step = f"{s.step}/{'?' if s.total is None else s.total}" if s.attempt is not None else "-"
+    needs = "-" if s.needs is None else span(s.needs) + (" !" if s.fits is False else "")
+    last = "-" if s.last_step is None else span(s.last_step)
+    cells = (
+        short(s.run),
+        s.phase,
+        s.stage or "-",
+        step,
+        _number(s.reward, ".3f"),
+        _number(s.tokens_per_sec, ".0f"),
+        _number(s.staleness, ".0f"),
+        last,
+        needs,
+        s.job_id or "-",
+        s.message or ("asked to stop" if s.stop_asked else ""),
+    )
+    return tuple(map(plain, cells))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def page(s: Status) -> str:
+    """All that is known of one run."""
+    rows: list[tuple[str, str]] = []
+    if s.message:
+        rows.append(("error" if s.phase in ("failed", "lost") else "", s.message))
+    if s.log:
+        rows.append(("log", short(s.log)))
+    if s.job_id or s.host:
+        rows.append(("job", _job(s)))
+    if s.stage or s.attempt is not None:
+        rows += _work(s)
+    if s.left is not None or s.needs is not None:
+        rows.append(("time", _time(s)))
+    if s.stop_asked:
+        rows.append(("", "asked to save and end"))
+    rows += [("note", note) for note in s.notes]
+    if s.phase in ("stopped", "failed", "cancelled", "lost"):
+        rows.append(("go on", _hint_for(s)))
+    lines = [f"{short(s.run)}: {s.phase}", *(f"  {name:10}  {plain(text)}" for name, text in rows)]
+    return "\n".join(plain(line) if number == 0 else line for number, line in enumerate(lines))
+
+
+def _job(s: Status) -> str:
+    parts = [f"{'Slurm job' if s.scheduler == 'slurm' else s.scheduler} {s.job_id}" if s.job_id else s.scheduler]
+    if s.slurm:
+        parts.append(s.slurm.lower())
+    if s.host:
+        parts.append(f"launcher on {s.host}")
+    if s.restarts:
+        parts.append(f"restarted {s.restarts} time{'s' if s.restarts > 1 else ''}")
+    return ", ".join(parts)
+
+
+def _work(s: Status) -> list[tuple[str, str]]:
+    rows = []
+    if s.stage:
+        place = f" ({s.stages.index(s.stage) + 1} of {len(s.stages)})" if s.stage in s.stages else ""
+        rows.append(("stage", s.stage + place))
+    attempt = f", attempt {s.attempt}" if s.attempt else ""
+    rows.append(("step", f"{s.step} of {'?' if s.total is None else s.total}{attempt}"))
+    if s.reward is not None:
+        rows.append(("reward", f"{s.reward:.3f}"))
+    elif s.loss is not None:
+        rows.append(("loss", f"{s.loss:.3f}"))
+    if s.accuracy:
+        means = ", ".join(f"{name} {value:.3f}" for name, value in s.accuracy.items())
+        rows.append(("accuracy", f"{means} after {s.accuracy_after} steps"))
+    if s.tokens_per_sec is not None:
+        rows.append(("tokens/s", f"{s.tokens_per_sec:.0f}"))
+    if s.staleness is not None:
+        rows.append(("staleness", f"{s.staleness:.0f}"))
+    if s.last_step is not None:
+        each = "" if s.step_time is None else f"; a step takes {span(s.step_time)}"
+        rows.append(("last step", f"{span(s.last_step)} ago{each}"))
+    return rows
+
+
+def _time(s: Status) -> str:
+    """What it needs against what is left."""
+    which = f"stage {s.stage}" if len(s.stages) > 1 else "it"
+    later = len(s.stages) - s.stages.index(s.stage) - 1 if s.stage in s.stages else 0
+    needs = "" if s.needs is None else f"{which} needs about {span(s.needs)}"
+    needs += f" (not counting {later} later stage{'s' if later > 1 else ''})" if needs and later else ""
+    if s.left is None:
+        return needs
+    left = f"{span(s.left)} to the time limit"
+    if s.fits is False:
+        fate = "saved and requeued" if s.scheduler == "slurm" else "ended"
+        return f"{needs}, {left}: it will not finish before, and will be {fate}"
+    return f"{needs}, {left}" if needs else left
+
+
+def _hint_for(s: Status) -> str:
+    ways = {"slurm": "hpcrl resume {}", "mpirun": "hpcrl launch --resume {} --hostfile FILE"}
+    return ways.get(s.scheduler, "hpcrl run --resume {}").format(short(s.run))
+
+
+def line(s: Status) -> str:
+    """A line that changes when something has happened."""
+    parts = [s.phase]
+    if s.stage:
+        parts.append(s.stage)
+    if s.attempt is not None:
+        parts.append(f"{s.step}/{'?' if s.total is None else s.total}")
+    if s.phase in WORKING:
+        if s.reward is not None:
+            parts.append(f"reward {s.reward:.3f}")
+        if s.tokens_per_sec is not None:
+            parts.append(f"{s.tokens_per_sec:.0f} tok/s")
+    parts += [f"{name} accuracy {value:.3f}" for name, value in s.accuracy.items()]
+    if s.message and (s.phase in OVER or s.phase in ("pending", "lost", "requeued")):
+        parts.append(f"({plain(s.message)})")
+    return "  ".join(parts)

@@ -1,0 +1,140 @@
+"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no network.
+
+Invariants: what leaves here is in the order of group and index, whatever order the samples came in, so the same samples
+make the same batch; no batch leaves whose staleness exceeds its bound; every sample of a batch is in exactly one share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hpcrl.advantages import group_advantages
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.microbatches import make_schedule
+from hpcrl.queue.share_format import Share
+from hpcrl.rollout.prompt_source import Group
+from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
+
+
+@dataclass
+class Rollout:
+    """The samples of one rollout as they come in.  version: the policy that they are sampled under."""
+
+    rollout_id: int
+    version: int
+    groups: Sequence[Group]
+    each: int  #: samples of a group
+    _found: dict[tuple[int, int], Sample] = field(default_factory=dict)
+    _asked: frozenset[tuple[int, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._asked = frozenset((group.number, index) for group in self.groups for index in range(self.each))
+
+    def __str__(self) -> str:
+        return f"rollout {self.rollout_id}"
+
+    def wanted(self) -> list[tuple[Group, int]]:
+        """(group, index) of every sample that is not there yet, in order."""
+        return [(group, index) for group in self.groups for index in range(self.each) if (group.number, index) not in self._found]
+
+    def add(self, sample: Sample) -> None:
+        """Take in a finished sample.  ValueError if it is not wanted (any more): no sample counts twice."""
+        if sample.status not in (COMPLETED, TRUNCATED):
+            raise ValueError(f"sample {sample.index} of group {sample.group} is {sample.status}")
+        key = sample.group, sample.index
+        if key not in self._asked or key in self._found:
+            raise ValueError(f"sample {sample.index} of group {sample.group} is not wanted")
+        self._found[key] = sample
+
+    @property
+    def size(self) -> int:
+        return len(self.groups) * self.each
+
+    @property
+    def missing(self) -> int:
+        return self.size - len(self._found)
+
+    def samples(self) -> list[Sample]:
+        """All samples, by group and index.  ValueError while some are missing."""
+        if self.missing:
+            raise ValueError(f"{self.missing} samples of rollout {self.rollout_id} are missing")
+        return [self._found[key] for key in sorted(self._found)]
+
+
+def set_advantages(samples: Sequence[Sample], each: int, options: Options) -> None:
+    """Write every sample's advantage from the rewards of its group; `samples` are groups of `each`, one after another."""
+    rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
+    if options.disable_rewards_normalization:
+        values = rewards
+    else:
+        values = group_advantages(rewards, std_normalize=not options.disable_grpo_std_normalization)
+    for sample, value in zip(samples, np.asarray(values).ravel().tolist(), strict=True):
+        sample.advantage = value
+
+
+def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> None:
+    """HpcrlError if a token is older than `bound` policy versions, or newer than the trainer, at consumption."""
+    for sample in samples:
+        oldest, newest = int(sample.versions.min()), int(sample.versions.max())
+        if version - oldest > bound or newest > version:
+            raise HpcrlError(
+                f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to {newest}, "
+                f"the trainer is at {version} and may lag by {bound} at most"
+            )
+
+
+def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -> list[Share]:
+    """One Share a data-parallel rank: its samples, packed for every optimizer step."""
+    batch = SampleBatch.of(rollout.samples())
+    steps, size = options.steps_per_rollout, options.step_batch_size
+    schedule = make_schedule(
+        batch.rows["length"].tolist(),
+        dp=options.data_parallel_size,
+        cp=options.context_parallel_size,
+        num_steps=steps,
+        max_tokens_per_gpu=options.max_tokens_per_gpu if options.use_dynamic_batch_size else None,
+        micro_batch_size=options.micro_batch_size,
+        multiple=options.micro_batch_multiple,
+        balance=options.balance_data,
+    )
+    masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
+    bounds = masked[batch.response_offsets[::size]]  # masked tokens before each optimizer step
+    tokens = np.diff(bounds).tolist()
+    shares = []
+    for own in schedule.steps:
+        rows = [index for step in own for micro in step for index in micro]
+        local = iter(range(len(rows)))
+        micros = [[[next(local) for _ in micro] for micro in step] for step in own]
+        shares.append(Share(rollout.rollout_id, rollout.version, batch.take(rows), micros, [size] * steps, tokens, metrics))
+    return shares
+
+
+def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool = True) -> dict[str, float]:
+    """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens.
+
+    sampled False: the responses are labels to learn, of which only lengths are worth logging.
+    """
+    samples = rollout.samples()
+    lengths = np.asarray([s.response_length for s in samples])
+    found = {
+        "rollout/response_len/mean": float(lengths.mean()),
+        "rollout/response_len/max": float(lengths.max()),
+        "rollout/response_len/min": float(lengths.min()),
+        "perf/rollout_time": seconds,
+    }
+    if not sampled:
+        return found
+    rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
+    stale = version - np.concatenate([s.versions for s in samples])
+    return found | {
+        "rollout/reward": float(rewards.mean()),
+        "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
+        "rollout/zero_std": float(np.mean(rewards.std(axis=1) <= 1e-6)),
+        "staleness/mean": float(stale.mean()),
+        "staleness/max": float(stale.max()),
+        "perf/tokens_per_sec": float(lengths.sum()) / max(seconds, 1e-9),
+    }

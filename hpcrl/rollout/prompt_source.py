@@ -1,0 +1,92 @@
+"""Where the next prompts come from: epochs over a prompt file, a fixed shuffle in each.
+
+Invariant: the groups that a source hands out are a pure function of the file's content, the seed and how many were
+taken before; `state` says the latter, so a source that `restore`s it goes on exactly where the other stopped.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DataError, UsageError
+from hpcrl.rollout.prompt_files import Prompt, PromptFile
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt that is to get its responses; `number` counts the groups of the whole run."""
+
+    number: int
+    prompt: Prompt
+
+
+class PromptSource:
+    """Hands out groups, epoch after epoch."""
+
+    def __init__(self, file: PromptFile, seed: int, shuffle: bool) -> None:
+        self.file, self._seed, self._shuffle = file, seed, shuffle
+        self._epoch = self._offset = self._next = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        """The order of this epoch: Python's shuffle seeded with seed + epoch, as slime has it."""
+        order = list(range(len(self.file)))
+        if self._shuffle:
+            random.Random(self._seed + self._epoch).shuffle(order)
+        return order
+
+    def take(self, count: int) -> list[Group]:
+        """The next `count` groups; an epoch that ends in the middle is followed by the next."""
+        groups = []
+        for _ in range(count):
+            if self._offset == len(self._order):
+                self._epoch, self._offset = self._epoch + 1, 0
+                self._order = self._permutation()
+            groups.append(Group(self._next, self.file.prompts[self._order[self._offset]]))
+            self._offset += 1
+            self._next += 1
+        return groups
+
+    def state(self) -> dict[str, Any]:
+        """Where the source stands, as plain JSON."""
+        return {
+            "epoch": self._epoch,
+            "offset": self._offset,
+            "next_group": self._next,
+            "file": {"size": self.file.size, "sha256": self.file.sha256},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.  DataError if the file has changed since, or the state is not one."""
+        try:
+            epoch, offset, following = (int(state[key]) for key in ("epoch", "offset", "next_group"))
+            size, sha256 = state["file"]["size"], state["file"]["sha256"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint") from error
+        if (size, sha256) != (self.file.size, self.file.sha256):
+            raise DataError(
+                f"--prompt-data {self.file.path} has changed since the checkpoint ({size} bytes then, {self.file.size} now)",
+                "put the old file back, or start a new run with --load",
+            )
+        if epoch < 0 or following < 0 or not 0 <= offset <= len(self.file):
+            raise DataError("the checkpoint's data position does not fit the prompt file", "resume from another checkpoint")
+        self._epoch, self._offset, self._next = epoch, offset, following
+        self._order = self._permutation()
+
+
+def count_rollouts(options: Options, prompts: int) -> int:
+    """--num-rollout, or as many rollouts as --num-epoch passes over `prompts` prompts make (each epoch rounded down)."""
+    if options.num_rollout is not None:
+        return options.num_rollout
+    if options.num_epoch is None:
+        raise UsageError("neither --num-rollout nor --num-epoch is given", "one of them says how long the run is")
+    each = prompts // options.rollout_batch_size
+    if each == 0:
+        raise DataError(
+            f"--prompt-data has {prompts} prompts, fewer than --rollout-batch-size {options.rollout_batch_size}",
+            "lower it, or give --num-rollout instead of --num-epoch",
+        )
+    return options.num_epoch * each

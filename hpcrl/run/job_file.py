@@ -1,0 +1,39 @@
+"""JOB/job.json: which job of which scheduler a run directory belongs to, for whoever looks at it or goes on with it.
+
+Invariant: whoever started the run last has written it; what a later start needs (the site) is in it whole.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.run.rundir import write_atomic
+
+
+def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
+    """Write job.json; `more`: script, components, site, ... as far as they are known."""
+    record = {
+        "scheduler": scheduler,
+        "job_id": job_id,
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "submit_host": socket.gethostname(),
+        "submitted": time.time(),
+        "identity": identity,
+        "script": None,
+        "components": [],
+    }
+    write_atomic(root / "job.json", msgspec.json.encode(read_job(root) | record | more))
+
+
+def read_job(root: Path) -> dict[str, Any]:
+    """job.json of a run directory; empty for a run that no scheduler knows."""
+    try:
+        return msgspec.json.decode((root / "job.json").read_bytes(), type=dict)
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,80 @@
+"""Processes that end when they should: with their parent, and with everything they started.
+
+Invariant: we end only what we started, found by process id, never by name.  A role dies with whoever started it, and a
+launcher that ends takes along all its descendants, also those that left its process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+import psutil
+
+PARENT = "HPCRL_PARENT"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
+
+    Whoever starts us may put its process id into HPCRL_PARENT: then its death before this call, while we were still
+    importing, is noticed too.  What we start ourselves finds our own id there.
+    """
+    if os.environ.get(PARENT) == str(os.getpid()):
+        return  # done already
+    parent = int(os.environ.get(PARENT) or os.getppid())
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ[PARENT] = str(os.getpid())
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent died, so that `end` finds them (PR_SET_CHILD_SUBREAPER)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> list[psutil.Process]:
+    """Every living process below this one."""
+    return psutil.Process().children(recursive=True)
+
+
+def end(processes: Iterable[psutil.Process], grace: float) -> None:
+    """SIGTERM, then after `grace` seconds SIGKILL; returns when all are gone."""
+    alive = list(processes)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    deadline = time.monotonic() + grace
+    while alive and time.monotonic() < deadline:
+        alive = psutil.wait_procs(alive, timeout=0.1)[1]
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def end_descendants(grace: float) -> None:
+    """End all that this process started, directly or not, including what appears while we are at it."""
+    end(descendants(), grace)
+    for _ in range(5):
+        if not (rest := descendants()):
+            return
+        end(rest, 0.0)
+
+
+if __name__ == "__main__":  # python -m hpcrl.run.process COMMAND ...: run a command that dies with its parent
+    die_with_parent()
+    del os.environ[PARENT]  # what COMMAND starts elsewhere, such as srun's tasks, has other parents
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -1,0 +1,78 @@
+"""What every role's `main` has in common: its arguments, its place in the run, and how it fails.
+
+Invariant: a role knows the run directory, the attempt and its index, and nothing of how it was started; whatever goes
+wrong in it is recorded once in the run directory and ends it with a non-zero status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.plan import Plan
+from hpcrl.run.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class RoleContext:
+    """A role's place in one attempt of a run."""
+
+    rundir: RunDir
+    options: Options
+    plan: Plan
+    index: int
+
+
+def read_options(rundir: RunDir) -> Options:
+    """The resolved options of a run, as its roles see them."""
+    return Options.model_validate_json(rundir.options_file.read_bytes())
+
+
+def open_role(argv: list[str] | None = None) -> RoleContext:
+    """Parse `RUN --attempt N [--index I]` and read the options and the plan of that attempt."""
+    parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
+    parser.add_argument("run")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    args = parser.parse_args(argv)
+    rundir = RunDir(args.run, args.attempt)
+    plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+    return RoleContext(rundir, read_options(rundir), plan, args.index)
+
+
+def say(text: str) -> None:
+    """A line for the role's log."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def act(
+    role: str, context: RoleContext, index: int, body: Callable[[], None], late: Callable[[BaseException], float] = lambda _: 0.0
+) -> int:
+    """Run `body`; record what goes wrong and return the exit status.
+
+    late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.
+    """
+    try:
+        body()
+        return 0
+    except HpcrlError as error:
+        message, status = str(error), error.exit_code
+    except Exception as error:  # noqa: BLE001  (the boundary of the process: everything is recorded)
+        traceback.print_exc()
+        message, status = f"{type(error).__name__}: {_first_line(error)}", 1
+        time.sleep(late(error))
+    say(f"error: {message}")
+    context.rundir.fail(role, index, message)
+    return status
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,119 @@
+"""What to ask Slurm for, so that every stage of a recipe finds its slots: a pure function of options and site.
+
+Invariant: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage; what cannot
+fit is refused here, before anything is submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+from hpcrl.plan import Host, make_plan
+from hpcrl.slurm.sites import Site, minutes
+
+CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
+ROLLOUT_CPUS = 8  #: cores of the rollout process on a node of its own
+FLOOR = 180  #: seconds before the time limit at which a run saves, until its own steps have been measured
+STARTUP = 120  #: seconds that a run needs before its first step, at the very least
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One component of a heterogeneous job, or the whole of a homogeneous one.
+
+    slots: GPUs (or process slots) a node; 0 for the rollout process alone.  name: key of the site's table for it.
+    """
+
+    name: str
+    nodes: int
+    slots: int
+    cpus: int | None
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The allocation.  margin: seconds before the time limit at which Slurm signals the batch shell."""
+
+    layout: str
+    components: tuple[Component, ...]
+    margin: int
+
+    def hosts(self) -> list[Host]:
+        """Stand-ins for the nodes that Slurm will give, in order."""
+        return [Host(f"{c.name}-{i}", c.slots) for c in self.components for i in range(c.nodes)]
+
+
+def make_request(stages: Sequence[Options], site: Site, margin: int | None = None) -> Request:
+    """The smallest allocation of the site's layout in which every stage has its plan.
+
+    margin: measured in an earlier attempt; None: the site's, or else a floor.  UsageError names what does not fit.
+    """
+    layout = "homogeneous" if any(o.colocate for o in stages) else site.layout
+    components = _homogeneous(stages, site) if layout == "homogeneous" else _heterogeneous(stages, site)
+    margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
+    request = Request(layout, tuple(components), margin)
+    for options in stages:
+        make_plan(options, request.hosts(), "request")
+    limit = 60 * minutes(site.time)
+    if limit < margin + STARTUP:
+        raise UsageError(
+            f"--time {site.time} is too short: a run needs {STARTUP} s to start and {margin} s to save before the limit",
+            f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
+        )
+    return request
+
+
+def _heterogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
+    each = max(o.actor_num_gpus_per_node for o in stages)
+    found = [_component(site, "trainer", max(o.actor_num_nodes for o in stages), site.trainer.gpus_per_node or each)]
+    wanted = max((o.num_engines * o.rollout_num_gpus_per_engine for o in stages), default=0)
+    if wanted:
+        found.append(_component(site, "engine", *_engine_nodes(stages, site, wanted)))
+    if site.rollout.partition:
+        found.append(Component("rollout", 1, 0, site.rollout.cpus_per_node or ROLLOUT_CPUS))
+    return found
+
+
+def _engine_nodes(stages: Sequence[Options], site: Site, wanted: int) -> tuple[int, int]:
+    """(nodes, slots a node) for `wanted` GPUs of engines; an engine lies in one node, or fills several."""
+    per_engine = max(o.rollout_num_gpus_per_engine for o in stages if o.num_engines)
+    node = site.engine.gpus_per_node or min(wanted, 8)
+    if per_engine > node:
+        if per_engine % node:
+            raise UsageError(
+                f"an engine of --rollout-num-gpus-per-engine {per_engine} does not fill nodes of {node} GPUs",
+                "choose a multiple, or set engine.gpus_per_node",
+            )
+        return wanted // node, node
+    usable = node // per_engine * per_engine  # what is left on a node is too little for another engine
+    return -(-wanted // usable), node
+
+
+def _homogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
+    """Nodes of one kind; as few as hold every stage."""
+    each = max(o.actor_num_gpus_per_node for o in stages)
+    per_engine = max((o.rollout_num_gpus_per_engine for o in stages if o.num_engines), default=1)
+    node = site.trainer.gpus_per_node or max(each, min(per_engine, 8))
+    most = max(o.actor_num_nodes for o in stages) + max(o.engine_gpus for o in stages)
+    for nodes in range(1, most + 1):
+        hosts = [Host(f"node-{i}", node) for i in range(nodes)]
+        if nodes < max(o.actor_num_nodes for o in stages):
+            continue
+        try:
+            for options in stages:
+                make_plan(options, hosts, "request")
+        except UsageError:
+            continue
+        return [_component(site, "trainer", nodes, node)]
+    raise UsageError(
+        f"no number of nodes of {node} GPUs holds this run",
+        "set trainer.gpus_per_node of the site, or --rollout-num-gpus-per-engine to divide a node",
+    )
+
+
+def _component(site: Site, name: str, nodes: int, slots: int) -> Component:
+    wish = getattr(site, name)
+    cpus = wish.cpus_per_node or (None if site.exclusive else CPUS_PER_SLOT * max(slots, 1))
+    return Component(name, nodes, slots, cpus)

@@ -1,0 +1,170 @@
+"""Slurm as the login node sees it: are the commands there, do they answer, can the partitions hold what is asked for.
+
+Invariant: only what Slurm's own commands say is judged, and each is waited for `SECONDS` at most.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from hpcrl.doctor.findings import Answer, Finding, ask, count, last_line
+from hpcrl.errors import UsageError
+from hpcrl.slurm.job_request import Component
+from hpcrl.slurm.sites import Site, minutes
+
+SECONDS = 10.0
+LOGIN = "log in to a node of the cluster that submits jobs; hpcrl run needs no Slurm"
+
+
+class Partition(msgspec.Struct, frozen=True):
+    """A partition as `scontrol show partition` describes it.  limit: minutes, inf for none; nodes: most that a job may have."""
+
+    name: str
+    state: str
+    limit: float
+    nodes: float
+    total: int
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Nodes of a partition that look alike.  gpus: by type, "" for an untyped one; usable: not down, drained or failed."""
+
+    nodes: int
+    state: str
+    cpus: int
+    gpus: dict[str, int]
+
+    @property
+    def usable(self) -> bool:
+        return not re.match(r"(down|drain|drng|fail|unk|inval|maint|boot_fail|power_down|reboot)", self.state)
+
+
+def check_partitions(site: Site, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
+    """Commands, controller, then each partition that a component names."""
+    missing = [name for name in ("sbatch", "srun", "squeue", "scontrol", "sinfo") if not shutil.which(name)]
+    if missing:
+        yield Finding("fail", "", f"{', '.join(missing)} not found: no Slurm here", LOGIN)
+        return
+    version, answer = ask(["sbatch", "--version"], seconds), ask(["squeue", "--noheader", "--format=%i", "--me"], seconds)
+    if answer.code != 0:
+        yield Finding("fail", "", f"squeue: {last_line(answer.text)}", "is the controller up? see scontrol ping")
+        return
+    yield Finding("ok", "", f"{version.text.strip()}, the controller answers; {count(len(answer.text.split()), 'job')} of yours")
+    if shutil.which("sacct") is None or ask(["sacct", "--noheader", "--allocations"], seconds).code != 0:
+        yield Finding(
+            "warn", "", "sacct gives no answer: no accounting", "states of ended jobs come from the run directory alone"
+        )
+    yield from fits(site, wanted, seconds)
+
+
+def fits(site: Site, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
+    """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for ever."""
+    for need in wanted:
+        yield from _component(site, need, seconds)
+
+
+def _component(site: Site, need: Component, seconds: float) -> Iterator[Finding]:
+    name = getattr(site, need.name).partition
+    shown = ask(["scontrol", "show", "partition", "--oneliner", *([name] if name else [])], seconds)
+    found = [partition for partition, default in partitions(shown) if name or default]
+    if not found:
+        what = f"{need.name}.partition {name}: {last_line(shown.text)}" if name else "there is no default partition"
+        yield Finding("fail", "", what, f"set {need.name}.partition; there are {_list(seconds)}")
+        return
+    command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G"]
+    shapes = parse_shapes(ask(command, seconds).text)
+    yield from judge_component(need, found[0], shapes, minutes(site.time), getattr(site, need.name).gpu_type)
+
+
+def _list(seconds: float) -> str:
+    answer = ask(["sinfo", "--noheader", "--format=%R"], seconds)
+    return ", ".join(dict.fromkeys(answer.text.split())) if answer.code == 0 else "none that sinfo shows"
+
+
+# ---- reading
+
+
+def partitions(answer: Answer) -> list[tuple[Partition, bool]]:
+    """(partition, whether it is the default) of each line of `scontrol show partition --oneliner`."""
+    return (
+        [_partition(line) for line in answer.text.splitlines() if line.startswith("PartitionName=")] if answer.code == 0 else []
+    )
+
+
+def _partition(line: str) -> tuple[Partition, bool]:
+    values = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    made = Partition(
+        values["PartitionName"],
+        values.get("State", "UNKNOWN"),
+        _limit(values.get("MaxTime", "UNLIMITED")),
+        _count(values.get("MaxNodes", "UNLIMITED")),
+        int(values.get("TotalNodes", 0)),
+    )
+    return made, values.get("Default") == "YES"
+
+
+def _limit(text: str) -> float:
+    try:
+        return minutes(text)
+    except UsageError:  # UNLIMITED, or something newer
+        return math.inf
+
+
+def _count(text: str) -> float:
+    return int(text) if text.isdecimal() else math.inf
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Lines `nodes|state|cpus|gres` of sinfo, such as `4|idle|64|gpu:h100:8(S:0-1)`; `64+` is 64 or more."""
+    found = []
+    for line in text.splitlines():
+        words = line.strip().split("|", 3)
+        if len(words) == 4 and words[0].isdecimal() and words[2].rstrip("+").isdecimal():
+            state, cpus = words[1].rstrip("*~#!%$@^-+"), int(words[2].rstrip("+"))
+            found.append(Shape(int(words[0]), state, cpus, parse_gres(words[3])))
+    return found
+
+
+def parse_gres(text: str) -> dict[str, int]:
+    """GPUs by type in a node's generic resources: gpu:8, gpu:a100:4(S:0-1), several with commas."""
+    found: dict[str, int] = {}
+    for kind, number in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)?(\d+)", re.sub(r"\([^()]*\)", "", text)):
+        found[kind] = found.get(kind, 0) + int(number)
+    return found
+
+
+# ---- judging
+
+
+def judge_component(
+    need: Component, partition: Partition, shapes: Iterable[Shape], limit: int, gpu_type: str | None
+) -> list[Finding]:
+    """Whether a partition can hold a component for `limit` minutes; a job that it cannot hold may pend for ever."""
+    where, set_it = f"{need.name}.partition {partition.name}", f"set {need.name}.partition to another"
+    wrong = []
+    if partition.state != "UP":
+        wrong.append(Finding("fail", "", f"{where} is {partition.state}", set_it))
+    if limit > partition.limit:
+        hint = f"a run goes on by requeueing: lower time, or {set_it}"
+        wrong.append(Finding("fail", "", f"{where}: time is {limit} minutes, the most is {partition.limit:.0f}", hint))
+    if need.nodes > partition.nodes:
+        wrong.append(Finding("fail", "", f"{where}: {need.nodes} nodes asked for, a job may have {partition.nodes:.0f}", set_it))
+    fitting = [shape for shape in shapes if _most(shape.gpus, gpu_type) >= need.slots and shape.cpus >= (need.cpus or 0)]
+    have, up = sum(shape.nodes for shape in fitting), sum(shape.nodes for shape in fitting if shape.usable)
+    kind = f"{gpu_type} GPU" if gpu_type else "GPU"
+    asked = f"{count(need.nodes, 'node')} with {count(need.slots, kind)}" + (f" and {need.cpus} CPUs" if need.cpus else "")
+    if have < need.nodes:
+        hint = f"ask for less (gpus_per_node, cpus_per_node, nodes), or {set_it}"
+        wrong.append(Finding("fail", "", f"{where}: {asked} asked for, {have} of its {partition.total} are so", hint))
+    elif up < need.nodes:
+        wrong.append(Finding("warn", "", f"{where}: {asked} asked for, {up} of {have} such nodes are up", "it will wait"))
+    return wrong or [Finding("ok", "", f"{where} holds {asked} for {limit} minutes; {up} such now up")]
+
+
+def _most(gpus: Mapping[str, int], kind: str | None) -> int:
+    return gpus.get(kind, 0) if kind else sum(gpus.values())

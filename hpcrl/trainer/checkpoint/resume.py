@@ -1,0 +1,88 @@
+"""Where a run's weights come from, and from where it goes on.
+
+    1. a checkpoint in --save that this run saved: everything goes on (--load that names the same directory: whoever saved it)
+    2. --load: the weights of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a Hugging Face model
+    3. --ref-load: the same, where --load is not given or holds nothing yet
+    4. --hf-checkpoint
+
+Invariant: rank 0 looks, and all ranks do what it found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.model_files import torch_dist
+from hpcrl.trainer.checkpoint import save_load
+from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.megatron.model import Policy, load_hf
+from hpcrl.trainer.parallel.collectives import agree, broadcast_json
+from hpcrl.trainer.parallel.parallel_state import Ranks
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """all: go on from a checkpoint; weights: take a checkpoint's weights; hf: those of a Hugging Face directory.
+
+    foreign: another run may have saved it.
+    """
+
+    kind: Literal["all", "weights", "hf"]
+    path: Path
+    foreign: bool = False
+
+
+def restore(policy: Policy, ranks: Ranks, options: Options, checkpoints: Path, run_id: str) -> tuple[Position, str]:
+    """Fill the policy; collective.  Where the run is, and a line that says what was loaded.
+
+    checkpoints: the directory of --save.  HpcrlError, the same on all ranks, if what the options name is not there, is
+    damaged, or does not fit the model.
+    """
+    found = agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0)
+    sent = broadcast_json([found.kind, str(found.path), found.foreign] if found else None)
+    source = WeightSource(sent[0], Path(sent[1]), sent[2])
+    if source.kind == "all":
+        at = save_load.load_checkpoint(policy, ranks, source.path, None if source.foreign else run_id)
+        return at, f"resumed from {source.path} at rollout {at.rollout_id}, policy version {at.version}"
+    if source.kind == "weights":
+        save_load.load_weights(policy, ranks, source.path)
+    else:
+        agree(lambda: load_hf(policy, source.path))
+    return Position(), f"took the weights of {source.path}"
+
+
+def find_source(options: Options, checkpoints: Path, run_id: str) -> WeightSource:
+    """What the options mean, by what is there now."""
+    load = Path(options.load) if options.load else None
+    same = load is not None and load.resolve() == checkpoints.resolve()
+    if path := save_load.latest(checkpoints):
+        ours = save_load.saved_by(path)
+        if not same or ours == run_id:
+            return WeightSource("all", path)
+        path = torch_dist.find_checkpoint(checkpoints, options.ckpt_step, "--load")
+        return WeightSource("all", path, foreign=True) if save_load.saved_by(path) else WeightSource("weights", path)
+    if load and (found := _at(load, options.ckpt_step, "--load")):
+        return found
+    if options.ref_load:
+        return _at(Path(options.ref_load), None, "--ref-load") or _nothing("--ref-load", options.ref_load)
+    if load and not same:
+        _nothing("--load", load)
+    return WeightSource("hf", Path(str(options.hf_checkpoint)))
+
+
+def _at(directory: Path, ckpt_step: int | None, flag: str) -> WeightSource | None:
+    """The weights in `directory`, or None if it holds none (or is not there yet)."""
+    if any((directory / name).is_file() for name in (save_load.TRACKER, ".metadata")) or ckpt_step is not None:
+        return WeightSource("weights", torch_dist.find_checkpoint(directory, ckpt_step, flag))
+    return WeightSource("hf", directory) if (directory / "config.json").is_file() else None
+
+
+def _nothing(flag: str, directory: object) -> WeightSource:
+    raise HpcrlError(
+        f"{flag} {directory} holds no {save_load.TRACKER} and no config.json",
+        "give a directory that a run saved to, or a Hugging Face model",
+    )

@@ -1,0 +1,275 @@
+"""Checkpoints: Megatron's torch_dist layout, written whole or not at all.
+
+    DIR/iter_0000020/                   20 rollouts done: model, optimizer, schedule, RNG (torch_dist), hpcrl.json
+    DIR/latest_checkpointed_iteration.txt   "20"
+
+Invariant: a directory named iter_* is complete.  A checkpoint is written under another name, flushed, renamed, and only
+then named by the tracker file; a crash at any moment leaves the previous checkpoint good.  Model, optimizer, RNG, data
+position and policy version are in the same directory, so they can never be of different steps.  It loads into any other
+parallel layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from hpcrl.errors import HpcrlError
+from hpcrl.model_files.torch_dist import TRACKER, TorchDist, latest, step
+from hpcrl.run.rundir import flush, write_atomic
+from hpcrl.trainer.checkpoint import compatibility, rng_state
+from hpcrl.trainer.checkpoint.megatron_args import megatron_args
+from hpcrl.trainer.megatron import cpu_shim
+from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
+from hpcrl.trainer.parallel.collectives import agree
+from hpcrl.trainer.parallel.parallel_state import Ranks
+
+__all__ = ["TRACKER", "Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
+
+RECORD = "hpcrl.json"
+#: optimizer state that any data-parallel size can read (Megatron's name for it)
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is: rollouts done, optimizer steps done (the policy version), and the rollout process's own state."""
+
+    rollout_id: int = 0
+    version: int = 0
+    data: dict[str, Any] | None = None
+
+
+# ---- out
+
+
+def save(policy: Policy, ranks: Ranks, directory: Path, position: Position, run_id: str) -> Path:
+    """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written."""
+    final = step(directory, position.rollout_id)
+    if latest(directory) == final:  # a run stopped right after a save: nothing has changed since
+        return final
+    with told(final):
+        beside = prepare(final, ranks)
+        write(everything(policy, ranks, position), beside)
+        commit(beside, final, position, run_id, ranks)
+    return final
+
+
+@contextlib.contextmanager
+def told(final: Path) -> Iterator[None]:
+    """Make an error, which all ranks must raise alike, say which checkpoint was not saved."""
+    try:
+        yield
+    except HpcrlError as error:
+        free = shutil.disk_usage(final.parent).free / 1e6 if final.parent.is_dir() else 0.0
+        raise HpcrlError(
+            f"checkpoint {final} was not saved: {error.what} ({free:.1f} MB are free there)",
+            "the previous checkpoint is untouched: free space and use --resume",
+        ) from error
+
+
+def prepare(final: Path, ranks: Ranks) -> Path:
+    """An empty directory beside `final` to write in; what a crash left of earlier ones goes.  Collective."""
+    beside = final.with_name(f".partial-{final.name}")
+
+    def make() -> None:
+        for pattern in (".partial-*", ".deleted-*"):
+            for old in final.parent.glob(pattern):
+                shutil.rmtree(old, ignore_errors=True)
+        beside.mkdir(parents=True)
+
+    agree(make, ranks.rank == 0)
+    return beside
+
+
+def write(state: dict[str, Any], beside: Path, *, later: bool = False) -> Any:
+    """Write `state` into an empty directory; collective.  later: plan only, and return Megatron's request to write it."""
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )  # what data-parallel ranks hold alike is divided among them
+    return agree(
+        lambda: dist_checkpointing.save(state, str(beside), strategy, content_metadata=dict(SHARDING), async_sharded_save=later)
+    )
+
+
+def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:
+    """Add hpcrl.json, rename to `final` and name it in the tracker; collective."""
+    record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
+
+    def last() -> None:
+        write_atomic(beside / RECORD, msgspec.json.encode(record), mode=0o644)
+        settle(beside, final, str(position.rollout_id))
+
+    agree(last, ranks.rank == 0)
+
+
+def settle(beside: Path, final: Path, name: str) -> None:
+    """Flush, rename, and write `name` into the tracker; one rank does it."""
+    for path in [*beside.iterdir(), beside]:
+        flush(path)
+    if final.exists():  # left by a crash before the tracker named it: nobody reads it
+        shutil.rmtree(final)
+    os.rename(beside, final)
+    flush(final.parent)
+    write_atomic(final.parent / TRACKER, name.encode(), mode=0o644)
+
+
+# ---- in
+
+
+def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
+    """Go on from a checkpoint of ours, saved in whatever layout; collective.
+
+    run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the checkpoint
+    is damaged or does not fit the model, naming tensor or file.
+    """
+    record = agree(lambda: _record(path, run_id))
+    cpu_shim.before_load(policy.optimizer)
+    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    request = everything(policy, ranks, Position(), loading=True)
+    if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
+        del request["rng_state"]
+    optimizer = [{k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"} for leaf in _leaves(request["optimizer"])]
+    state = _read(request, stored, policy)
+    _fill(policy, state)
+    policy.optimizer.load_state_dict(_as_chained(state["optimizer"], optimizer))
+    cpu_shim.after_load(policy.optimizer)
+    policy.scheduler.load_state_dict(state["opt_param_scheduler"])
+    if "rng_state" in request:
+        rng_state.restore(state["rng_state"][0])
+    return Position(record["rollout_id"], record["version"], record["data"])
+
+
+def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
+    """Take a torch_dist checkpoint's weights and nothing else: ours, slime's, or Megatron-LM's; collective.
+
+    DataError as `load`.
+    """
+    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    _fill(policy, _read(weights(policy), stored, policy))
+    policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
+
+
+def _read(request: dict[str, Any], stored: TorchDist, policy: Policy) -> dict[str, Any]:
+    compatibility.check_fits(request, stored, policy.vocab_size)
+    try:
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(stored.path)),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )  # each file is read once for all data-parallel ranks
+        return agree(lambda: dist_checkpointing.load(request, str(stored.path), strategy))
+    except HpcrlError as error:
+        raise HpcrlError(
+            f"{stored.path} does not load into this model: {error.what}", "is it a checkpoint of --hf-checkpoint's model?"
+        ) from error
+
+
+def saved_by(path: Path) -> str | None:
+    """The run that saved a checkpoint; None if it was no run of hpcrl."""
+    return _record(path, None)["run_id"] if (path / RECORD).is_file() else None
+
+
+def _record(path: Path, run_id: str | None) -> dict[str, Any]:
+    """hpcrl.json of a checkpoint that a run of ours saved."""
+    try:
+        record = msgspec.json.decode((path / RECORD).read_bytes(), type=dict)
+        known = {name: record[name] for name in ("run_id", "rollout_id", "version", "data")}
+    except (OSError, msgspec.DecodeError, KeyError) as error:
+        raise HpcrlError(f"{path / RECORD} cannot be read: {error}", "--load starts from the weights alone") from error
+    if run_id not in (None, known["run_id"]):
+        raise HpcrlError(f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights")
+    return known
+
+
+def writable(directory: Path) -> None:
+    """Make the checkpoint directory; HpcrlError before any work if nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (probe := directory / f".probe-{os.getpid()}").touch()
+        probe.unlink()
+    except OSError as error:
+        raise HpcrlError(f"--save {directory}: {error.strerror}", "choose a writable directory") from error
+
+
+# ---- what is saved
+
+
+def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: bool = False) -> dict[str, Any]:
+    """Model, optimizer, schedule and RNG, under Megatron-LM's keys; collective."""
+    cpu_shim.before_load(policy.optimizer)  # before the first step there is no state to save
+    model = weights(policy)
+    optimizer = policy.optimizer.sharded_state_dict(
+        {k: v for k, v in model.items() if k.startswith("model")}, is_loading=loading, metadata=metadata()
+    )
+    return model | {
+        "iteration": position.rollout_id,
+        "optimizer": optimizer,
+        "opt_param_scheduler": policy.scheduler.state_dict(),
+        "rng_state": rng_state.as_object(ranks),
+    }
+
+
+def weights(policy: Policy) -> dict[str, Any]:
+    """The model alone, with what a reader asks for beside it; under model, or of virtual stages model0, model1, ..."""
+    many = len(policy.modules) > 1
+    model = {f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)}
+    args = megatron_args(policy, padded_vocab_size(policy.vocab_size, policy.ranks.tp_size))
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, **model}
+
+
+def metadata() -> dict[str, Any]:
+    """What Megatron's sharded_state_dict wants to know."""
+    return SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _fill(policy: Policy, state: dict[str, Any]) -> None:
+    for i, module in enumerate(policy.modules):
+        own = state["model"] if len(policy.modules) == 1 else state[f"model{i}"]
+        module.load_state_dict(own, strict=False)  # fit.check has compared the names already
+
+
+def _leaves(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The parts of a chained optimizer's state: one each for dense and expert parameters, or the only one."""
+    numbers = sorted(key for key in optimizer if isinstance(key, int))
+    return [optimizer[number] for number in numbers] or [optimizer]
+
+
+def _as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
+
+    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group takes
+    its numbers (learning rate, weight decay, step) from a stored one of the same kind.
+    """
+    leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
+    stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]
+    parts = []
+    for i, part in enumerate(own):
+        for group in part["optimizer"]["param_groups"]:
+            same = [g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))]
+            keep = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
+            group.update({k: v for k, v in (same or stored)[0].items() if k not in keep})
+        tensors = loaded[i] if len(own) > 1 else loaded
+        parts.append({**part, "param_state": tensors["param_state"]})
+    return dict(enumerate(parts)) if len(parts) > 1 else parts[0]

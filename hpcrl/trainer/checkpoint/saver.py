@@ -1,0 +1,188 @@
+"""Saving while a run goes on: at once or in the background, and which old checkpoints go.
+
+    saver = Saver(policy, ranks, directory, run_id, options)
+    saver.save(position)           # with --async-save the files are written by a process beside the training
+    saver.poll()                   # between steps: names the checkpoint in the tracker once all ranks have written
+    saver.finish()                 # before the run ends: waits, with a deadline
+
+Invariants: the tracker names a checkpoint only when every rank's files are on disk; old checkpoints go only after that;
+one that another run saved is never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.run.process import die_with_parent
+from hpcrl.trainer.checkpoint import save_load
+from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.parallel.collectives import agree, device
+from hpcrl.trainer.parallel.parallel_state import Ranks
+
+
+@dataclass
+class PendingSave:
+    """A checkpoint that is being written.  writer: this rank's, or None if it has nothing to write."""
+
+    beside: Path
+    final: Path
+    position: Position
+    finalize: list[Callable[[], None]]
+    writer: CheckpointWriter | None
+
+
+class Saver:
+    """The checkpoints of one run, on one rank; every method is collective."""
+
+    def __init__(self, policy: Policy, ranks: Ranks, directory: Path, run_id: str, options: Options) -> None:
+        self.policy, self.ranks, self.directory, self.run_id, self.options = policy, ranks, directory, run_id, options
+        self.pending: PendingSave | None = None
+
+    def save(self, position: Position, *, wait: bool = False) -> Path:
+        """Save now, or begin to (--async-save and not wait); an earlier save is finished first.  HpcrlError if it fails."""
+        self.finish()
+        if self.options.async_save and not wait:
+            return self._begin(position)
+        path = save_load.save(self.policy, self.ranks, self.directory, position, self.run_id)
+        self._prune()
+        return path
+
+    def poll(self) -> Path | None:
+        """Commit the pending checkpoint if every rank has written its part: its path then, else None.  HpcrlError if it failed."""
+        if self.pending is None:
+            return None
+        writer = self.pending.writer
+        busy = torch.tensor([writer is not None and not writer.done()], dtype=torch.int32, device=device())
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        return None if busy.item() else self._commit()
+
+    def finish(self) -> Path | None:
+        """Wait for the pending checkpoint; DeadlineError after --distributed-timeout-minutes."""
+        if self.pending is None:
+            return None
+        minutes, path = self.options.distributed_timeout_minutes, self.pending.final
+        deadline = time.monotonic() + 60 * minutes
+
+        def wait() -> None:
+            while self.pending.writer is not None and not self.pending.writer.done():
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"checkpoint {path} is not written after {minutes} minutes",
+                        "raise --distributed-timeout-minutes, or is the file system stuck?",
+                    )
+                time.sleep(0.01)
+
+        agree(wait)
+        return self._commit()
+
+    def _begin(self, position: Position) -> Path:
+        final = save_load.step(self.directory, position.rollout_id)
+        if save_load.latest(self.directory) == final:
+            return final
+        with save_load.told(final):
+            beside = save_load.prepare(final, self.ranks)
+            state = save_load.everything(self.policy, self.ranks, position)
+            request = save_load.write(state, beside, later=True)
+            writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
+        self.pending = PendingSave(beside, final, position, request.finalize_fns, writer)
+        return final
+
+    def _commit(self) -> Path:
+        pending, self.pending = self.pending, None
+        with save_load.told(pending.final):
+            agree(pending.writer.hand_over if pending.writer else lambda: None)
+            for finalize in pending.finalize:  # gathers what was written where, and writes .metadata
+                agree(finalize)
+            save_load.commit(pending.beside, pending.final, pending.position, self.run_id, self.ranks)
+        self._prune()
+        return pending.final
+
+    def _prune(self) -> None:
+        if self.ranks.rank == 0:
+            prune(self.directory, self.run_id, self.options.save_keep_last, self.options.save_retain_interval)
+
+
+class CheckpointWriter:
+    """A forked process that writes this rank's part of a checkpoint, from memory as it is at the fork."""
+
+    def __init__(self, request: Any) -> None:
+        write, (rank, buckets, self.results) = request.async_fn, request.async_fn_args
+        if request.preload_fn is not None:
+            buckets = request.preload_fn()  # GPU tensors into host memory; those on the CPU are shared until one side writes
+        context = multiprocessing.get_context("fork")
+        self.mine, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_write, args=(write, rank, buckets, theirs), daemon=False)
+        self.process.start()
+        theirs.close()
+        self.answer: Any = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._heard() or not self.process.is_alive()
+
+    def _heard(self) -> bool:
+        """Whether it has said what it wrote."""
+        if self.answer is None and self.mine.poll():
+            with contextlib.suppress(EOFError):  # it died: hand_over says how
+                self.answer = self.mine.recv()
+        return self.answer is not None
+
+    def hand_over(self) -> None:
+        """Give Megatron what was written, as if this process had.  HpcrlError if the writer was killed."""
+        heard = self._heard()
+        self.process.join()
+        self.mine.close()
+        if not heard:
+            code = self.process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise HpcrlError(f"the process that wrote it {how}")
+        self.results.put(self.answer)
+
+
+def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connection) -> None:
+    """In the forked process: write, and send what Megatron's writer says.  It and its children die with the trainer rank."""
+    die_with_parent()
+    os.register_at_fork(after_in_child=die_with_parent)  # Megatron forks again, one process for each file
+    results: queue.Queue[Any] = queue.Queue()
+    write(rank, buckets, results)
+    answer.send(results.get())
+    answer.close()
+
+
+def prune(directory: Path, run_id: str, keep_last: int | None, retain_interval: int | None) -> list[Path]:
+    """Remove old checkpoints of run `run_id`; those that went.
+
+    keep_last: the newest that stay (None: 1 with retain_interval, else all).  retain_interval: those whose number it
+    divides stay too.  A checkpoint loses its name before its files, so none is ever half there.
+    """
+    if keep_last is None and retain_interval is None:
+        return []
+    newest = save_load.latest(directory)
+    mine = [path for path in sorted(directory.glob("iter_*")) if save_load.saved_by(path) == run_id]
+    old = mine[: -(keep_last or 1)]
+    gone = []
+    for path in old:
+        number = int(path.name.removeprefix("iter_"))
+        if path == newest or path.is_symlink() or (retain_interval and number % retain_interval == 0):
+            continue
+        os.rename(path, aside := path.with_name(f".deleted-{path.name}"))
+        shutil.rmtree(aside, ignore_errors=True)
+        gone.append(path)
+    return gone

@@ -1,0 +1,269 @@
+"""Megatron-core on CPU tensors and gloo, and its checkpoints with torch's own AdamW.
+
+Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
+"cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` is the first thing a rank process calls.
+
+Invariants: where CUDA is present nothing of torch or of Megatron's computing is touched; every replacement below says
+what breaks without it; no other module of hpcrl replaces anything in a third-party package of the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import queue
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hpcrl.errors import HpcrlError
+
+#: string constants in Megatron's functions, and what they are on a CPU
+LITERALS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+#: the modules that hold such constants on paths we take
+RETARGET = (
+    "megatron.core.optimizer.optimizer",  # found_inf on "cuda"; the optimizers group parameters by type name
+    "megatron.core.optimizer.distrib_optimizer",  # type names
+    "megatron.core.optimizer.clip_grads",  # the norm and its coefficient
+    "megatron.core.pipeline_parallel.schedules",  # the token counter
+    "megatron.core.utils",  # the global memory buffer
+    "megatron.core.transformer.moe.moe_utils",  # counters of the router
+    "megatron.core.dist_checkpointing.exchange_utils",  # tensors exchanged on load
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",  # the plan's metadata
+)
+
+_done: list[bool] = []  # filled by the first install() of the process
+
+
+def install() -> None:
+    """Make this process ready for Megatron: call it before anything imports megatron.core.  A second call does nothing.
+
+    HpcrlError if psutil is missing: Megatron does not declare it, and a checkpoint save would hang for ever.
+    """
+    if importlib.util.find_spec("psutil") is None:
+        raise HpcrlError("psutil is not installed", "pip install psutil: Megatron's checkpoints need it")
+    import torch
+
+    if _done:
+        return
+    _done.append(True)
+    _quiet()
+    if not torch.cuda.is_available():
+        # Megatron's jit_fuser is torch.compile: on a CPU it would start a C++ compiler for functions of a few lines.
+        # To be set before torch._dynamo is imported, which the lines above do not do.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        _torch_cuda_is_the_cpu()
+        _megatron_on_cpu()
+    _checkpoint_repairs()
+
+
+def _quiet() -> None:
+    """Silence what Megatron says on every rank and nobody can act upon."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # Megatron's collectives
+    warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
+    warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
+    warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)  # of CUDA streams
+    warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)  # of CUDA streams
+    warnings.filterwarnings("ignore", "If you are using transformer_engine as the transformer impl", UserWarning)  # recompute
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)  # its zero_grad
+    warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
+
+
+# ---- torch.cuda
+
+
+class _Nothing:
+    """Stands for a CUDA stream or event: every operation on a CPU is done when its call returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> _Nothing:
+        return self
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    wait_event = wait = record = synchronize = wait_stream
+
+    def query(self) -> bool:
+        return True
+
+
+def _torch_cuda_is_the_cpu() -> None:
+    """What Megatron asks of torch.cuda, answered for the CPU.
+
+    Each name gets a function object of its own: torch._dynamo refuses one object under two torch.cuda names.
+    """
+    import torch
+
+    cuda, cpu, nothing = torch.cuda, torch.device("cpu"), _Nothing()
+    cuda.current_device = lambda: cpu  # buffers, p2p, embeddings, router: device=torch.cuda.current_device()
+    for name in ("synchronize", "empty_cache", "set_device"):  # p2p, checkpoint writer
+        setattr(cuda, name, lambda *_, **__: None)
+    for name in ("current_stream", "default_stream"):  # DDP, token dispatcher
+        setattr(cuda, name, lambda *_, **__: nothing)
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.Stream, cuda.Event = type("Stream", (_Nothing,), {}), type("Event", (_Nothing,), {})
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # model_parallel_cuda_manual_seed
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.Tensor.cuda = lambda self, *_, **__: self  # tied embeddings over pipeline stages
+
+
+# ---- Megatron
+
+
+def _megatron_on_cpu() -> None:
+    """Retarget the literals, and replace the functions that have no CPU meaning or are wrong without Transformer Engine."""
+    import torch
+
+    from hpcrl.trainer.megatron import packed_rope as rope_functions
+    from hpcrl.trainer.parallel import uneven_collectives
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
+        for name in RETARGET:
+            _retarget(importlib.import_module(name))
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")  # warns too
+        rng = importlib.import_module("megatron.core.tensor_parallel.random")
+        moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+        embedding = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+        mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+
+    # The tensor-parallel RNG tracker switches the state of torch.cuda's default generator: here the CPU's generator.
+    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # ... and warns on leaving each fork, because the CPU generator moved: it is the one it was to move.
+    logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+    # The router names te_general_gemm without looking whether Transformer Engine is there: NameError in every MoE forward.
+    if not hasattr(moe, "te_general_gemm"):
+        moe.te_general_gemm = None
+    # For a CPU tensor the stock function forgets as_numpy: all_to_all_single gets tensors for split sizes, TypeError.
+    moe.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+
+    # gloo refuses pieces of unequal length, which the dispatcher exchanges where several ranks share an expert.
+    mappings._gather_along_first_dim = _unless_equal(mappings._gather_along_first_dim, uneven_collectives.gather)
+    scatter = mappings._reduce_scatter_along_first_dim
+    mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, uneven_collectives.reduce_scatter)
+
+    # The stock function pins memory, which needs CUDA.
+    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = rope_functions.table_of_cp_rank
+    # The stock function slices the table once per sequence, in Python, in every layer: 100 short sequences cost more
+    # than the attention itself.
+    rope._apply_rotary_pos_emb_thd = rope_functions.packed
+
+
+def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Callable[..., Any]:
+    """One of Megatron's two functions that take sizes of pieces, with ours where they are given."""
+
+    def replaced(x: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        alike = sizes is None or group.size() == 1
+        return stock(x, group, None, use_global_buffer) if alike else unequal(x, group, sizes)
+
+    return replaced
+
+
+def _retarget(module: types.ModuleType) -> None:
+    """Replace LITERALS in the code of every function and method that `module` defines."""
+    for value in list(vars(module).values()):
+        if inspect.isclass(value) and value.__module__ == module.__name__:
+            for member in list(vars(value).values()):
+                _retarget_function(member, module.__name__)
+        else:
+            _retarget_function(value, module.__name__)
+
+
+def _retarget_function(value: Any, module: str) -> None:
+    value = getattr(value, "__func__", value)  # static and class methods
+    if isinstance(value, property):
+        value = value.fget
+    value = inspect.unwrap(value) if callable(value) else value  # torch.no_grad() and other decorators
+    if inspect.isfunction(value) and value.__module__ == module:
+        value.__code__ = _swap(value.__code__)
+
+
+def _swap(constant: Any) -> Any:
+    """A constant of a code object with LITERALS replaced, also inside tuples and nested functions."""
+    if isinstance(constant, str):
+        return LITERALS.get(constant, constant)
+    if isinstance(constant, tuple):
+        return tuple(map(_swap, constant))
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(map(_swap, constant.co_consts)))
+    return constant
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """maybe_move_tensor_to_cpu for tensors that are there already."""
+    import torch
+
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+# ---- checkpoints of Megatron's optimizers whose Adam is torch.optim.AdamW (no Transformer Engine, no apex)
+
+
+def _checkpoint_repairs() -> None:
+    """Two repairs that also hold with CUDA: they act only where Adam is torch's, or a save is synchronous."""
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    stock = optimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # The loader leaves `step` out, the setter wants every key of torch AdamW's state: KeyError 'step'.
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        stock(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+    # The writer's result queue comes from a spawned Manager process: 2 s on the first save of each rank, a re-import of
+    # __main__, and an orphan when the rank is killed.  Our saves are synchronous: a queue of this process will do.
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = queue.Queue()
+
+
+def _torch_adams(optimizer: Any) -> Iterator[Any]:
+    """The torch Adam(W) optimizers inside a Megatron optimizer."""
+    import torch
+
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(leaf.optimizer, torch.optim.Adam):
+            yield leaf.optimizer
+
+
+def before_load(optimizer: Any) -> None:
+    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a step."""
+    import torch
+
+    for adam in _torch_adams(optimizer):
+        for group in adam.param_groups:
+            for param in group["params"]:
+                if not adam.state[param]:
+                    zeros = {key: torch.zeros_like(param.data) for key in ("exp_avg", "exp_avg_sq")}
+                    adam.state[param] = {"step": torch.tensor(0.0), **zeros}
+
+
+def after_load(optimizer: Any) -> None:
+    """Give each parameter a step tensor of its own; call it after `load_state_dict`.
+
+    The stock loader gives one tensor to all parameters, AdamW counts it up once for each, and its bias correction is
+    silently wrong.
+    """
+    for adam in _torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone()

@@ -1,0 +1,225 @@
+"""Weights from a Hugging Face directory into the ranks, and out of them again.
+
+Invariants: loading reads each file once, a slice at a time, and every tensor of the files has exactly one place; export
+gives back every tensor once, bit for bit what the ranks hold, with one full tensor in memory at a time.  Nothing is
+pickled between ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from hpcrl.errors import DataError, HpcrlError
+from hpcrl.model_files.hf_reader import Files
+from hpcrl.models.family import Rule
+from hpcrl.models.slicing import CUTS, Shapes
+from hpcrl.trainer.parallel.parallel_state import Ranks
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.megatron.model import Policy
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = ("F32", "BF16", "F16", "F64")
+#: a parameter of one expert, in its layer: those of Megatron's own experts, and of Transformer Engine's grouped ones
+EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
+
+
+# ---- in
+
+
+@torch.no_grad()
+def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
+    """Fill the model from the safetensors of a Hugging Face directory; collective, every rank reads its own part.
+
+    progress: what shows how far it is, such as tqdm.  DataError, the same on all ranks, names the tensors that are missing,
+    in excess, of another shape or no floats, or the file that cannot be read.
+    """
+    with ExitStack() as stack:
+        files = Files(Path(directory), stack)
+        _check_wide(files)
+        _check_names(policy, files)
+        _check_shapes(policy, files)
+        for rule, parameter in progress(_own(policy).values()):
+            sources = [files.slice(name) for name in rule.hf]
+            rank = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
+            parameter.copy_(CUTS[rule.kind].part(sources, rank, tuple(parameter.shape), _shapes(policy, rule)))
+    policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
+
+
+def _check_wide(files: Files) -> None:
+    """DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is left of them."""
+    if scaled := sorted(name for name in files.where if name.endswith((".weight_scale", ".weight_scale_inv"))):
+        raise DataError(
+            f"{files.directory} holds quantised weights ({scaled[0]}), from which training cannot start",
+            "name the wide ones, a Hugging Face or torch_dist directory, by --ref-load or --load; "
+            "--hf-checkpoint may stay, for the engines",
+        )
+
+
+def _check_names(policy: Policy, files: Files) -> None:
+    held, expected = set(files.where), _expected(policy)
+    missing, extra = expected - held, {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
+    if missing or extra:
+        texts = [f"{what} {_some(sorted(names))}" for what, names in (("lacks", missing), ("holds in excess", extra)) if names]
+        raise DataError(f"{files.directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?")
+
+
+def _check_shapes(policy: Policy, files: Files) -> None:
+    wrong = []
+    for held in _table(policy):
+        rule, full = held.rule, CUTS[held.rule.kind].full(held.shape, _shapes(policy, held.rule))
+        for name, wanted in zip(rule.hf, full, strict=True):
+            found = files.slice(name)
+            if tuple(found.get_shape()) != wanted:
+                wrong.append(f"{name} is {list(found.get_shape())}, config.json asks for {list(wanted)}")
+            elif found.get_dtype() not in FLOATS:
+                wrong.append(f"{name} holds {found.get_dtype()}, not one of {', '.join(FLOATS)}")
+    if wrong:
+        raise DataError(f"{files.directory}: {_some(wrong, '; ')}")
+
+
+def _some(items: list[str], between: str = ", ") -> str:
+    rest = f" and {len(items) - 4} more" if len(items) > 4 else ""
+    return between.join(items[:4]) + rest
+
+
+# ---- out
+
+
+@torch.no_grad()
+def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, full tensor) of every tensor, once; collective: all ranks iterate to the end.
+
+    Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
+    output layer is not a tensor of its own.  The parts of one parameter at a time (of an expert: of one linear layer)
+    go from the ranks that hold them to rank 0; nobody else has more than its own.
+    """
+    mine = _own(policy)
+    rows = {held.rule.hf: held for held in reversed(_table(policy))}  # of a tied pair, the embedding
+    if missing := _expected(policy) - {name for names in rows for name in names}:
+        raise HpcrlError(f"no rank holds {_some(sorted(missing))}")
+    for held in reversed(rows.values()):
+        own = mine.get(held.rule.megatron)
+        yield from zip(held.rule.hf, _collect(policy, held, own[1] if own else None), strict=True)
+
+
+def _collect(policy: Policy, held: Held, parameter: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors of one rule, on rank 0; elsewhere their likes on "meta"."""
+    rank, cut, shapes = policy.ranks.rank, CUTS[held.rule.kind], _shapes(policy, held.rule)
+    if rank:
+        if rank in held.owners:
+            _exchange(dist.isend, [(parameter.detach().contiguous(), 0)])
+        return [torch.empty(shape, dtype=held.dtype, device="meta") for shape in cut.full(held.shape, shapes)]
+    empty = partial(torch.empty, held.shape, dtype=held.dtype, device=policy.ranks.device)
+    parts = [empty() if owner else parameter.detach() for owner in held.owners]
+    _exchange(dist.irecv, [(part, owner) for part, owner in zip(parts, held.owners, strict=True) if owner])
+    return cut.join(parts, shapes)
+
+
+def _exchange(operation: Callable[..., Any], pairs: list[tuple[torch.Tensor, int]]) -> None:
+    """Send or receive tensors to or from ranks of the world."""
+    if pairs:  # batched, NCCL uses the world's own communicator instead of making one for each pair of ranks
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer) for tensor, peer in pairs]):
+            work.wait()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who sends the parts.
+
+    owners: global ranks in order of TP (of an expert's: ETP) rank, the first copy of each part.
+    """
+
+    rule: Rule
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owners: tuple[int, ...]
+
+
+def _table(policy: Policy) -> list[Held]:
+    """Every parameter that some rank holds, agreed among all ranks as a table of numbers.
+
+    HpcrlError if a part of one is held by nobody.
+    """
+    ranks, mine = policy.ranks, _own(policy)
+    rules = [rule for _, rule in policy.family.tensors(policy.hf_config)]
+    sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
+    numbers = torch.full((len(rules), 4 + max(sizes)), -1, dtype=torch.int64)  # dtype, dimensions, rows, columns, owners
+    for row, rule in zip(numbers, rules, strict=True):
+        if rule.megatron not in mine:
+            continue
+        parameter = mine[rule.megatron][1]
+        known = [DTYPES.index(parameter.dtype), parameter.dim(), *parameter.shape]
+        row[: len(known)] = torch.tensor(known)
+        first, place = _copy_and_part(ranks, rule)
+        if first:
+            row[4 + place] = ranks.rank
+    numbers = numbers.to(ranks.device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    found = []
+    for rule, size, (dtype, dims, rows, columns, *owners) in zip(rules, sizes, numbers.tolist(), strict=True):
+        if dtype < 0:
+            continue
+        if -1 in owners[:size]:
+            raise HpcrlError(f"no rank holds part {owners.index(-1)} of {rule.megatron}")
+        found.append(Held(rule, (rows, columns)[:dims], DTYPES[dtype], tuple(owners[:size])))
+    return found
+
+
+def _copy_and_part(ranks: Ranks, rule: Rule) -> tuple[bool, int]:
+    """Whether this rank has the first copy of its part of a parameter, and which part that is."""
+    if rule.expert is None:
+        return ranks.dp_rank == ranks.cp_rank == 0, ranks.tp_rank
+    return ranks.edp_rank == 0, ranks.etp_rank
+
+
+# ---- names
+
+
+def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
+    """This rank's parameters with their rules, by name.  HpcrlError if the family has no rule for one."""
+    rules = dict(policy.family.tensors(policy.hf_config))
+    held = {
+        _in_whole_model(module, name, policy.ranks): value
+        for module in policy.modules
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and "_extra_state" not in name
+    }
+    if unknown := sorted(held.keys() - rules.keys()):
+        raise HpcrlError(f"family {policy.family.model_type} has no rule for {_some(unknown)}")
+    return {name: (rules[name], value) for name, value in held.items()}
+
+
+def _in_whole_model(module: GPTModel, name: str, ranks: Ranks) -> str:
+    """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP rank."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if match is None:
+        return name
+    number = module.decoder.layers[int(match[1])].layer_number - 1
+    rest = name[match.end() :]
+    if expert := EXPERT.match(rest):
+        first = ranks.ep_rank * (module.config.num_moe_experts // ranks.ep_size)
+        rest = f"{expert[1]}{first + int(expert[2])}{rest[expert.end() :]}"
+    return f"decoder.layers.{number}.{rest}"
+
+
+def _expected(policy: Policy) -> set[str]:
+    """The tensors that a directory must hold and an export gives."""
+    names = {name for _, rule in policy.family.tensors(policy.hf_config) for name in rule.hf}
+    return {name for name in names if not policy.family.ignores(name, policy.hf_config)}
+
+
+def _shapes(policy: Policy, rule: Rule) -> Shapes:
+    c, ranks = policy.config, policy.ranks
+    parts = ranks.tp_size if rule.expert is None else ranks.etp_size
+    return Shapes(c.num_attention_heads, c.num_query_groups, c.kv_channels, policy.vocab_size, parts)

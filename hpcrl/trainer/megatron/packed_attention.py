@@ -1,0 +1,132 @@
+"""Which attention and norms a model gets, and our own for packed, context-parallel sequences without Transformer Engine.
+
+Megatron's local DotProductAttention refuses packed sequences and context parallelism, its torch norm refuses sequence
+parallelism.  Ours is torch's scaled_dot_product_attention over the buckets that `thd.plan` makes.
+
+Invariant: outputs and gradients depend on the sequences alone, not on how the plan batches them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from hpcrl.trainer.megatron import thd
+from hpcrl.trainer.megatron.checkpoint_keys import name_as_elsewhere
+
+Adapt = Callable[[ModuleSpec, type, TransformerConfig], None]
+
+
+def use_flash_attention(query: torch.Tensor) -> bool:
+    """Whether our attention calls the flash-attn package: half precision on CUDA, and it is installed."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and importlib.util.find_spec("flash_attn") is not None
+
+
+def block_spec(config: TransformerConfig, adapt: Adapt | None = None, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this (virtual) pipeline stage: Transformer Engine's where installed, else Megatron's with our attention and norm.
+
+    adapt: a family's change to a layer's spec, called with (spec, norm class, config).
+    """
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not engine:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+            for owner in (layer.submodules, layer.submodules.self_attention.submodules):
+                _replace_norms(owner)
+        block = TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
+    if adapt:
+        for layer in block.layer_specs:
+            adapt(layer, block.layer_norm, config)
+    for layer in block.layer_specs:
+        name_as_elsewhere(layer)
+    return block
+
+
+def _replace_norms(submodules: Any) -> None:
+    for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm"):
+        found: ModuleSpec | type | None = getattr(submodules, name, None)
+        if found is WrappedTorchNorm:
+            setattr(submodules, name, RMSNorm)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm whose weight carries the `sequence_parallel` mark, so that its gradient is summed over TP ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention of packed sequences, grouped-query, under context parallelism."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        assert dropout == 0.0 and config.softmax_type == "vanilla" and config.window_size is None, "refused by settings.py"
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [t, heads, d], key and value [t, groups, d] of this CP rank's rows -> [t, heads * d]."""
+        assert packed_seq_params is not None, "sequences are always packed"
+        cu = packed_seq_params.cu_seqlens_q_padded
+        cu = packed_seq_params.cu_seqlens_q if cu is None else cu
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        if size == 1 and use_flash_attention(query):
+            return _flash(query, key, value, cu, packed_seq_params.max_seqlen_q, self.scale)
+        if size > 1:
+            # forward: everybody's keys and values; backward: their gradients, summed over the ranks
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
+            )
+            key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
+        plan = thd.plan(tuple(cu.tolist()), query.size(1) * query.size(2), size, rank, query.device)
+        return thd.attend(query, key, value, plan, self.scale).flatten(1)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True)
+    return out.flatten(1)

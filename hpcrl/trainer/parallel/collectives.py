@@ -1,0 +1,93 @@
+"""Small facts that one trainer rank knows and all must act upon.
+
+Invariant: bytes travel as uint8 tensors; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+from hpcrl import errors
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+
+
+def device() -> torch.device:
+    """Where tensors of a collective must lie: CUDA with NCCL, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def make_patient(options: Options) -> dist.ProcessGroup:
+    """A group of all ranks for waiting on other roles, as long as any of them may take; collective.
+
+    Megatron's own groups give up after --distributed-timeout-minutes, which is right for ranks that compute together
+    and wrong for ranks that wait while the first one waits for samples or engines.  gloo: these are small messages.
+    """
+    seconds = 60 + max(options.rollout_timeout, options.engine_start_timeout, options.update_timeout)
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
+    """`data` of the rank with global number `source`, on every rank of `group` (default: all); collective."""
+    if dist.get_world_size(group) == 1:
+        assert data is not None
+        return data
+    mine = dist.get_rank() == source
+    where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device()
+    size = torch.tensor([len(data) if mine and data is not None else 0], dtype=torch.int64, device=where)
+    dist.broadcast(size, source, group=group)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
+    if mine and data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, source, group=group)
+    return buffer.cpu().numpy().tobytes()
+
+
+def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """A JSON value of rank `source`, on every rank of `group`; collective."""
+    data = msgspec.json.encode(value) if dist.get_rank() == source else None
+    return msgspec.json.decode(broadcast_bytes(data, source, group))
+
+
+def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
+    """Run `action` on the ranks where it is wanted; collective.  Its result, or None elsewhere.
+
+    If it fails on any rank, all ranks raise the error of the first that failed: none goes on alone.
+    """
+    result, error = None, None
+    if wanted:
+        try:
+            result = action()
+        except (Exception, CheckpointException) as caught:  # noqa: BLE001  (told to all ranks)
+            error = caught
+    if dist.get_world_size() == 1:
+        if error is not None:
+            raise _as_ours(error) from error
+        return result
+    world = dist.get_world_size()
+    first = torch.tensor([dist.get_rank() if error is not None else world], device=device())
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if first.item() == world:
+        return result
+    ours = _as_ours(error) if error is not None else HpcrlError("")
+    kind, what, hint = broadcast_json([type(ours).__name__, ours.what, ours.hint], int(first))
+    raise getattr(errors, kind)(what, hint) from error
+
+
+def _as_ours(error: BaseException) -> HpcrlError:
+    if isinstance(error, HpcrlError):
+        return error
+    return HpcrlError(short(error) or type(error).__name__)
+
+
+def short(error: BaseException) -> str:
+    """The line of an error that says most: a CheckpointException lists the ranks first and the cause last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1 if isinstance(error, CheckpointException) else 0][:300] if lines else ""

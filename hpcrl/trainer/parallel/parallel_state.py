@@ -1,0 +1,207 @@
+"""Process groups of the trainer: torch.distributed, Megatron's parallel state, seeds, determinism.
+
+Invariant: what a rank is, it learns from torchrun's environment and the options alone; a layout that does not divide
+is refused before any group is made.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from hpcrl.config.option_rules import expert_layout
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, UsageError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: global rank, and rank and size in each kind of parallelism.
+
+    Experts are laid over the same ranks in a way of their own: etp ranks share one expert, ep ranks share out the
+    experts of a layer, edp ranks hold copies.
+    """
+
+    rank: int
+    world: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    edp_rank: int
+    device: torch.device
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank has the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank has the output layer: it computes the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def initialize(options: Options) -> Ranks:
+    """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
+
+    UsageError if the world is not what the options ask for; HpcrlError if torchrun's variables are missing.
+    """
+    rank, world, local = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    check_world(options, world)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(options.trainer_threads)
+    timeout = timedelta(minutes=options.distributed_timeout_minutes)
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_size,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+    )
+    ranks = Ranks(
+        rank=rank,
+        world=world,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
+        device=device,
+    )
+    _seed(options.seed, ranks)
+    if options.deterministic_mode:
+        _deterministic()
+    return ranks
+
+
+def shutdown() -> None:
+    """Leave all process groups."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def check_world(options: Options, world: int) -> None:
+    """UsageError unless `world` ranks is what the options ask for and the layouts of the model and its experts divide it."""
+    if world != options.world_size:
+        asked = f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {options.actor_num_gpus_per_node}"
+        raise UsageError(f"{asked} asks for {options.world_size} trainer ranks, torchrun started {world}")
+    tp, pp, cp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size, options.context_parallel_size
+    if world % (tp * pp * cp):
+        raise UsageError(
+            f"{world} trainer ranks cannot be divided into --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+            f" x --context-parallel-size {cp}"
+        )
+    expert_layout(options)
+
+
+def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
+    """UsageError unless the model can be cut as the options ask.
+
+    fields: Megatron's TransformerConfig fields of the model (`Family.transformer`), with the user's own.
+    """
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    columns = [("num_attention_heads", "attention heads")]
+    if not all(fields.get("moe_layer_freq") or [0]):
+        columns.append(("ffn_hidden_size", "MLP columns"))
+    if fields.get("moe_shared_expert_intermediate_size"):
+        columns.append(("moe_shared_expert_intermediate_size", "columns of its shared experts"))
+    for name, what in columns:
+        if fields[name] % tp:
+            raise UsageError(f"--tensor-model-parallel-size {tp} does not divide the model's {fields[name]} {what}")
+    groups = fields["num_query_groups"]
+    if groups % tp and tp % groups:
+        raise UsageError(f"--tensor-model-parallel-size {tp} and the model's {groups} key-value heads do not divide one another")
+    uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
+    if fields["num_layers"] % pp and not any(fields.get(name) for name in uneven):
+        raise UsageError(
+            f"--pipeline-model-parallel-size {pp} does not divide the model's {fields['num_layers']} layers",
+            "set --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
+        )
+    _check_experts_of(options, fields)
+
+
+def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
+    """UsageError unless the model's experts can be cut as the options ask, and Megatron adds up all of their gradients.
+
+    With EP 1 Megatron takes the experts' parameters for ordinary ones and reduces their gradients over data-parallel ranks
+    only; if each tensor-parallel rank holds whole experts, for its own tokens, their gradients are never added.
+    """
+    tp, ep, etp = options.tensor_model_parallel_size, options.expert_model_parallel_size, options.expert_tensor_size
+    experts = fields.get("num_moe_experts")
+    if not experts:
+        if ep > 1:
+            raise UsageError(f"--expert-model-parallel-size {ep}: the model has no experts", "leave it out")
+        return  # ETP says nothing then: slime's recipes give 1 to every model
+    if ep == 1 and etp != tp:
+        raise UsageError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and --expert-model-parallel-size 1:"
+            " Megatron would not add up the gradients of the experts",
+            "leave --expert-tensor-parallel-size out, or use expert parallelism",
+        )
+    if experts % ep:
+        raise UsageError(f"--expert-model-parallel-size {ep} does not divide the model's {experts} experts")
+    columns = fields["moe_ffn_hidden_size"]
+    if columns % etp:
+        what = "--expert-tensor-parallel-size" + ("" if options.expert_tensor_parallel_size else " (by default that of TP)")
+        raise UsageError(f"{what} {etp} does not divide the model's {columns} columns of an expert")
+    if tp > 1 and not options.sequence_parallel:
+        raise UsageError(
+            f"--tensor-model-parallel-size {tp}: Megatron trains a model with experts only with sequence parallelism",
+            "add --sequence-parallel",
+        )
+
+
+def _variable(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        raise HpcrlError(f"the environment has no {name}", "trainer ranks are started by torchrun") from None
+
+
+def _seed(seed: int, ranks: Ranks) -> None:
+    """Megatron-LM's rule: pipeline stages differ, tensor-parallel ranks differ where they must, data-parallel ones are alike."""
+    seed += 100 * ranks.pp_rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _deterministic() -> None:
+    """Same input, same bits: only algorithms that torch knows to be so, and one order of summing."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,74 @@
+"""Start the trainer ranks of one host under torchrun.
+
+    python -m hpcrl.trainer.start.torchrun RUN --attempt N --index HOST      HOST: number of the host among those with trainers
+
+Invariant: the ranks die with this process, and a rank that dies is named, with its exit code or signal, in the run's
+error before anybody else's complaint about the lost connection.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from hpcrl.errors import PeerError
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.trainer.start.environment import prepare_environment
+
+
+def command(context: RoleContext) -> list[str]:
+    """torchrun's arguments for the ranks of this host."""
+    hosts = context.plan.trainer_hosts
+    return [
+        *("--nnodes", str(len(hosts))),
+        *("--rdzv-backend", "hpcrl"),
+        *("--rdzv-endpoint", context.plan.trainers[0].at),
+        *("--rdzv-id", "ranks"),
+        *("--local-addr", _first(context).at),
+        *("--nproc-per-node", str(len(context.plan.ranks_on(hosts[context.index])))),
+        *("--max-restarts", "0"),
+        *("--monitor-interval", "0.2"),
+        *("--module", "hpcrl.trainer.main", str(context.rundir.root)),
+        *("--attempt", str(context.rundir.attempt)),
+    ]
+
+
+def _first(context: RoleContext):  # noqa: ANN202
+    return context.plan.trainers[context.plan.ranks_on(context.plan.trainer_hosts[context.index])[0]]
+
+
+def main() -> int:
+    die_with_parent()
+    context = open_role()
+    ranks = context.plan.ranks_on(context.plan.trainer_hosts[context.index])
+    return act("trainer", context, ranks[0], lambda: run(context, ranks))
+
+
+def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
+    """Return when all ranks of this host have ended well; SystemExit with the exit code of one that has not."""
+    prepare_environment(context, ranks)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    from hpcrl.trainer.start.rendezvous import register
+
+    register(context, context.index)
+    try:
+        torchrun(command(context))
+    except SignalException as error:
+        host, name = context.plan.trainer_hosts[context.index], signal.Signals(error.sigval).name
+        raise PeerError(f"host {host} was told to end by {name} (cancelled, preempted, or out of time)") from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        place = context.plan.trainers[rank].host
+        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        message = f"rank {rank} on {place} ended with {how}"
+        say(message)
+        context.rundir.fail("trainer", rank, message)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

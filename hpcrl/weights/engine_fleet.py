@@ -1,0 +1,144 @@
+"""All engines of a run as the trainer sees them: one call to each at the same time, watched until all have answered.
+
+Invariants: every call has a deadline; while one is pending the engines' health and the run's error file are looked at,
+because vLLM never answers a pending call once its engine core has died; an error names engine, host and phase.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.run.rundir import RunDir
+from hpcrl.weights.engine_http import Address, HttpError, ask
+
+GLANCE = 0.5  #: seconds between two looks at the health of engines that have not answered
+LAST_WORDS = 8.0  #: seconds that a dead engine's own supervisor may take to record why
+
+
+@dataclass(frozen=True)
+class FleetEngine:
+    """One engine: its index in the plan, where it answers."""
+
+    index: int
+    address: Address
+
+    def __str__(self) -> str:
+        return f"engine-{self.index} on {self.address.host}"
+
+
+class Fleet:
+    """The engines of one attempt."""
+
+    def __init__(self, rundir: RunDir, engines: Sequence[FleetEngine], seconds: float) -> None:
+        self.rundir, self.engines, self.seconds = rundir, tuple(engines), seconds
+
+    def post(self, phase: str, path: str, body: Any = None, seconds: float | None = None) -> list[Any]:
+        """POST the same body to all engines; their answers in order of the engines."""
+        return self.begin(phase, path, [body] * len(self.engines), seconds).results()
+
+    def call(self, phase: str, method: str, *args: str, seconds: float | None = None) -> list[list[Any]]:
+        """Call a method of all workers of all engines; [engine][worker] -> what it returned."""
+        answers = self.post(phase, "/collective_rpc", {"method": method, "args": list(args)}, seconds)
+        return [answer["results"] for answer in answers]
+
+    def begin(self, phase: str, path: str, bodies: Sequence[Any], seconds: float | None = None) -> PendingCalls:
+        """Start one POST to each engine, bodies in order of the engines, and return at once."""
+        return PendingCalls(self, phase, path, bodies, seconds or self.seconds)
+
+
+class PendingCalls:
+    """Calls under way, one to each engine."""
+
+    def __init__(self, fleet: Fleet, phase: str, path: str, bodies: Sequence[Any], seconds: float) -> None:
+        self.fleet, self.phase, self.limit = fleet, phase, seconds
+        self.end = time.monotonic() + seconds
+        self.next_glance = time.monotonic() + GLANCE
+        self.futures = [_start(e.address, path, body, seconds) for e, body in zip(fleet.engines, bodies, strict=True)]
+
+    def results(self) -> list[Any]:
+        """All answers.  PeerError or DeadlineError names the first engine that failed or is late."""
+        while wait(self.futures, timeout=GLANCE / 2).not_done:
+            self.check()
+        self.check()
+        return [future.result() for future in self.futures]
+
+    def check(self) -> None:
+        """Raise if an engine has answered with an error, died, or is late; cheap enough to be called in a loop."""
+        for engine, future in zip(self.fleet.engines, self.futures, strict=True):
+            if future.done() and (error := future.exception()) is not None:
+                self._raise(engine, error)
+        now = time.monotonic()
+        late = [e for e, future in zip(self.fleet.engines, self.futures, strict=True) if not future.done()]
+        if late and now > self.end:
+            raise DeadlineError(
+                f"{late[0]}: {self.phase} did not end within {self.limit:.0f} s", "see its log, or raise --update-timeout"
+            )
+        if late and now > self.next_glance:
+            self.next_glance = now + GLANCE
+            self._listen()
+            for engine in late:
+                self._glance(engine)
+
+    def _glance(self, engine: FleetEngine) -> None:
+        try:
+            ask(engine.address, "GET", "/health", 5)
+        except HttpError as error:
+            if error.status is not None or not isinstance(error.__cause__, TimeoutError):  # slow is not dead
+                self._bury(engine, f"{engine} died during {self.phase}: {error}")
+
+    def _raise(self, engine: FleetEngine, error: BaseException) -> None:
+        if isinstance(error, HttpError) and error.status is None:
+            if isinstance(error.__cause__, TimeoutError):
+                raise self._late(engine) from error
+            self._bury(engine, f"{engine} died during {self.phase}: {error}")
+        raise PeerError(f"{engine}: {self.phase} failed: {error}") from error
+
+    def _late(self, engine: FleetEngine) -> DeadlineError:
+        return DeadlineError(
+            f"{engine}: {self.phase} did not end within {self.limit:.0f} s", "see its log, or raise --update-timeout"
+        )
+
+    def _bury(self, engine: FleetEngine, message: str) -> None:
+        """Raise, with what the engine's own supervisor says if it says something in time."""
+        end = time.monotonic() + LAST_WORDS
+        while time.monotonic() < end:
+            self._listen()
+            time.sleep(0.1)
+        raise PeerError(message)
+
+    def _listen(self) -> None:
+        """Raise if some role of the run has recorded its failure."""
+        if found := self.fleet.rundir.failure():
+            raise PeerError(f"{found['role']}-{found['index']}: {found['message']} (noticed during {self.phase})")
+
+
+def _start(address: Address, path: str, body: Any, seconds: float) -> Future[Any]:
+    return in_thread(lambda: ask(address, "POST", path, seconds, body))
+
+
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Run `work` in a thread that does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def target() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+            future.set_exception(error)
+
+    threading.Thread(target=target, daemon=True).start()
+    return future
+
+
+def joined(work: Callable[[], Any], pending: PendingCalls) -> Any:
+    """What `work` returns, which blocks until the engines take part; meanwhile what they answer is watched."""
+    future = in_thread(work)
+    while wait([future], timeout=GLANCE / 2).not_done:
+        pending.check()
+    return future.result()

@@ -1,8 +1,0 @@
-"""The engine role, with a server that loads our extension's breakable cousin."""
-
-import sys
-
-from hpcrl.engine import main
-
-main.SERVER = "tests.breakable.server"
-sys.exit(main.main())

@@ -1,0 +1,561 @@
+"""`hpcrl doctor`: each thing that can be wrong is told, with its host, and nothing that is right is called wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpcrl.commands import doctor
+from hpcrl.doctor import model_directory, packages, storage
+from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, read
+from hpcrl.doctor.findings import Answer, Finding, ask, last_line, size
+from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge
+from hpcrl.doctor.one_node import parse_gpus
+from hpcrl.launch.probe import Network, Report
+from hpcrl.slurm import partitions
+from hpcrl.slurm.job_request import Component
+from hpcrl.slurm.sites import Site
+
+
+def bad(findings: list[Finding]) -> list[str]:
+    """What is not ok, as lines."""
+    return [finding.line() for finding in findings if finding.level != "ok"]
+
+
+# ---- commands
+
+
+def test_a_command_is_waited_for_only_so_long() -> None:
+    began = time.monotonic()
+    assert ask(["sleep", "30"], 0.1) == Answer(None, "no answer within 0 s")
+    assert time.monotonic() - began < 5
+    assert ask(["/nowhere/x"], 1).code is None
+    assert ask(["sh", "-c", "echo a; echo b >&2; exit 3"], 5) == Answer(3, "a\n\nb")
+    assert last_line("x\n\n  y \n\n") == "y" and last_line("") == "no output"
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 5 << 30, 70 << 30, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "70 GiB",
+        "3.0 TiB",
+    ]
+
+
+# ---- Slurm
+
+#: as Slurm 22.05 prints it, shortened
+PARTITIONS = """\
+PartitionName=main AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=node[1-4] State=UP TotalCPUs=64 TotalNodes=4
+PartitionName=short AllowGroups=ALL Default=NO MaxNodes=2 MaxTime=1-00:00:00 Nodes=node[1-4] State=DRAIN TotalCPUs=64 TotalNodes=4
+"""
+
+
+def test_partitions_are_read() -> None:
+    (main, default), (short, other) = partitions.partitions(Answer(0, PARTITIONS))
+    assert default and not other
+    assert main == partitions.Partition("main", "UP", math.inf, math.inf, 4)
+    assert short == partitions.Partition("short", "DRAIN", 1440, 2, 4)
+    assert partitions.partitions(Answer(1, "Partition foo not found")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("gpu:8", {"": 8}),
+        ("gpu:h100:8(S:0-1)", {"h100": 8}),
+        ("gpu:a100:4(S:0-1),gpu:v100:2(S:0),nvme:1", {"a100": 4, "v100": 2}),
+        ("(null)", {}),
+        ("nvme:1,shard:8", {}),
+    ],
+)
+def test_generic_resources_are_read(text: str, gpus: dict[str, int]) -> None:
+    assert partitions.parse_gres(text) == gpus
+
+
+def test_shapes_are_read() -> None:
+    shapes = partitions.parse_shapes("4|idle|64|gpu:8\n2|down*|64+|gpu:h100:8(S:0-1)\nnonsense\n")
+    assert shapes == [partitions.Shape(4, "idle", 64, {"": 8}), partitions.Shape(2, "down", 64, {"h100": 8})]
+    assert [shape.usable for shape in shapes] == [True, False]
+
+
+UP = partitions.Partition("gpu", "UP", 60, 4, 4)
+EIGHT = [partitions.Shape(3, "mix", 64, {"h100": 8}), partitions.Shape(1, "drain", 64, {"h100": 8})]
+
+
+@pytest.mark.parametrize(
+    ("need", "partition", "limit", "kind", "expected"),
+    [
+        (Component("trainer", 3, 8, 64), UP, 60, None, []),
+        (Component("trainer", 3, 8, None), UP, 60, "h100", []),
+        (Component("trainer", 3, 8, 64), UP, 61, None, ["fail  trainer.partition gpu: time is 61 minutes, the most is 60"]),
+        (
+            Component("trainer", 4, 8, 64),
+            UP,
+            60,
+            None,
+            ["warn  trainer.partition gpu: 4 nodes with 8 GPUs and 64 CPUs asked for, 3 of 4"],
+        ),
+        (
+            Component("engine", 1, 9, 1),
+            UP,
+            60,
+            None,
+            ["fail  engine.partition gpu: 1 node with 9 GPUs and 1 CPUs asked for, 0 of its 4"],
+        ),
+        (
+            Component("engine", 1, 8, 65),
+            UP,
+            60,
+            None,
+            ["fail  engine.partition gpu: 1 node with 8 GPUs and 65 CPUs asked for, 0 of its 4"],
+        ),
+        (
+            Component("engine", 1, 1, 1),
+            UP,
+            60,
+            "a100",
+            ["fail  engine.partition gpu: 1 node with 1 a100 GPU and 1 CPUs asked for, 0 of its 4"],
+        ),
+        (
+            Component("trainer", 5, 8, 1),
+            UP,
+            60,
+            None,
+            ["fail  trainer.partition gpu: 5 nodes asked for, a job may have 4", "fail  "],
+        ),
+        (
+            Component("rollout", 1, 0, 1),
+            partitions.Partition("gpu", "DOWN", 60, 4, 4),
+            1,
+            None,
+            ["fail  rollout.partition gpu is DOWN"],
+        ),
+    ],
+)
+def test_a_partition_must_hold_what_is_asked_for(
+    need: Component, partition: partitions.Partition, limit: int, kind: str | None, expected: list[str]
+) -> None:
+    found = bad(partitions.judge_component(need, partition, EIGHT, limit, kind))
+    assert len(found) == len(expected) and all(line.startswith(start) for line, start in zip(found, expected, strict=True))
+    assert all("; " in line for line in found), "every finding has a hint"
+
+
+def commands(folder: Path, **scripts: str) -> None:
+    """Stand-ins for Slurm's commands."""
+    for name, body in {
+        "sbatch": "echo slurm 22.05",
+        "srun": "",
+        "squeue": "",
+        "sacct": "",
+        "scontrol": "",
+        "sinfo": "",
+        **scripts,
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
+def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, wanted = Site(time="1:00:00"), [Component("trainer", 1, 8, 1)]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bad([*partitions.check_partitions(site, wanted)])[0].startswith(
+        "fail  sbatch, srun, squeue, scontrol, sinfo not found: no Slurm here; "
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}:/usr/bin:/bin")
+    shown = f"cat <<'E'\n{PARTITIONS}E"
+    commands(tmp_path, scontrol=shown, sinfo="echo '4|idle|64|gpu:8'")
+    assert bad([*partitions.check_partitions(site, wanted)]) == []
+    commands(tmp_path, scontrol=shown, sinfo="echo '4|idle|64|gpu:4'", sacct="exit 1")
+    found = bad([*partitions.check_partitions(site, wanted)])
+    assert "warn  sacct gives no answer" in found[0] and "fail  trainer.partition main: 1 node with 8 GPUs" in found[1]
+    commands(tmp_path, scontrol="echo Partition foo not found; exit 1", sinfo="echo main; echo low")
+    found = bad([*partitions.check_partitions(Site.model_validate({"trainer": {"partition": "foo"}}), wanted)])
+    assert found == ["fail  trainer.partition foo: Partition foo not found; set trainer.partition; there are main, low"]
+    commands(tmp_path, squeue="sleep 30")
+    began = time.monotonic()
+    assert "squeue: no answer within" in bad([*partitions.check_partitions(site, wanted, seconds=0.2)])[0]
+    assert time.monotonic() - began < 10
+
+
+# ---- the run directory
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+tmpfs /w/local tmpfs rw 0 0
+fs@tcp:/w /w lustre rw 0 0
+nfs:/h /my\\040home nfs4 rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/root/x", ("/", "ext4")),
+        ("/w/a/b", ("/w", "lustre")),
+        ("/w/local/a", ("/w/local", "tmpfs")),
+        ("/what", ("/", "ext4")),
+        ("/my home/x", ("/my home", "nfs4")),
+    ],
+)
+def test_the_mount_of_a_directory_is_found(path: str, expected: tuple[str, str]) -> None:
+    assert storage.mount_of(Path(path), MOUNTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "several", "level"),
+    [
+        ("/w/a", True, "ok"),
+        ("/root/x", True, "warn"),
+        ("/w/local", True, "warn"),
+        ("/tmp/x", True, "warn"),
+        ("/root/x", False, "ok"),
+    ],
+)
+def test_a_file_system_of_one_node_is_noticed(path: str, several: bool, level: str) -> None:
+    assert storage.file_system(Path(path), MOUNTS, several).level == level
+
+
+def test_tmp_is_suspected_even_on_a_shared_root() -> None:
+    assert storage.file_system(Path("/tmp/x"), "fs / lustre rw 0 0", True).level == "warn"
+
+
+@pytest.mark.parametrize(("free", "level"), [(100, "ok"), (15, "warn"), (6, "fail")])
+def test_room_is_counted_in_checkpoints(free: int, level: str) -> None:
+    stat = os.statvfs_result((4096, 1 << 30, 0, 0, free, 0, 0, 0, 0, 255))
+    assert storage.room(stat, Path("/w"), 1 << 30).level == level
+
+
+def test_nothing_stays_behind_where_a_run_would_lie(tmp_path: Path) -> None:
+    found = [*storage.check_storage(tmp_path / "new" / "run", several=False)]
+    assert bad(found) == [] and not any(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    assert "is no directory" in bad([*storage.check_storage(tmp_path / "file" / "run", several=False)])[0]
+    assert "is not writable" in bad([*storage.check_storage(Path("/proc/none"), several=False)])[0]
+
+
+# ---- packages
+
+LINES = ["msgspec>=0.20", 'tensorboard>=2; extra == "report"', 'torch==2.13.0; extra == "cpu"', 'vllm>=0.26; extra == "gpu"']
+
+
+@pytest.mark.parametrize(
+    ("installed", "roles", "expected"),
+    [
+        ({"msgspec": "0.22.0"}, False, []),
+        ({"msgspec": "0.19"}, False, ["fail  msgspec is 0.19, >=0.20 is needed"]),
+        ({}, False, ["fail  msgspec is not installed, >=0.20 is needed"]),
+        ({"msgspec": "0.22", "torch": "2.13.0+cpu"}, True, []),
+        ({"msgspec": "0.22", "torch": "2.12.0+cpu"}, True, ["warn  torch is 2.12.0+cpu, ==2.13.0 is needed"]),
+        ({"msgspec": "0.22", "torch": "2.11.0", "vllm": "0.27"}, True, []),
+        ({"msgspec": "0.22", "torch": "2.11.0"}, True, ["warn  vllm is not installed, >=0.26 is needed"]),
+    ],
+)
+def test_versions_are_compared(installed: dict[str, str], roles: bool, expected: list[str]) -> None:
+    found = bad([*packages.check_packages(roles, installed.get, LINES)])
+    assert [line.partition(";")[0] for line in found] == expected
+
+
+def test_this_environment_fits() -> None:
+    assert not [line for line in bad([*packages.check_packages(roles=False)]) if line.startswith("fail")]
+    assert any("torch" in line for line in packages.requirements())
+
+
+# ---- the model
+
+
+def safetensors(path: Path, data: int = 16) -> None:
+    header = json.dumps({"__metadata__": {"a": "b"}, "w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data))
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10_000))
+def test_a_file_that_was_cut_anywhere_is_noticed(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "model.safetensors"
+    safetensors(file)
+    whole = file.read_bytes()
+    assert model_directory.flaw(file) == ""
+    file.write_bytes(whole[: cut % len(whole)])
+    assert model_directory.flaw(file) != ""
+    file.write_bytes(whole + b"x")
+    assert model_directory.flaw(file) == "it has 1 B too much"
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"w": {}}', b"<html>not found</html>"]
+)
+def test_a_file_that_is_something_else_is_noticed(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").write_bytes(data)
+    assert model_directory.flaw(tmp_path / "x") == "its header is damaged"
+
+
+def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
+    assert bad([*model_directory.check_model_directory(str(tmp_path))]) == [
+        f"fail  --hf-checkpoint {tmp_path}: no config.json there; name a Hugging Face model directory"
+    ]
+    assert "model.safetensors: is not there" in bad(model_directory.files(tmp_path))[0]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
+    safetensors(tmp_path / "1.safetensors")
+    [line] = bad(model_directory.files(tmp_path))
+    assert "2.safetensors: is not there" in line
+    safetensors(tmp_path / "2.safetensors")
+    assert (
+        bad(model_directory.files(tmp_path)) == []
+        and model_directory.total(tmp_path) == 2 * (tmp_path / "1.safetensors").stat().st_size
+    )
+    index.write_text("{}")
+    assert "is no index of weights" in bad(model_directory.files(tmp_path))[0] and model_directory.total(tmp_path) == 0
+
+
+# ---- what the nodes say
+
+
+def nodes(*names: str, **changes: Any) -> list[NodeReport]:
+    """Healthy reports of trainer nodes; `changes` for all of them."""
+    made = []
+    for number, name in enumerate(names, 1):
+        base = Report(name, name, (Network("ib0", f"10.0.0.{number}", 24, 100_000),), True, 1000.0, 64, 256 << 30, 1)
+        others = [other for other in names if other != name]
+        report = NodeReport(
+            base,
+            "trainer",
+            seen=names,
+            tried=dict.fromkeys(others, ""),
+            offsets=dict.fromkeys(others, (0.0, 0.001)),
+            gpus=tuple(Gpu(i, "H100", 80_000, 79_000) for i in range(8)),
+            devices=8,
+            shm=64 << 30,
+            versions={"torch": "2.13.0", "vllm": "0.32.0"},
+            imports={"vllm": ""},
+        )
+        made.append(msgspec.structs.replace(report, **changes))
+    return made
+
+
+WANTED = {"trainer": 8}
+
+
+def said(reports: list[NodeReport], **more: Any) -> list[str]:
+    return bad(judge_reports(reports, WANTED, **{"expected": len(reports), **more}))
+
+
+def test_healthy_nodes_are_well() -> None:
+    reports = nodes("n1", "n2", "n3")
+    assert said(reports, window=(999.5, 1000.5)) == []
+    assert Finding("ok", "n[1-3]", "trainer, 64 CPUs, 256 GiB free, 8 GPUs (H100)") in judge_reports(reports, WANTED)
+    assert said(nodes("n1")) == [] and said([]) == ["fail  none of the nodes reported; see the step's log"]
+
+
+def base(**changes: Any) -> Callable[[NodeReport], NodeReport]:
+    return lambda report: msgspec.structs.replace(report, base=msgspec.structs.replace(report.base, **changes))
+
+
+def on(**changes: Any) -> Callable[[NodeReport], NodeReport]:
+    return lambda report: msgspec.structs.replace(report, **changes)
+
+
+FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
+    (base(sees=False), "fail  n2: it does not see the run directory"),
+    (on(wrote="No space left on device"), "fail  n2: it cannot write to the run directory: No space left on device"),
+    (on(seen=("n1", "n2")), "fail  n2: in the run directory it does not see the file of n3"),
+    (base(networks=()), "fail  the hosts share no network"),
+    (base(networks=(Network("ib0", "10.0.0.1", 24, 0),)), "fail  the hosts share no network"),
+    (base(networks=(Network("ib0", "10.0.0.2", 24, 1000),)), "warn  n2: ib0 runs at 1000 Mbit/s, others at 100000"),
+    (on(port="10.0.0.2: Cannot assign requested address"), "fail  n2: no port can be bound: 10.0.0.2: Cannot assign"),
+    (on(tried={"n1": "", "n3": "refused"}), "fail  n2: it cannot connect to n3: refused"),
+    (on(tried={"n1": ""}), "warn  1 of 6 connections between nodes were not tried"),
+    (base(time=1003.0), "fail  n2: its clock differs by at least 2.5 s from the login node's"),
+    (on(versions={"torch": "2.12.0", "vllm": "0.32.0"}), "fail  n2: torch is 2.12.0, on most nodes 2.13.0"),
+    (on(versions={"torch": "2.13.0"}), "fail  n2: vllm is absent, on most nodes 0.32.0"),
+    (on(gpus=(), devices=0), "fail  n2: 0 GPUs for trainer, 8 are needed"),
+    (on(visible="0,1"), "fail  n2: 2 GPUs for trainer, 8 are needed"),
+    (on(gpus=None), "warn  n2: 8 GPUs, but nvidia-smi does not answer"),
+    (on(gpus=tuple(Gpu(i, "H100", 80_000, 79_000 if i else 9) for i in range(8))), "warn  n2: GPU 0 has 9 of 80000 MiB free"),
+    (on(gpus=tuple(Gpu(i, "A100", 80_000, 79_000) for i in range(8))), "warn  the trainers have different GPUs: 16 H100, 8 A100"),
+    (on(shm=64 << 20), "warn  n2: only 64 MiB free in /dev/shm"),
+    (on(imports={"vllm": "ImportError: libcudart.so.13"}), "fail  n2: vllm does not import: ImportError: libcudart.so.13"),
+    (on(ranks=8, broken="DistBackendError: x"), "fail  n2: the all-reduce over the trainer ranks failed: DistBackendError: x"),
+    (on(ranks=8), "warn  the all-reduce over the trainer ranks was not tried"),
+    (
+        on(ranks=8, total=Total(24, "nccl", 1 << 30, 1.0, 2e9)),
+        "warn  all-reduce of 1.0 GiB over 24 trainer ranks (nccl): 2 GB/s bus",
+    ),
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize(("fault", "expected"), FAULTS, ids=[expected[:40] for _, expected in FAULTS])
+def test_one_fault_on_one_node_is_one_line(
+    fault: Callable[[NodeReport], NodeReport], expected: str, order: tuple[int, ...]
+) -> None:
+    reports = nodes("n1", "n2", "n3")
+    reports[1] = fault(reports[1])
+    [line] = said([reports[i] for i in order], window=(999.5, 1000.5))
+    if "different GPUs" not in expected:
+        assert line.startswith(expected)
+    assert "; " in line or "Mbit/s" in line
+
+
+def test_who_did_not_report_or_reported_twice_is_told() -> None:
+    assert "fail  2 of 3 nodes reported (n1, n2)" in said(nodes("n1", "n2"), expected=3)[0]
+    reports = nodes("n1", "n2")
+    assert any(line.startswith("fail  n1: 2 reports came from it") for line in said([*reports, reports[0]]))
+
+
+def test_the_loopback_and_a_doubled_address_are_no_network() -> None:
+    lo = nodes("n1", "n2")
+    assert any("n[1-2]: its address is the loopback's" in line for line in said(lo, interface="lo"))
+    network = Network("eth0", "172.17.0.1", 24, 0)
+    same = [base(networks=(network,))(report) for report in lo]
+    assert sum("has its address 172.17.0.1 too" in line for line in said(same, interface="eth0")) == 2
+
+
+@settings(deadline=None)
+@given(st.integers(3, 6), st.floats(-50, 50).filter(lambda x: abs(x) > 1.2), st.data())
+def test_the_one_clock_that_is_wrong_is_named(count: int, ahead: float, data: st.DataObject) -> None:
+    names = tuple(f"n{i}" for i in range(count))
+    wrong = data.draw(st.sampled_from(names))
+    clock = {name: ahead if name == wrong else data.draw(st.floats(-0.05, 0.05)) for name in names}
+    reports = [
+        msgspec.structs.replace(report, offsets={other: (clock[other] - clock[report.host], 0.01) for other in report.tried})
+        for report in nodes(*names)
+    ]
+    [line] = said(reports)
+    assert line.startswith(f"fail  {wrong}: its clock differs by ")
+
+
+def test_the_same_on_several_hosts_is_one_line() -> None:
+    one, two = Finding("warn", "n1", "x", "y"), Finding("warn", "n2", "x", "y")
+    assert merge([one, Finding("ok", "n3", "x", "y"), two]) == [
+        Finding("warn", "n[1-2]", "x", "y"),
+        Finding("ok", "n3", "x", "y"),
+    ]
+
+
+def test_what_nvidia_smi_prints_is_read() -> None:
+    text = "0, NVIDIA H100 80GB HBM3, 81559, 81007\n1, NVIDIA H100 80GB HBM3, [N/A], [N/A]\n\nNo devices were found\n"
+    assert parse_gpus(text) == (Gpu(0, "NVIDIA H100 80GB HBM3", 81559, 81007), Gpu(1, "NVIDIA H100 80GB HBM3", 0, 0))
+
+
+def test_other_lines_of_a_step_are_none_of_ours() -> None:
+    [report] = nodes("n1")
+    text = f"module loaded\n{{}}\n{msgspec.json.encode(report).decode()}\n[1, 2]\n"
+    assert read(text) == [report]
+
+
+# ---- for real, on this machine
+
+
+@pytest.mark.process
+def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
+    """Two processes play two nodes: they see each other's files, reach each other's ports, and add up."""
+    each = f'for i in 1 2; do "{sys.executable}" -m hpcrl.doctor.one_node "$@" --host node$i & done; wait'
+    job = NodesJob(
+        [NodeStep("trainer", 2, 1, ["bash", "-c", each, "bash"])], interface="lo", gpus=False, imports=False, seconds=20
+    )
+    findings = examine(job, tmp_path / "nodes", seconds=60)
+    lines = [finding.line() for finding in findings]
+    assert bad(findings) == ["fail  node[1-2]: its address is the loopback's; name the site's network: interface ="]
+    assert "ok    all 2 nodes see one run directory, and each other's files in it" in lines
+    assert "ok    ports are bound and reached, all 2 ways" in lines and "ok    the clocks agree within a second" in lines
+    assert any("all-reduce of 16 MiB over 2 trainer ranks (gloo): " in line for line in lines)
+
+
+@pytest.mark.process
+def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
+    """The first sees another directory, the second cannot even start: no wait goes on for ever."""
+    node = f'"{sys.executable}" -m hpcrl.doctor.one_node'
+    lost = NodeStep("trainer", 1, 1, ["bash", "-c", f"{node} {tmp_path}/elsewhere --host node1 --expect 2", "bash"])
+    dead = NodeStep("engine", 1, 1, ["bash", "-c", "echo no such node >&2; echo srun: error >&2; exit 7", "bash"])
+    found = bad(examine(NodesJob([lost, dead], gpus=False, imports=False, seconds=1), tmp_path / "nodes", seconds=30))
+    assert any(line.startswith("fail  node1: it does not see the run directory") for line in found)
+    assert any("1 of 2 nodes reported (node1)" in line for line in found)
+    assert any("the step on the engine nodes: exit code 7: no such node" in line for line in found)
+    slow = NodesJob([NodeStep("trainer", 1, 1, ["sleep", "60"])], gpus=False, imports=False)
+    began = time.monotonic()
+    assert "none of 1 nodes reported" in bad(examine(slow, tmp_path / "slow", seconds=0.5))[0]
+    assert time.monotonic() - began < 10
+
+
+def all_reduce(count: int) -> dict[str, Any]:
+    """One rank of a measured all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    from hpcrl.trainer.start.network_speed import join, measure
+
+    device = join(30.0)
+    found = measure(count, 2, device)
+    right, plain = None, dist.all_reduce
+
+    def wrong(tensor: torch.Tensor, **more: Any) -> None:
+        plain(tensor, **more)
+        tensor.view(-1)[-1] += 1
+
+    dist.all_reduce = wrong
+    try:
+        measure(count, 1, device)
+    except RuntimeError as error:
+        right = str(error)
+    finally:
+        dist.all_reduce = plain
+    dist.destroy_process_group()
+    return {**found, "wrong": right}
+
+
+@pytest.mark.process
+def test_the_all_reduce_is_measured_and_checked() -> None:
+    from hpcrl.trainer.start.network_speed import bus_bandwidth
+    from tests.support.ranks import run_ranks
+
+    found = run_ranks(3, all_reduce, 4096)
+    for rank, result in enumerate(found):
+        assert result["ranks"] == 3 and result["bytes"] == 4096 and result["backend"] == "gloo"
+        assert result["bus_bandwidth"] == pytest.approx(bus_bandwidth(4096, result["seconds"], 3))
+        assert result["wrong"] == f"rank {rank}: the all-reduce gave a wrong sum"
+    assert len({result["seconds"] for result in found}) == 1, "the slowest rank counts for all"
+    assert bus_bandwidth(100, 2.0, 4) == 75.0 and bus_bandwidth(100, 2.0, 1) == 0.0
+
+
+# ---- the command
+
+
+@pytest.mark.process
+def test_the_login_node_is_looked_at(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|gpu:8'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "r.toml").write_text(
+        f'hf_checkpoint = "{task / "model"}"\nprompt_data = "x.jsonl"\nrm_type = "exact"\ninput_key = "prompt"\nlabel_key = "label"\nrollout_num_gpus = 8\nnum_rollout = 1\n'
+        "rollout_batch_size = 8\nn_samples_per_prompt = 8\nglobal_batch_size = 64\n"
+    )
+    argv = [str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "runs" / "a")]
+    assert doctor.main(argv) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the tokenizer loads; 128 token ids" in out and "1 node with 8 GPUs" in out and out.endswith(" 0 failed\n")
+    assert not (tmp_path / "runs").exists()
+    commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|gpu:4'")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"vocab_size": 8}')
+    assert doctor.main([*argv, "--hf-checkpoint", str(tmp_path / "broken"), "--nodes"]) == 1
+    out = capsys.readouterr().out
+    assert "model.safetensors: is not there" in out and "the tokenizer of" in out and "0 of its 4 are so" in out

@@ -1,0 +1,133 @@
+"""stop and cancel: the right run, the right process, and clear words where neither is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.commands.find_run import owner
+from tests.support.rundirs import HERE, begin, make, put
+
+#: holds a run's lock as a launcher does; the first SIGTERM asks it to stop, the second ends it
+LAUNCHER = """
+import fcntl, os, signal, sys, time
+count = 0
+def note(*_):
+    global count
+    count += 1
+signal.signal(signal.SIGTERM, note)
+with open(sys.argv[1] + "/lock", "a+") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    print("held", flush=True)
+    end = time.time() + 30
+    while count < int(sys.argv[2]) and time.time() < end:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that should be at work on this host."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    return make(tmp_path / "runs/a", phase="running", time=time.time(), host=HERE)
+
+
+@pytest.fixture
+def launcher(run: Path) -> Iterator[subprocess.Popen[str]]:
+    yield from _start(run, 2)
+
+
+@pytest.fixture
+def old_launcher(run: Path) -> Iterator[subprocess.Popen[str]]:
+    """One that ends on the first signal and writes no state."""
+    (run / "state.json").unlink()
+    begin(run)
+    yield from _start(run, 1)
+
+
+def _start(run: Path, signals: int) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", LAUNCHER, str(run), str(signals)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    put(run / "state.json", {"phase": "running", "time": time.time(), "host": HERE, "pid": process.pid}) if signals > 1 else None
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_owner_holds_the_lock(run: Path, launcher: subprocess.Popen[str]) -> None:
+    assert owner(run).pid == launcher.pid
+    launcher.kill()
+    os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+    assert owner(run) is None, "a zombie holds nothing"
+    for text in (str(os.getpid()), "", "x", "-1", "99999999999999999999", "0"):
+        (run / "lock").write_text(text)
+        assert owner(run) is None, "a process that does not hold the file is not the launcher"
+
+
+def test_stop_asks_and_asks_once(run: Path, launcher: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "a"]) == 0
+    assert (run / "stop").exists() and launcher.poll() is None
+    assert "asked runs/a to save and end" in capsys.readouterr().out
+    assert main(["stop", "a"]) == 0
+    assert "has been asked to stop already" in capsys.readouterr().out
+    main(["status", "a"])
+    assert "asked to save and end" in capsys.readouterr().out
+
+
+def test_stop_signals_a_launcher_that_does_not_look_for_the_file(run: Path, old_launcher: subprocess.Popen[str]) -> None:
+    assert main(["stop", "a"]) == 0
+    assert old_launcher.wait(5) == 0
+    assert not (run / "stop").exists()
+
+
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [
+        ("finished", "runs/a is not running: it is finished; there is nothing to stop"),
+        ("requeued", "it is requeued; take its job out of the queue with hpcrl cancel runs/a"),
+        ("running", "it is lost (its launcher on"),
+    ],
+)
+def test_stop_of_what_does_not_run(run: Path, capsys: pytest.CaptureFixture[str], phase: str, error: str) -> None:
+    put(run / "state.json", {"phase": phase, "time": time.time(), "host": HERE, "pid": 1})
+    assert main(["stop", "a"]) == 1
+    assert error in capsys.readouterr().err
+    assert not (run / "stop").exists()
+
+
+def test_cancel_ends_the_launcher_and_says_so(
+    run: Path, launcher: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", "a"]) == 0
+    assert launcher.wait(5) == 0
+    main(["status", "a"])
+    assert "runs/a: cancelled" in capsys.readouterr().out
+
+
+def test_cancel_leaves_other_processes_alone(
+    run: Path, launcher: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make(run.parent / "b", phase="running", time=time.time(), host=HERE)
+    (other / "lock").write_text(str(launcher.pid))  # its number was given again, to a launcher of another run even
+    assert main(["cancel", "b"]) == 1
+    assert "nothing to cancel: it is lost" in capsys.readouterr().err
+    time.sleep(0.05)
+    assert launcher.poll() is None
+
+
+def test_cancel_of_a_run_on_another_host_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(run / "state.json", {"phase": "running", "time": time.time(), "host": "faraway", "pid": 1})
+    (run / "lock").write_text("1")
+    assert main(["cancel", "a"]) == 1
+    assert f"runs/a runs on faraway, and this is {HERE}; cancel it on faraway" in capsys.readouterr().err

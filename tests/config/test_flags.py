@@ -1,0 +1,490 @@
+"""Flags and recipes -> options: every name, every type, the order of precedence, and what fits together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.config import passthrough
+from hpcrl.config.flags import Recipe, Stage, changed, load_recipe, parse_flags, resolve_options
+from hpcrl.config.option_rules import check_options, inert
+from hpcrl.config.options import Options
+from hpcrl.config.setting_names import kind_of_field
+from hpcrl.errors import UsageError
+
+#: the least that a GRPO run needs, and a supervised one
+GRPO: dict[str, Any] = {
+    "hf_checkpoint": "m",
+    "prompt_data": "p.jsonl",
+    "label_key": "label",
+    "num_rollout": 3,
+    "rollout_num_gpus": 1,
+    "rm_type": "exact",
+    "actor_num_gpus_per_node": 1,
+}
+SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type")} | {"loss_type": "sft_loss"}
+PLACES = {"run": "/run", "prepared": "/run/prepared"}
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+def write(path: Path, values: dict[str, Any], more: str = "") -> Path:
+    """A recipe file of `values`, then the text `more`."""
+    file = path / "recipe.toml"
+    file.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items()) + more)
+    return file
+
+
+def recipe(values: dict[str, Any], *stages: Stage) -> Recipe:
+    return Recipe("r", Path("/recipes/r.toml"), values, (), stages or (Stage("", {}),))
+
+
+def example(name: str) -> Any:
+    """A value that differs from the default of an option."""
+    kind, value = kind_of_field(Options.model_fields[name]), Options.model_fields[name].get_default(call_default_factory=True)
+    if kind.choices:
+        return kind.choices[-1]
+    one = {
+        "bool": not value,
+        "int": 4096,
+        "float": 0.5 if "beta" in name or "fraction" in name else 1.5,
+        "str": "some text",
+        "object": {},
+    }[kind.base]
+    return [one, one] if kind.many else one
+
+
+# ---- every option
+
+
+@pytest.mark.parametrize("name", [n for n in Options.model_fields if n not in ("megatron", "vllm")])
+def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
+    value, flag = example(name), "--" + name.replace("_", "-")
+    if name == "train_env_vars":
+        value = {"A": "b c"}
+    if isinstance(value, bool):
+        words = [flag if value else f"--no-{flag[2:]}"]
+    elif isinstance(value, dict):
+        words = [flag, json.dumps(value)]
+    else:
+        words = [flag, *map(str, value if isinstance(value, list) else [value])]
+    overrides, _, rest = parse_flags(words)
+    assert (overrides, rest) == ({name: value}, [])
+    assert getattr(Options.model_validate(overrides, strict=True), name) == value
+    read = load_recipe(write(tmp_path, {name: value}))
+    assert read.name == value if name == "name" else read.values == {name: value}
+
+
+@given(st.dictionaries(st.sampled_from(["lr", "seed", "n_samples_per_prompt"]), st.lists(st.booleans(), min_size=3, max_size=3)))
+def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
+    layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
+    one = recipe(GRPO | layers[0], Stage("s", layers[1]))
+    options = resolve_options(one, one.stages[0], layers[2], PLACES)
+    for name in ("lr", "seed", "n_samples_per_prompt"):
+        wanted = next((layer[name] for layer in reversed(layers) if name in layer), Options.model_fields[name].default)
+        assert getattr(options, name) == wanted
+
+
+def test_tables_are_merged_field_by_field() -> None:
+    top = {"vllm": {"max_num_seqs": 1, "enforce_eager": True}, "megatron": {"optimizer": "sgd"}}
+    one = recipe(GRPO | top, Stage("s", {"vllm": {"max_num_seqs": 2, "block_size": 16}}))
+    options = resolve_options(one, one.stages[0], {"vllm": {"block_size": 32}}, PLACES)
+    assert options.vllm == {"max_num_seqs": 2, "enforce_eager": True, "block_size": 32}
+    assert options.megatron == {"optimizer": "sgd"}
+
+
+def test_the_command_line_is_read_word_by_word() -> None:
+    argv = "r.toml --lr=3e-4 --rollout-stop a b --resume R --no-bf16 --lr 2 --eval-prompt-data h --seed -1 last --dry-run".split()
+    extra = {"resume": kind_of_field(Options.model_fields["run_dir"]), "dry-run": kind_of_field(Options.model_fields["bf16"])}
+    overrides, command, rest = parse_flags(argv, extra)
+    assert overrides == {"lr": 2.0, "rollout_stop": ["a", "b"], "bf16": False, "eval_prompt_data": ["h"], "seed": -1}
+    assert command == {"resume": "R", "dry-run": True}
+    assert rest == ["r.toml", "last"]
+
+
+# ---- Megatron's and vLLM's own
+
+
+@pytest.mark.parametrize(
+    ("words", "table", "field", "value"),
+    [
+        ("--recompute-granularity full", "megatron", "recompute_granularity", "full"),
+        ("--recompute-modules core_attn mlp", "megatron", "recompute_modules", ["core_attn", "mlp"]),
+        ("--attention-dropout 0", "megatron", "attention_dropout", 0.0),
+        ("--attention-softmax-in-fp32", "megatron", "attention_softmax_in_fp32", True),
+        ("--no-attention-softmax-in-fp32", "megatron", "attention_softmax_in_fp32", False),
+        ("--attention-backend flash", "megatron", "attention_backend", "flash"),
+        ("--accumulate-allreduce-grads-in-fp32", "megatron", "grad_reduce_in_fp32", True),
+        ("--no-check-for-nan-in-loss-and-grad", "megatron", "check_for_nan_in_grad", False),
+        ("--no-rope-fusion", "megatron", "apply_rope_fusion", False),
+        ("--no-masked-softmax-fusion", "megatron", "masked_softmax_fusion", False),
+        ("--decoder-last-pipeline-num-layers 3", "megatron", "num_layers_in_last_pipeline_stage", 3),
+        ("--disable-tp-comm-bulk-dgrad", "megatron", "tp_comm_bulk_dgrad", False),
+        ("--no-barrier-with-level-1-timing", "megatron", "barrier_with_L1_time", False),
+        ("--fp8-format hybrid", "megatron", "fp8", "hybrid"),
+        ("--use-distributed-optimizer", "megatron", "use_distributed_optimizer", True),
+        ("--optimizer-cpu-offload", "megatron", "optimizer_cpu_offload", True),
+        ("--exp-avg-dtype bf16", "megatron", "exp_avg_dtype", "bf16"),
+        ("--num-layers 4", "megatron", "num_layers", 4),
+        ("--norm-epsilon 1e-6", "megatron", "layernorm_epsilon", 1e-6),
+        ("--disable-bias-linear", "megatron", "add_bias_linear", False),
+        ("--swiglu", "megatron", "gated_linear_unit", True),
+        ("--num-experts 8", "megatron", "num_moe_experts", 8),
+        ("--moe-layer-freq [0]*1+[1]*45", "megatron", "moe_layer_freq", "[0]*1+[1]*45"),
+        ("--use-rope-scaling", "megatron", "rope_scaling", True),
+        ("--group-query-attention", "megatron", "group_query_attention", True),
+        ("--untie-embeddings-and-output-weights", "megatron", "share_embeddings_and_output_weights", False),
+        ("--rotary-base 1000000", "megatron", "rotary_base", 1e6),
+        ("--vllm-max-num-seqs 64", "vllm", "max_num_seqs", 64),
+        ("--vllm-gpu-memory-utilization 0.7", "vllm", "gpu_memory_utilization", 0.7),
+        ("--vllm-enforce-eager", "vllm", "enforce_eager", True),
+        ("--vllm-no-enable-prefix-caching", "vllm", "enable_prefix_caching", False),
+        ("--vllm-cudagraph-capture-sizes 1 2 4", "vllm", "cudagraph_capture_sizes", [1, 2, 4]),
+        ("--vllm-kv-cache-dtype fp8", "vllm", "kv_cache_dtype", "fp8"),
+        ('--vllm-speculative-config {"method":"mtp"}', "vllm", "speculative_config", {"method": "mtp"}),
+        ("--vllm-uvicorn-log-level error", "vllm", "uvicorn_log_level", "error"),
+    ],
+)
+def test_other_projects_flags_reach_their_fields(words: str, table: str, field: str, value: Any, tmp_path: Path) -> None:
+    overrides, _, _ = parse_flags(words.split())
+    assert overrides == {table: {field: value}}
+    inside = write(tmp_path, {}, f"[{table}]\n{field} = {toml(value)}\n")
+    assert load_recipe(inside).values == overrides
+    key = words.split()[0][2:].replace("-", "_")
+    top = write(tmp_path, {key: True if isinstance(value, bool) else value})
+    if not key.startswith("vllm_no"):
+        assert load_recipe(top).values == overrides
+
+
+def test_megatrons_own_name_of_a_switch_turns_it_off_in_a_recipe(tmp_path: Path) -> None:
+    file = write(tmp_path, {"no_rope_fusion": False}, "[megatron]\ndisable_tp_comm_bulk_dgrad = true\n")
+    assert load_recipe(file).values == {"megatron": {"apply_rope_fusion": True, "tp_comm_bulk_dgrad": False}}
+    assert parse_flags(["--use-rotary-position-embeddings"])[0] == {"megatron": {"position_embedding_type": "rope"}}
+    file = write(tmp_path, {"use_rotary_position_embeddings": True})
+    assert load_recipe(file).values == {"megatron": {"position_embedding_type": "rope"}}
+    with pytest.raises(UsageError, match="use_rotary_position_embeddings = false: expected true"):
+        load_recipe(write(tmp_path, {"use_rotary_position_embeddings": False}))
+
+
+def test_a_whole_table_as_json() -> None:
+    overrides, _, _ = parse_flags(["--vllm", '{"max_num_seqs": 3}'])
+    assert overrides == {"vllm": {"max_num_seqs": 3}}
+    with pytest.raises(
+        UsageError, match=r"--megatron: recompute_granularty is an unknown option; did you mean recompute_granularity\?"
+    ):
+        parse_flags(["--megatron", '{"recompute_granularty": "full"}'])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--padded-vocab-size 8", "config.json"),
+        ("--params-dtype fp32", "use --bf16"),
+        ("--vllm-tensor-parallel-size 2", "--rollout-num-gpus-per-engine"),
+        ("--vllm-api-key k", "key of the run"),
+        ("--vllm-model m", "--hf-checkpoint"),
+        ("--finalize-model-grads-func f", "no value that can be written"),
+    ],
+)
+def test_what_hpcrl_decides_is_refused_with_the_reason(words: str, reason: str) -> None:
+    with pytest.raises(UsageError, match="cannot be set") as error:
+        parse_flags(words.split())
+    assert reason in str(error.value) and words.split()[0] in str(error.value)
+
+
+def test_whatever_the_engine_refuses_is_refused_here_first() -> None:
+    from hpcrl.engine import server_settings
+
+    assert set(server_settings.RESERVED) <= set(passthrough.OWNED["vllm"])
+
+
+def test_every_owned_or_irregular_name_still_exists() -> None:
+    fields = set(passthrough.settings("megatron") or ())
+    assert {field for field, _ in passthrough.IRREGULAR.values()} <= fields
+    assert set(passthrough.IRREGULAR) <= set(passthrough.spellings("megatron"))
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A login node: neither Megatron-core nor vLLM is installed."""
+    monkeypatch.setattr(passthrough, "locate", lambda package: ())
+    for cached in (passthrough.settings, passthrough.spellings):
+        cached.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cached in (passthrough.settings, passthrough.spellings):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("bare")
+def test_without_the_packages_names_are_taken_as_they_are() -> None:
+    argv = '--recompute-granularity full --vllm-foo 3 --vllm-bar --vllm-no-baz --vllm-qux a 1 --lr 1 --moe-x [1,"a"] --swiglu --no-rope-fusion'.split()
+    overrides, _, _ = parse_flags(argv)
+    assert overrides == {
+        "megatron": {"recompute_granularity": "full", "moe_x": [1, "a"], "gated_linear_unit": True, "apply_rope_fusion": False},
+        "vllm": {"foo": 3, "bar": True, "baz": False, "qux": ["a", 1]},
+        "lr": 1.0,
+    }
+
+
+@pytest.mark.usefixtures("bare")
+def test_without_the_packages_a_misspelt_own_flag_is_still_found() -> None:
+    with pytest.raises(UsageError, match=r"did you mean --num-rollout\?"):
+        parse_flags(["--num-rolout", "3"])
+    with pytest.raises(UsageError, match="key of the run"):
+        parse_flags(["--vllm-api-key", "3"])
+
+
+# ---- unknown names and wrong types
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-rolout 3", r"--num-rolout is an unknown option; did you mean --num-rollout\?"),
+        ("--num_rollout 3", r"--num_rollout is an unknown option; did you mean --num-rollout\?"),
+        ("--recompute-granularty full", r"did you mean --recompute-granularity\?"),
+        ("--vllm-max-num-seq 3", r"did you mean --vllm-max-num-seqs\?"),
+        ("--zzzzzzzz", "see hpcrl run --help"),
+        ("-n 3", "-n is an unknown option"),
+        ("--num-rollout", "--num-rollout: expected a whole number >= 0, got nothing"),
+        ("--num-rollout x", "--num-rollout x: expected a whole number >= 0"),
+        ("--num-rollout 3.5", "--num-rollout 3.5: expected a whole number"),
+        ("--lr fast", "--lr fast: expected a number >= 0"),
+        ("--rm-type maths", "--rm-type maths: expected one of math, exact"),
+        ("--rollout-stop-token-ids 1 b", "--rollout-stop-token-ids 1 b: expected whole numbers"),
+        ("--train-env-vars {", "--train-env-vars {: expected a JSON object"),
+        ("--train-env-vars []", "expected a JSON object"),
+        ("--bf16=yes", "--bf16 takes no value; turn it off with --no-bf16"),
+        ("--vllm-max-num-seqs many", "--vllm-max-num-seqs many: expected a whole number"),
+        ("--recompute-granularity ful", "expected one of full, selective"),
+    ],
+)
+def test_a_wrong_command_line_says_flag_value_and_what_was_expected(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_flags(words.split(maxsplit=1) if "{" in words else words.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_rolout = 3", r"recipe.toml: num_rolout is an unknown option; did you mean num_rollout\?"),
+        ("num-rollout = 3", r"num-rollout is an unknown option; did you mean num_rollout\?"),
+        ("no_bf16 = true", r"no_bf16 is an unknown option; did you mean bf16\?"),
+        ("stages = 3", r"stages is an unknown option; did you mean stage\?"),
+        ('num_rollout = "3"', r'num_rollout = "3": expected a whole number >= 0'),
+        ("bf16 = 1", "bf16 = 1: expected true or false"),
+        ("seed = true", "seed = true: expected a whole number"),
+        ("rollout_stop = ['a', 1]", "expected words"),
+        ("lr = 2020-01-01", "expected a number"),
+        ("prepare = 'make'", "prepare = .*expected a command"),
+        ("prepare = [['a'], 'b']", "is no command"),
+        ("vllm = 3", "expected a table"),
+        ("[vllm]\nmax_num_seq = 3", r"\[vllm\]: max_num_seq is an unknown option; did you mean max_num_seqs\?"),
+        ("[vllm]\nmax_num_seqs = 'a'", r"\[vllm\] max_num_seqs = \"a\": expected a whole number"),
+        ("[megatron]\nlr = 1", r"\[megatron\]: lr is an option of hpcrl's own; write lr outside the table"),
+        ("[megatron]\npadded_vocab_size = 1", r"\[megatron\]: padded_vocab_size cannot be set: it is read from"),
+        ("[stage]\nname = 'a'", "begin each stage with"),
+        ("[[stage]]\nlr = 1", "stage 1 has no name; every stage needs a name of its own"),
+        ("[[stage]]\nname = 'a/b'", "cannot be named .*good for a directory"),
+        ("[[stage]]\nname = 'logs'", "good for a directory"),
+        ("[[stage]]\nname = 'a'\n[[stage]]\nname = 'a'", 'stage 2 cannot be named "a"'),
+        ("[[stage]]\nname = 'a'\nrun_dir = 'x'", "stage a: run_dir has no effect"),
+        ("[[stage]]\nname = 'a'\nlr_ = 1", r"stage a: lr_ is an unknown option; did you mean lr\?"),
+        ("a = [", "recipe.toml is not TOML"),
+    ],
+)
+def test_a_wrong_recipe_names_file_and_key(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_recipe(write(tmp_path, {}, text))
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the recipe .*none.toml: No such file"):
+        load_recipe(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values", "message"),
+    [
+        ({"num_rollout": -3}, {}, "^--num-rollout -3: expected a whole number >= 0"),
+        ({}, {"adam_beta1": 1.0}, "^r.toml: adam_beta1 = 1.0: expected a number >= 0 and < 1"),
+        ({}, {"num_rollout": "3"}, '^r.toml: num_rollout = "3": expected a whole number'),
+        ({}, {"train_env_vars": {"A": 1}}, "train_env_vars = .*valid string"),
+        ({}, {"run_dir": "runs/{nam}"}, "only {name} and {time} may stand in braces"),
+    ],
+)
+def test_a_value_out_of_bounds_names_its_origin(overrides: dict[str, Any], values: dict[str, Any], message: str) -> None:
+    one = recipe(GRPO | values)
+    with pytest.raises(UsageError, match=message):
+        resolve_options(one, one.stages[0], overrides, PLACES)
+    staged = recipe(GRPO, Stage("s", values))
+    if values and "run_dir" not in values:
+        with pytest.raises(UsageError, match="^r.toml: stage s: "):
+            resolve_options(staged, staged.stages[0], {}, PLACES)
+
+
+# ---- recipes
+
+
+def test_placeholders_are_filled_in_text_alone(tmp_path: Path) -> None:
+    values = GRPO | {
+        "hf_checkpoint": "{prepared}/model",
+        "prompt_data": "{recipe}/p.jsonl",
+        "rollout_stop": ["{run}", "{x}", "{"],
+        "train_env_vars": {"D": "{run}/d"},
+        "run_dir": "runs/{name}-{time}",
+    }
+    file = write(tmp_path, values)
+    options = resolve_options(read := load_recipe(file), read.stages[0], {"load": "{run}/sft/checkpoints"}, PLACES)
+    assert options.hf_checkpoint == "/run/prepared/model" and options.load == "/run/sft/checkpoints"
+    assert options.prompt_data == f"{tmp_path}/p.jsonl"
+    assert options.rollout_stop == ["/run", "{x}", "{"] and options.train_env_vars == {"D": "/run/d"}
+    assert options.run_dir == "runs/{name}-{time}" and options.name == "recipe"
+
+
+def test_prepare_commands_see_the_run_the_recipe_and_the_options(tmp_path: Path) -> None:
+    import sys
+
+    text = 'prepare = [["{python}", "{recipe}/a.py", "--out", "{prepared}"], ["echo", "{seed}", "{lr}", "{name}", "{other}"]]\nseed = 5\n'
+    read = load_recipe(write(tmp_path, {}, text))
+    commands = read.prepare_commands(Path("/run"), {"lr": 0.5})
+    assert commands == [[sys.executable, f"{tmp_path}/a.py", "--out", "/run/prepared"], ["echo", "5", "0.5", "recipe", "{other}"]]
+    one = load_recipe(write(tmp_path, {}, 'prepare = ["make", "data"]'))
+    assert one.prepare == (("make", "data"),)
+
+
+def test_a_copy_of_a_recipe_remembers_where_it_came_from(tmp_path: Path) -> None:
+    origin = Path("/elsewhere/quick.toml")
+    read = load_recipe(write(tmp_path, {"hf_checkpoint": "{recipe}/m"}), origin=origin)
+    assert (read.path, read.name) == (origin, "quick") and read.places({})["recipe"] == "/elsewhere"
+
+
+def test_stages_come_in_order_with_tables_of_their_own(tmp_path: Path) -> None:
+    text = "[[stage]]\nname = 'a'\nlr = 1.0\n[stage.vllm]\nmax_num_seqs = 2\n[[stage]]\nname = 'b'\n"
+    read = load_recipe(write(tmp_path, {"name": "n"}, text))
+    assert read.name == "n" and read.values == {}
+    assert read.stages == (Stage("a", {"lr": 1.0, "vllm": {"max_num_seqs": 2}}), Stage("b", {}))
+    assert load_recipe(write(tmp_path, {})).stages == (Stage("", {}),)
+
+
+def test_what_differs_from_the_defaults() -> None:
+    one = recipe(GRPO | {"vllm": {"max_num_seqs": 2}})
+    shown = dict(changed(resolve_options(one, one.stages[0], {"bf16": False}, PLACES)))
+    assert shown == GRPO | {"name": "r", "bf16": False, "vllm.max_num_seqs": 2}
+
+
+# ---- what fits together
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hf_checkpoint": None}, "give --hf-checkpoint"),
+        ({"prompt_data": None}, "give --prompt-data"),
+        ({"num_rollout": None}, "give --num-rollout or --num-epoch"),
+        ({"num_rollout": 0}, "leaves nothing to do"),
+        ({"tensor_model_parallel_size": 2}, "1 trainer ranks .* TP x PP x CP = 2"),
+        (
+            {"expert_model_parallel_size": 2},
+            "1 trainer ranks cannot be divided into --expert-tensor-parallel-size 1 x --expert-model-parallel-size 2 x",
+        ),
+        ({"actor_num_gpus_per_node": 8, "pipeline_model_parallel_size": 2, "context_parallel_size": 3}, "8 trainer ranks .* = 6"),
+        ({"rollout_num_gpus": None}, "--loss-type policy_loss needs engines; give --rollout-num-gpus"),
+        ({"rollout_num_gpus": 0}, "needs engines"),
+        ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 cannot be divided"),
+        ({"num_steps_per_rollout": 3}, "rollout of 32 samples .* --num-steps-per-rollout 3"),
+        ({"global_batch_size": 5}, "rollout of 32 samples .* --global-batch-size 5"),
+        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 32 samples"),
+        ({"actor_num_gpus_per_node": 3}, "32 samples of one optimizer step cannot be divided by 3 data-parallel ranks"),
+        ({"use_dynamic_batch_size": True}, "give --max-tokens-per-gpu"),
+        ({"rm_type": None}, "give --rm-type or --custom-rm-path"),
+        ({"custom_rm_path": "m.f"}, "exclude each other"),
+        ({"label_key": None}, "--rm-type exact compares with the label; give --label-key"),
+        ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
+        ({"eval_interval": 2}, "give --eval-prompt-data NAME PATH"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a"]}, "takes pairs of NAME PATH, here are 1 words"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "a", "q"]}, "gives a name twice"),
+        ({"eps_clip_high": 0.1}, "--eps-clip-high 0.1 is lower than --eps-clip 0.2"),
+        ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1 is higher"),
+    ],
+)
+def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
+    check_options(Options(**GRPO))
+    with pytest.raises(UsageError, match=message):
+        check_options(Options(**(GRPO | change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label_key": None}, "learns the label; give --label-key"),
+        ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rm_type": "exact"}, "--eval-interval needs engines"),
+        ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rollout_num_gpus": 1}, "give --rm-type"),
+        ({"rm_type": "exact"}, "--rm-type has no effect here: .*asks no engine; leave it out"),
+        ({"rollout_num_gpus": 1}, "--rollout-num-gpus has no effect here"),
+        ({"vllm": {"max_num_seqs": 1}}, "--vllm has no effect here"),
+        ({"eps_clip": 0.3}, "--eps-clip has no effect here: --loss-type is sft_loss"),
+    ],
+)
+def test_what_supervised_tuning_cannot_use(change: dict[str, Any], message: str) -> None:
+    check_options(Options(**(SFT | {"rollout_num_gpus": 0})))
+    with pytest.raises(UsageError, match=message):
+        check_options(Options(**(SFT | change)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens_per_gpu": 9},
+        {"micro_batch_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9},
+        {"num_epoch": 2},
+        {"min_lr": 1e-7},
+        {"lr_decay_iters": 9},
+        {"sequence_parallel": True},
+        {"rollout_seed": 1},
+        {"skip_eval_before_train": True},
+        {"eval_prompt_data": ["a", "p"]},
+        {"disable_grpo_std_normalization": True, "disable_rewards_normalization": True},
+    ],
+)
+def test_an_option_without_effect_is_an_error(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"--{next(iter(change)).replace('_', '-')} has no effect here"):
+        check_options(Options(**(GRPO | change)))
+
+
+def test_saying_a_default_is_never_an_error() -> None:
+    defaults = {n: f.get_default(call_default_factory=True) for n, f in Options.model_fields.items()}
+    check_options(Options(**(defaults | GRPO)))
+    check_options(Options(**(defaults | SFT)))
+
+
+def test_options_said_to_be_inert_exist() -> None:
+    for values in (
+        GRPO,
+        SFT,
+        GRPO | {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1, "disable_rewards_normalization": True},
+    ):
+        assert set(inert(Options(**values))) <= set(Options.model_fields)
+
+
+def test_what_all_stages_share_must_have_an_effect_in_one_of_them() -> None:
+    shared = {k: v for k, v in GRPO.items() if k != "num_rollout"}
+    two = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2}), Stage("grpo", {"num_rollout": 3}))
+    first, second = (resolve_options(two, stage, {"eps_clip": 0.3, "rollout_num_gpus": 2}, PLACES) for stage in two.stages)
+    assert (first.num_engines, second.num_engines) == (0, 2)
+    with pytest.raises(UsageError, match="^stage sft: --max-tokens-per-gpu has no effect here"):
+        resolve_options(two, two.stages[0], {"max_tokens_per_gpu": 9}, PLACES)
+    own = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2, "eps_clip": 0.3}), two.stages[1])
+    with pytest.raises(UsageError, match="^stage sft: --eps-clip has no effect here"):
+        resolve_options(own, own.stages[0], {}, PLACES)

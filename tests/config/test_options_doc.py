@@ -1,0 +1,45 @@
+"""docs/options.md and --help say what is declared, all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.config.options import Options
+from hpcrl.config.options_doc import markdown, run_help
+from hpcrl.config.setting_names import sections
+
+DOC = Path(__file__).parents[2] / "docs" / "options.md"
+
+
+def test_the_document_is_current() -> None:
+    assert DOC.read_text(encoding="utf-8") == markdown(), "run: make docs"
+
+
+def test_write_makes_the_document(tmp_path: Path) -> None:
+    assert main(["options", "--write", str(tmp_path / "o.md")]) == 0
+    assert (tmp_path / "o.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_every_option_is_in_one_section() -> None:
+    names = [name for _, names in sections() for name in names]
+    assert sorted(names) == sorted(Options.model_fields)
+
+
+@pytest.mark.parametrize("name", list(Options.model_fields))
+def test_every_option_is_explained(name: str) -> None:
+    field = Options.model_fields[name]
+    flag = f"--{name.replace('_', '-')}"
+    assert field.description, f"{flag} has no help line"
+    rows = [line for line in markdown().splitlines() if line.startswith(f"| `{flag}` |")]
+    assert len(rows) == 1 and field.description.replace("|", "\\|") in rows[0]
+    assert sum(line.split()[:1] == [flag] for line in run_help().splitlines() if line.startswith("  --")) == 1
+
+
+def test_a_default_is_shown_as_it_would_be_written() -> None:
+    lines = {line.split("`")[1]: line for line in markdown().splitlines() if line.startswith("| `")}
+    assert "| FLOAT >= 0 | 1e-06 | megatron |" in lines["--lr"]
+    assert "| switch | on | megatron |" in lines["--bf16"]
+    assert "| {math,exact} |  | slime |" in lines["--rm-type"]

@@ -1,0 +1,247 @@
+"""What a vLLM server is started with, and how its death is explained: all without vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.engine.crash_report import ServerLog, reason
+from hpcrl.engine.server import command_line
+from hpcrl.engine.server_settings import Build, backend, cpu_threads, flags, kv_cache_bytes, model_config, server_environment
+from hpcrl.errors import DataError, UsageError
+from hpcrl.plan import Host, Plan, local_hosts, make_plan, visible_devices
+
+CPU, CUDA = Build("0.32.0", True), Build("0.26.0", False)
+CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def options(model: str = "m", **values: Any) -> Options:
+    return Options(**({"hf_checkpoint": model, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2} | values))
+
+
+def plan(o: Options, *hosts: Host) -> Plan:
+    return make_plan(o, list(hosts) or local_hosts(o), "run")
+
+
+@pytest.mark.parametrize(
+    ("wish", "cpu", "hosts", "found"),
+    [
+        ("auto", True, 1, "hpcrl_shm"),
+        ("auto", True, 2, "hpcrl_gloo"),
+        ("auto", False, 1, "nccl"),
+        ("auto", False, 2, "nccl"),
+        ("shm", True, 1, "hpcrl_shm"),
+        ("gloo", True, 1, "hpcrl_gloo"),
+        ("gloo", False, 2, "hpcrl_gloo"),
+        ("nccl", False, 1, "nccl"),
+        ("shm", True, 2, "--weight-transfer shm needs trainer and engines on one host"),
+        ("nccl", True, 1, "--weight-transfer nccl needs CUDA"),
+    ],
+)
+def test_the_way_of_the_weights(wish: str, cpu: bool, hosts: int, found: str) -> None:
+    o = options(weight_transfer=wish)
+    where = plan(o, Host("a", 4)) if hosts == 1 else plan(o, Host("a", 2), Host("b", 2))
+    if found.startswith("--"):
+        with pytest.raises(UsageError, match=found):
+            backend(o, where, cpu)
+    else:
+        assert backend(o, where, cpu) == found
+
+
+def test_flags_on_cpu_and_cuda(model: str) -> None:
+    o = options(model, bf16=False, rollout_max_context_len=512, seed=5, vllm={"max-num-seqs": 9, "swap_space": 1})
+    cpu = flags(o, plan(o), 1, 4711, CPU)
+    assert cpu["dtype"] == "float32"
+    assert cpu["port"] == 4711 and cpu["host"] == "127.0.0.1"
+    assert cpu["max_model_len"] == 512 and cpu["seed"] == 5
+    assert cpu["enforce_eager"] is True and cpu["distributed_executor_backend"] == "uni"
+    assert cpu["max_num_seqs"] == 9 and cpu["swap_space"] == 1, "the user's come last"
+    assert cpu["logprobs_mode"] == "processed_logprobs"
+    assert cpu["generation_config"] == "vllm"
+    assert cpu["middleware"] == "hpcrl.engine.key_guard.RunKeyGuard"
+    assert cpu["weight_transfer_config"] == {"backend": "hpcrl_shm"}
+    wide = options(model, rollout_num_gpus_per_engine=2)
+    cuda = flags(wide, plan(wide), 0, 1, CUDA)
+    assert cuda["dtype"] == "bfloat16" and cuda["tensor_parallel_size"] == 2
+    assert cuda["weight_transfer_config"] == {"backend": "nccl"}
+    assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
+
+
+@pytest.mark.parametrize("name", ["port", "worker-extension-cls", "middleware", "dtype", "max_model_len", "api_key"])
+def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> None:
+    o = options(model, vllm={name: "x"})
+    with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')} cannot be set"):
+        flags(o, plan(o), 0, 1, CPU)
+
+
+def test_a_model_directory_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--hf-checkpoint .*/nothing: no config.json there"):
+        model_config(options(str(tmp_path / "nothing")))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot read .*config.json"):
+        model_config(options(str(tmp_path)))
+    with pytest.raises(UsageError, match="give --hf-checkpoint"):
+        model_config(Options())
+
+
+def test_size_of_the_kv_cache() -> None:
+    token = 2 * 2 * 2 * 32 * 4
+    assert kv_cache_bytes(CONFIG, 128, 1000, 4, 2**40) == 128 * 1024 * token
+    assert kv_cache_bytes(CONFIG, 1, 10, 4, 2**40) == 64 * 2**20
+    assert kv_cache_bytes(CONFIG, 10**6, 10**6, 4, 2**34) == 2**32
+    bare = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    assert kv_cache_bytes(bare, 1000, 1280, 2, 2**40) == 1000 * 1280 * 2 * 2 * 64 * 2
+
+
+def test_environment_of_a_server(model: str) -> None:
+    o = options(model, deterministic_mode=True)
+    base = {
+        "PATH": "/bin",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+    }
+    cpu = server_environment(o, plan(o), 0, base, CPU)
+    assert cpu["VLLM_HOST_IP"] == "127.0.0.1" and cpu["GLOO_SOCKET_IFNAME"] == "lo"
+    assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and cpu["VLLM_TARGET_DEVICE"] == "cpu"
+    assert cpu["OMP_NUM_THREADS"] == "3", "what the user has set stays"
+    assert cpu["PATH"] == "/bin" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in cpu
+    cuda = server_environment(o, plan(o, Host("gpu1", 4)), 1, base, CUDA)
+    assert cuda["CUDA_VISIBLE_DEVICES"] == "7" and cuda["VLLM_HOST_IP"] == "gpu1"
+    assert not {"VLLM_TARGET_DEVICE", "GLOO_SOCKET_IFNAME"} & set(cuda)
+
+
+def test_threads_of_a_cpu_engine(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert cpu_threads(options(model), plan(options(model)), 0) == 4
+    assert cpu_threads(options(model, trainer_threads=7), plan(options(model)), 0) == 1
+    assert cpu_threads(options(model, deterministic_mode=True), plan(options(model)), 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("inherited", "slots", "found"),
+    [
+        (None, (2, 3), "2,3"),
+        ("", (0,), "0"),
+        ("4,5,6,7", (2, 3), "6,7"),
+        ("6,7", (2, 3), "6,7"),
+        ("GPU-a,GPU-b,GPU-c", (1,), "GPU-b"),
+    ],
+)
+def test_gpus_of_an_engine(inherited: str | None, slots: tuple[int, ...], found: str) -> None:
+    assert visible_devices(inherited, slots) == found
+
+
+def test_too_few_gpus() -> None:
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0,1 has no GPU number 3"):
+        visible_devices("0,1", (3,))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("--max-num-seqs", type=int)
+    made.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction)
+    made.add_argument("--disable-log-stats", action="store_true")
+    made.add_argument("--served-model-name", nargs="+")
+    made.add_argument("--allowed-origins", type=json.loads)
+    made.add_argument("--weight-transfer-config", type=json.loads)
+    made.add_argument("--middleware", action="append")
+    return made
+
+
+def test_fields_become_the_servers_own_flags() -> None:
+    values = {
+        "max_num_seqs": "8",
+        "enforce_eager": False,
+        "disable_log_stats": True,
+        "served_model_name": ["a", "b"],
+        "allowed_origins": ["x"],
+        "weight_transfer_config": {"backend": "nccl"},
+        "middleware": "m.C",
+        "enable_scale_out": True,  # not in this version: left out
+    }
+    args = vars(parser().parse_args(command_line(parser(), values)))
+    assert args == {
+        "max_num_seqs": 8,
+        "enforce_eager": False,
+        "disable_log_stats": True,
+        "served_model_name": ["a", "b"],
+        "allowed_origins": ["x"],
+        "weight_transfer_config": {"backend": "nccl"},
+        "middleware": ["m.C"],
+    }
+    assert command_line(parser(), {"disable_log_stats": False, "enforce_eager": "true"}) == ["--enforce-eager"]
+
+
+def test_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match="--vllm-max-num-seq: .* did you mean --vllm-max-num-seqs?"):
+        command_line(parser(), {"max_num_seq": 8})
+
+
+CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (
+            [
+                f"{CORE}ValueError: Available memory on node 0 (1/23) on kv cache allocation is less than requested memory",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            "ValueError: Available memory on node 0 (1/23) on kv cache allocation is less than requested memory",
+        ),
+        (
+            [f"{CORE}torch.OutOfMemoryError: CUDA out of memory. Tried", f"{CORE}RuntimeError: other"],
+            "torch.OutOfMemoryError: CUDA out of memory. Tried",
+        ),
+        (
+            [
+                "pydantic.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, User-specified max_model_len is greater",
+            ],
+            "Value error, User-specified max_model_len is greater",
+        ),
+        (
+            ["\x1b[0;36m(APIServer pid=3)\x1b[0;0m OSError: [Errno 98] Address already in use"],
+            "OSError: [Errno 98] Address already in use",
+        ),
+        ([f"{CORE}KeyError: first", f"{CORE}AssertionError: second", "INFO: Shutting down"], "AssertionError: second"),
+        (
+            ["ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down client."],
+            "Engine core proc EngineCore died unexpectedly, shutting down client.",
+        ),
+        (
+            ["INFO: all is well", "WARNING: Exception caught. Request id: None", f"{CORE}ParallelLMHead: Failed to load weights"],
+            "",
+        ),
+        ([], ""),
+    ],
+)
+def test_the_line_that_says_why(lines: list[str], found: str) -> None:
+    assert reason(lines) == found
+
+
+def test_a_reason_is_recent(capfd: pytest.CaptureFixture[str]) -> None:
+    log = ServerLog(io.BytesIO(b"ValueError: an update was refused\n"))
+    log.finish(5)
+    assert log.explain() == "ValueError: an update was refused"
+    assert log.last_line() == "ValueError: an update was refused"
+    log.healthy = time.monotonic() + 60
+    assert "does not say why" in log.explain()
+    assert capfd.readouterr().err == "ValueError: an update was refused\n"

@@ -1,0 +1,272 @@
+"""Which network, which host, which rank, which files: the pure parts of a run over many machines."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.launch.attempt import Stop
+from hpcrl.launch.host import commands
+from hpcrl.launch.probe import Network, Report, choose, gather, report, write
+from hpcrl.launch.restart_policy import FRUITLESS, check_headway, margin
+from hpcrl.mpi.file_sync import FileSync
+from hpcrl.mpi.mpirun import mpi_command, reach
+from hpcrl.mpi.placement import place_ranks
+from hpcrl.plan import Host, make_plan
+from hpcrl.run.rundir import RunDir
+from hpcrl.slurm.batch_process import Clock, _alone, read_groups
+
+
+def machine(name: str, **networks: str) -> Report:
+    """networks: interface=address/prefix."""
+    found = [Network(i.rstrip("_"), a.split("/")[0], int(a.split("/")[1]), 0) for i, a in networks.items()]
+    return Report(name, name, tuple(found), True, 0.0, 8, 10**9, 1)
+
+
+# ---- networks
+
+
+def test_the_one_network_that_all_share_is_taken() -> None:
+    hosts = {
+        "a": machine("a", eth0="10.0.0.1/24", usb0="192.168.1.5/24", docker0="172.17.0.1/16"),
+        "b": machine("b", eth1="10.0.0.2/24", docker0="172.17.0.1/16"),
+    }
+    assert {h: (n.interface, n.address) for h, n in choose(hosts).items()} == {
+        "a": ("eth0", "10.0.0.1"),
+        "b": ("eth1", "10.0.0.2"),
+    }
+
+
+def test_one_host_alone_stays_on_its_loopback() -> None:
+    assert choose({"a": machine("a", eth0="10.0.0.1/24")})["a"].address == "127.0.0.1"
+
+
+def test_racks_with_subnets_of_their_own_go_by_the_interfaces_name() -> None:
+    hosts = {"a": machine("a", ib0="10.1.0.1/24"), "b": machine("b", ib0="10.2.0.1/24")}
+    assert choose(hosts)["b"].address == "10.2.0.1"
+
+
+def test_two_networks_or_none_are_for_the_user() -> None:
+    two = {n: machine(n, eth0=f"10.0.0.{i}/24", ib0=f"10.9.0.{i}/16") for i, n in enumerate("ab", 1)}
+    with pytest.raises(UsageError, match=r"share 2 networks, on a: eth0 \(10.0.0.0/24\), ib0 \(10.9.0.0/16\); .*--interface"):
+        choose(two)
+    assert choose(two, "ib")["a"].address == "10.9.0.1"
+    with pytest.raises(UsageError, match="host a: no interfaces fit hsn; it has eth0, ib0"):
+        choose(two, "hsn")
+    with pytest.raises(UsageError, match="share no network: a has eth0 10.0.0.1; b has none"):
+        choose({"a": machine("a", eth0="10.0.0.1/24"), "b": machine("b")})
+
+
+def test_a_host_reports_addresses_that_it_really_has(tmp_path: Path) -> None:
+    here = report("x", tmp_path / "nothing")
+    assert not here.sees and here.cpus > 0 and abs(here.time - time.time()) < 5
+    assert all(not n.address.startswith("127.") for n in here.networks)
+
+
+def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    write(rundir, "a")
+    assert list(gather(rundir, ["a"], 1)) == ["a"]
+    with pytest.raises(DeadlineError, match=r"no answer from b, c within --launch-timeout 0 s"):
+        gather(rundir, ["a", "b", "c"], 0)
+
+
+# ---- MPI ranks
+
+
+def test_roles_follow_the_hostfile_and_not_the_order_of_ranks() -> None:
+    reports = [machine("a.site", eth0="10.0.0.1/24"), machine("b", eth0="10.0.0.2/24")]
+    crew = place_ranks(reports, [8, 8], [Host("10.0.0.2", 4), Host("a", 2)])
+    assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)] and not crew.per_slot
+    assert [(h.rank, h.host, h.local) for h in crew.hands] == [(0, "a", 0), (1, "10.0.0.2", 0)]
+
+
+def test_a_rank_for_each_slot() -> None:
+    reports = [machine(n, eth0="10.0.0.1/24") for n in "aabb"]
+    crew = place_ranks(reports, [0] * 4, None)
+    assert crew.per_slot and [(h.name, h.slots) for h in crew.hosts] == [("a", 2), ("b", 2)]
+    assert [(h.host, h.local) for h in crew.hands] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert crew.first("b") == 2
+
+
+@pytest.mark.parametrize(
+    ("machines", "gpus", "hosts", "said"),
+    [
+        ("ab", [8, 8], [Host("a", 1), Host("c", 1)], "host c of the hostfile runs no MPI rank; mpirun started ranks on a, b"),
+        ("ab", [8, 8], [Host("a", 1)], "b is not in the hostfile"),
+        ("ab", [8, 8], [Host("a", 1), Host("10.0.0.1", 1), Host("b", 1)], "a and 10.0.0.1 of the hostfile are the same machine"),
+        ("aab", [8, 8, 8], None, "host b runs one MPI rank, others more"),
+        ("aabb", [0] * 4, [Host("a", 8), Host("b", 8)], "host a has 8 slots and 2 MPI ranks"),
+        ("ab", [8, 0], None, "host b shows no GPU"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_hostfile(machines: str, gpus: list[int], hosts: list[Host] | None, said: str) -> None:
+    reports = [machine(n, eth0=f"10.0.0.{ord(n) - 96}/24") for n in machines]
+    with pytest.raises(UsageError, match=said):
+        place_ranks(reports, gpus, hosts)
+
+
+def test_each_launcher_gets_its_own_words() -> None:
+    hosts = (Host("a", 2), Host("b", 2))
+    ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, False, "ssh", ["p"])
+    assert ours == "mpirun --hostfile H -np 2 --map-by ppr:1:node --bind-to none p".split()
+    ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, True, "ssh -p 2", ["p"])
+    assert ours == [*"mpirun --hostfile H -np 4 --map-by slot --bind-to none --mca plm_rsh_agent".split(), "ssh -p 2", "p"]
+    ours = mpi_command(["mpiexec"], "mpich", Path("H"), hosts, False, "/x/ssh -p 2", ["p"])
+    assert ours == "mpiexec -f H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
+
+
+def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/bash\n[ "$1" = good ] || { echo "no route to $1" >&2; exit 255; }\n')
+    agent.chmod(0o755)
+    reach(["good"], [str(agent)])
+    with pytest.raises(UsageError, match="host bad cannot be reached: no route to bad; try: .*agent bad true"):
+        reach(["good", "bad"], [str(agent)])
+    with pytest.raises(UsageError, match="host localhost is .* other hosts cannot reach"):
+        reach(["good", "localhost"], [str(agent)])
+
+
+# ---- who starts what
+
+
+def test_every_process_of_a_plan_is_started_once(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    for launcher in ("torchrun", "ranks"):
+        o = Options(
+            actor_num_nodes=2,
+            actor_num_gpus_per_node=2,
+            rollout_num_gpus=4,
+            rollout_num_gpus_per_engine=2,
+            rank_launcher=launcher,
+        )
+        plan = make_plan(o, [Host(n, 4) for n in "ab"], "r")
+        by_host = [(role, i) for host in plan.hosts for role, i, _ in commands(o, plan, rundir, host)]
+        ranks = [("trainer", i) for i in ((0, 2) if launcher == "torchrun" else range(4))]
+        assert sorted(by_host) == sorted([("engine", 0), ("engine", 1), ("rollout", 0), *ranks])
+        by_slot = [(role, i) for host in plan.hosts for s in range(4) for role, i, _ in commands(o, plan, rundir, host, s)]
+        assert sorted(by_slot) == sorted(by_host)
+
+
+# ---- files that MPI carries
+
+
+def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
+    here, there = (RunDir.create(tmp_path / name) for name in ("a", "b"))
+    for rundir in (here, there):
+        rundir.begin()
+    one, two = FileSync(here), FileSync(there)
+    here.publish("engine", 0, host="10.0.0.1", port=5)
+    two.put(one.new())
+    assert there.find("engine", 0)["port"] == 5
+    assert one.new() == {} and two.new() == {}  # neither again, nor back
+    there.fail("engine", 0, "broken")
+    one.put(two.new())
+    with pytest.raises(PeerError, match="engine-0: broken"):
+        here.check()
+    here.fail("engine", 0, "later")
+    assert there.failure()["message"] == "broken"
+    (here.root / "summary.json").write_text(json.dumps({"attempt": 0, "status": "finished"}))
+    two.put(one.new())
+    assert there.summary()["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json"])
+def test_nothing_outside_of_an_attempt_is_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PeerError, match="no file of an attempt"):
+        FileSync(RunDir.create(tmp_path / "run")).put({name: "eA=="})
+
+
+# ---- inside a Slurm job
+
+
+def test_groups_come_from_slurms_node_lists() -> None:
+    env = {
+        "SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n[01-02,07]", "SLURM_JOB_NODELIST_HET_GROUP_1": "g3",
+        "HPCRL_STEP_0": "srun --het-group=0 bash 'a b'", "HPCRL_SLOTS_0": "8", "HPCRL_STEP_1": "srun", "HPCRL_SLOTS_1": "0",
+    }  # fmt: skip
+    first, second = read_groups(env)
+    assert first.nodes == ("n01", "n02", "n07") and first.step == ("srun", "--het-group=0", "bash", "a b")
+    assert second.nodes == ("g3",) and second.slots == 0
+    with pytest.raises(UsageError, match="HPCRL_SLOTS_1"):
+        read_groups({k: v for k, v in env.items() if k != "HPCRL_SLOTS_1"})
+    with pytest.raises(UsageError, match="not inside a Slurm job"):
+        read_groups({})
+
+
+def test_one_node_can_be_asked_alone() -> None:
+    step = ("srun", "--nodes=3", "bash", "task.sh")
+    assert _alone(step, "n2") == [
+        "srun",
+        "--nodes=3",
+        "--nodelist=n2",
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        "bash",
+        "task.sh",
+    ]
+
+
+def metrics(rundir: RunDir, steps: list[float], save: float) -> None:
+    rows = [{"rollout_id": i, "perf/step_time": s} for i, s in enumerate(steps)] + [{"rollout_id": 0, "perf/save_time": save}]
+    rundir.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_time_kept_for_saving_follows_steps_and_saves(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    assert margin(rundir, 60) == 60
+    metrics(rundir, [100.0] * 5 + [2000.0], 300.0)
+    assert margin(rundir, 60) == 2 * 100 + 300 + 15  # one slow step is not the rule
+    assert margin(rundir, 600) == 600
+
+
+def test_the_clock_asks_once_and_slurms_early_signal_only_wakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    ends = {"at": time.time() + 1000}
+    monkeypatch.setattr("hpcrl.slurm.batch_process.time_limit", lambda _: ends["at"])
+    clock, stop = Clock("1", 60), Stop()
+    stop.nudges = 1
+    clock.watch(stop, rundir)
+    assert (stop.requests, stop.nudges, clock.due) == (0, 0, False)
+    ends["at"] = time.time() + 30  # the limit was changed, and Slurm says so
+    stop.nudges = 1
+    clock.watch(stop, rundir)
+    assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
+    ends["at"] = None
+    blind, stop = Clock("1", 60), Stop()
+    blind.watch(stop, rundir)
+    assert not stop.requests
+    stop.nudges = 1
+    blind.watch(stop, rundir)
+    assert stop.requests and blind.due
+    stopped = Stop()
+    stopped.ask("hpcrl stop")
+    late = Clock("1", 60)
+    late.ends, late.next_look = time.time() - 1, 0
+    late.watch(stopped, rundir)
+    assert not late.due  # the user's stop is not the time limit's: no requeue
+
+
+def test_restarts_without_a_new_checkpoint_come_to_an_end(tmp_path: Path) -> None:
+    tracker = tmp_path / "grpo/checkpoints/latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True)
+    tracker.write_text("4")
+    check_headway(tmp_path, 0)
+    for restart in range(1, FRUITLESS):
+        check_headway(tmp_path, restart)
+    tracker.write_text("6")
+    for restart in range(FRUITLESS, 2 * FRUITLESS):
+        check_headway(tmp_path, restart)
+    with pytest.raises(HpcrlError, match="5 restarts without a new checkpoint.*hpcrl resume"):
+        check_headway(tmp_path, 9)
+    check_headway(tmp_path, 0)  # by hand: the count begins anew
+    assert msgspec.json.decode((tmp_path / "headway.json").read_bytes())[0][0].endswith("iteration.txt 6")

@@ -1,0 +1,249 @@
+"""Model families: found by file, read from config.json, refusing what they do not implement."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcrl.models
+from hpcrl.errors import DataError, UsageError
+from hpcrl.models import family, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_family_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(qwen3.__file__).read_text().replace('model_type="qwen3"', 'model_type="toy"')
+    (tmp_path / "toy_family.py").write_text(text)
+    monkeypatch.setattr(hpcrl.models, "__path__", [*hpcrl.models.__path__, str(tmp_path)])
+    assert family.registry().keys() >= {"qwen3", "toy"}
+    assert family.find_family(CONFIG | {"model_type": "toy"}, "somewhere").model_type == "toy"
+    sys.modules.pop("hpcrl.models.toy_family")
+
+
+def test_an_unknown_model_type_names_the_known_ones() -> None:
+    with pytest.raises(DataError, match="somewhere: model type 'gpt9' is not supported; supported: .*qwen3"):
+        family.find_family({"model_type": "gpt9"}, "somewhere")
+
+
+def test_config_that_is_missing_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"config\.json: No such file"):
+        family.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json is no JSON"):
+        family.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(DataError, match="holds no JSON object"):
+        family.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    ],
+)
+def test_rope_theta_of_old_and_new_configs(fields: dict) -> None:
+    assert qwen3.FAMILY.gpt(CONFIG | fields)["rotary_base"] == 5e5
+    assert family.rope(CONFIG | fields)["kind"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu'.*'silu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+)
+def test_what_a_family_does_not_implement_is_refused(fields: dict, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        qwen3.FAMILY.transformer(CONFIG | fields)
+
+
+def test_head_size_without_head_dim() -> None:
+    config = {k: v for k, v in CONFIG.items() if k != "head_dim"}
+    assert qwen3.transformer(CONFIG)["kv_channels"] == 24
+    assert qwen2.transformer(config | {"model_type": "qwen2"})["kv_channels"] == 16
+    with pytest.raises(DataError, match="lacks head_dim"):  # transformers' own default has nothing to do with hidden size
+        qwen3.transformer(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_of_all_layers_and_of_tied_embeddings(tied: bool) -> None:
+    config = CONFIG | {"tie_word_embeddings": tied}
+    rules = dict(qwen3.FAMILY.tensors(config))
+    assert rules["decoder.layers.1.mlp.linear_fc2.weight"].hf == ("model.layers.1.mlp.down_proj.weight",)
+    assert "decoder.layers.2.mlp.linear_fc2.weight" not in rules
+    assert rules["output_layer.weight"].hf == (("model.embed_tokens.weight",) if tied else ("lm_head.weight",))
+    assert qwen3.FAMILY.ignores("lm_head.weight", config) == tied
+
+
+def test_helpers_are_no_families() -> None:
+    assert set(family.registry()) == {"qwen2", "qwen3", "llama", "glm4", "qwen3_moe", "glm4_moe"}
+
+
+# ---- Llama's rotary scaling
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_llama_3_scaling_is_carried_over() -> None:
+    config = CONFIG | {"model_type": "llama", "rope_scaling": LLAMA3}
+    assert llama.transformer(config)["qk_layernorm"] is False
+    found = llama.gpt(config)
+    assert (found["rope_scaling"], found["rope_scaling_factor"], found["rotary_base"]) == (True, 32.0, 500000.0)
+    assert "rope_scaling" not in llama.gpt(CONFIG)
+
+
+@pytest.mark.parametrize("fields", [{"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {"factor": None}])
+def test_scaling_that_megatron_has_fixed_is_refused(fields: dict) -> None:
+    with pytest.raises(DataError, match=next(iter(fields))):
+        llama.gpt(CONFIG | {"model_type": "llama", "rope_scaling": LLAMA3 | fields})
+
+
+# ---- experts
+
+QWEN3_MOE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+}
+GLM4_MOE = CONFIG | {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "num_nextn_predict_layers": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def test_only_layers_with_experts_have_them() -> None:
+    assert qwen3_moe.transformer(QWEN3_MOE)["moe_layer_freq"] == [0, 1, 0, 0]
+    rules = dict(qwen3_moe.FAMILY.tensors(QWEN3_MOE))
+    rule = rules["decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"]
+    assert (rule.hf, rule.expert) == (("model.layers.1.mlp.experts.3.down_proj.weight",), 3)
+    assert rules["decoder.layers.1.mlp.experts.linear_fc2.weight3"].hf == rule.hf  # Transformer Engine's name
+    assert rules["decoder.layers.0.mlp.linear_fc2.weight"].expert is None
+    names = {name for rule in rules.values() for name in rule.hf}
+    assert "model.layers.1.mlp.down_proj.weight" not in names
+    assert "model.layers.0.mlp.experts.0.down_proj.weight" not in names
+    assert "model.layers.1.mlp.experts.4.down_proj.weight" not in names
+
+
+def test_the_name_of_the_number_of_experts_in_old_and_new_configs() -> None:
+    new = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"} | {"num_local_experts": 4}
+    assert qwen3_moe.transformer(new) == qwen3_moe.transformer(QWEN3_MOE)
+    with pytest.raises(DataError, match="lacks num_experts"):
+        qwen3_moe.transformer(new | {"num_local_experts": None})
+
+
+def test_norms_and_biases_that_a_model_lacks_are_not_expected() -> None:
+    names = {name for _, rule in glm4_moe.FAMILY.tensors(GLM4_MOE) for name in rule.hf}
+    assert "model.layers.0.self_attn.q_proj.bias" in names
+    assert "model.layers.0.self_attn.q_norm.weight" not in names
+    other = GLM4_MOE | {"attention_bias": False, "use_qk_norm": True}
+    names = {name for _, rule in glm4_moe.FAMILY.tensors(other) for name in rule.hf}
+    assert "model.layers.0.self_attn.q_proj.bias" not in names
+    assert "model.layers.0.self_attn.q_norm.weight" in names
+
+
+def test_layers_behind_the_last_are_ignored() -> None:
+    ignores = glm4_moe.FAMILY.ignores
+    assert ignores("model.layers.3.eh_proj.weight", GLM4_MOE)
+    assert not ignores("model.layers.2.eh_proj.weight", GLM4_MOE)
+    assert not ignores("model.layers.4.eh_proj.weight", GLM4_MOE)
+    assert not ignores("model.layers.3.eh_proj.weight", GLM4_MOE | {"num_nextn_predict_layers": 0})
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "text"),
+    [
+        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1; it must lie from 2 to 4"),
+        (QWEN3_MOE, {"num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "no layer with experts"),
+        (GLM4_MOE, {"n_group": 4, "topk_group": 2}, "n_group = 4, topk_group = 2, num_experts_per_tok = 2"),
+        (GLM4_MOE, {"n_group": 3, "topk_group": 1}, "n_group = 3"),
+        (GLM4_MOE, {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        (GLM4_MOE, {"n_shared_experts": 0}, "n_shared_experts = 0"),
+        (GLM4_MOE, {"routed_scaling_factor": None}, "lacks routed_scaling_factor"),
+    ],
+)
+def test_routing_that_megatron_does_otherwise_is_refused(config: dict, fields: dict, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        family.find_family(config, "x").transformer(config | fields)
+
+
+def test_groups_of_experts() -> None:
+    grouped = GLM4_MOE | {"n_group": 4, "topk_group": 1}
+    assert glm4_moe.transformer(grouped)["moe_router_num_groups"] == 4
+    assert glm4_moe.transformer(GLM4_MOE)["moe_router_num_groups"] is None
+
+
+# ---- slime's --spec
+
+
+@pytest.mark.parametrize("plugins", ["slime_plugins", "vime_plugins"])
+def test_a_spec_names_its_family(plugins: str) -> None:
+    words = [f"{plugins}.models.glm4", "get_glm_spec"]
+    assert family.named_by_spec(words) == "glm4"
+    family.check_spec(words, {"model_type": "glm4"})
+    family.check_spec([], {"model_type": "qwen3"})
+    with pytest.raises(UsageError, match=r"--spec .*get_glm_spec is a glm4 model, config\.json says 'qwen3'"):
+        family.check_spec(words, {"model_type": "qwen3"})
+
+
+def test_an_unknown_spec_names_the_known_ones() -> None:
+    assert family.named_by_spec(["my.module", "spec"]) is None
+    with pytest.raises(UsageError, match="--spec my.module spec names no model family; known: slime_plugins"):
+        family.check_spec(["my.module", "spec"], {"model_type": "glm4"})
+
+
+def test_glm4_has_norms_on_both_sides_and_one_gate_and_up_projection() -> None:
+    config = CONFIG | {"model_type": "glm4", "attention_bias": False}
+    rules = dict(glm4.FAMILY.tensors(config))
+    assert rules["decoder.layers.0.mlp.linear_fc1.weight"].kind == "fused_gate_up"
+    assert rules["decoder.layers.1.mlp_bda.norm.weight"].hf == ("model.layers.1.post_mlp_layernorm.weight",)
+    assert glm4.gpt(config)["rotary_percent"] == 0.5  # transformers' default for it
+    with pytest.raises(DataError, match="lacks attention_bias"):  # whose default has changed between releases
+        glm4.transformer({k: v for k, v in config.items() if k != "attention_bias"})

@@ -1,0 +1,364 @@
+"""Every family: Megatron computes what transformers computes, in every layout, and gives its weights back bit for bit.
+
+The reference runs in the test process; Megatron's ranks are forked (tests/support/ranks.py).  One group of ranks walks through
+all models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import families
+from tests.support.ranks import run_ranks
+from tests.trainer import test_invariance as invariance
+from tests.trainer import test_model_parity as parity
+
+pytestmark = pytest.mark.process
+
+TP2, SP2 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2, EP2, ETP1 = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+#: layout -> (ranks, options, whether it is for dense models, for those with experts)
+LAYOUTS: dict[str, tuple[int, dict[str, Any], bool, bool]] = {
+    "one rank": (1, {}, True, True),
+    "tp2": (2, TP2, True, False),
+    "tp2 sp": (2, SP2, True, True),
+    "pp2": (2, PP2, True, True),
+    "ep2": (2, EP2, False, True),
+    "tp2 sp ep2 etp1": (2, {**SP2, **EP2, **ETP1}, False, True),
+    "tp2 sp ep2 etp2": (4, {**SP2, **EP2}, False, True),
+    "tp2 sp pp2 ep2 etp1": (4, {**SP2, **PP2, **EP2, **ETP1}, False, True),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {
+        f"{kind} {size}": families.make(root / f"{kind}-{size}", kind, size == "odd")
+        for kind in families.SIZES
+        for size in ("plain", "odd")
+    }
+
+
+@pytest.fixture(scope="module")
+def references(models: dict[str, Path]) -> dict[str, Any]:
+    """The same models in transformers, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    eager = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    return {name: AutoModelForCausalLM.from_pretrained(path, **eager).eval() for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def wanted(references: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """transformers' logits of each sequence."""
+    found = {}
+    for name, model in references.items():
+        with torch.no_grad():
+            found[name] = [model(ids[None]).logits[0] for ids in parity.sequences(model.config.vocab_size)]
+    return found
+
+
+# ---- on the ranks
+
+
+def walk(every: list[Any]) -> list[Any]:
+    """(logits, exported tensors) of each model, one after another in the same groups."""
+    ranks, found = None, []
+    for opts in every:
+        policy = parity.start(opts, ranks)
+        ranks = policy.ranks
+        found.append((parity.logits(policy), parity.exported(policy)))
+    return found
+
+
+# ---- tests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_weights_are_those_of_transformers(
+    models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], layout: str
+) -> None:
+    n, fields, dense, sparse = LAYOUTS[layout]
+    names = [name for name in models if (sparse if name.split()[0] in families.EXPERTS else dense)]
+    results = run_ranks(n, walk, [parity.options(models[name], n, fields) for name in names], timeout=120)
+    for i, name in enumerate(names):
+        rows, values = next(r[i][0] for r in results if r[i][0] is not None)
+        place = 0
+        for logits in wanted[name]:
+            assert float(logits.abs().max()) > 0.5  # not all alike
+            error = float((values[place : place + len(logits)] - logits).abs().max())
+            assert error <= 1e-4, f"{name}: {error:.1e}"
+            place += -(-len(logits) // parity.PAD) * parity.PAD
+        assert torch.equal(rows, torch.arange(len(rows)))
+        exported, files = results[0][i][1], load_file(models[name] / "model.safetensors")
+        assert sorted(n for n, _ in exported) == sorted(files), name
+        assert all(torch.equal(tensor, files[n]) for n, tensor in exported), name
+
+
+#: layout -> models; with experts the odd ones, of the others one with biases and one with norms on both sides
+GRADIENTS = {
+    "one rank": ["qwen2 odd", "llama plain", "glm4 plain", "qwen3_moe odd", "glm4_moe odd"],
+    "tp2 sp": ["qwen2 odd", "glm4 plain", "qwen3_moe odd", "glm4_moe odd"],
+    "ep2": ["qwen3_moe odd", "glm4_moe odd"],
+    "tp2 sp ep2 etp1": ["qwen3_moe odd", "glm4_moe odd"],
+    "tp2 sp ep2 etp2": ["qwen3_moe odd", "glm4_moe odd"],
+}
+
+
+@pytest.fixture(scope="module")
+def gradients(models: dict[str, Path], references: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """transformers' gradients under the names of the files, of every model in GRADIENTS."""
+    found = {}
+    for name in sorted({name for names in GRADIENTS.values() for name in names}):
+        hf = references[name]
+        vocab = hf.config.vocab_size
+        for ids, weight in zip(parity.sequences(vocab), parity.weights_of_loss(vocab), strict=True):
+            (hf(ids[None]).logits[0] * weight).sum().backward()
+        grads = {n: p.grad for n, p in hf.named_parameters()}
+        found[name] = families.apart(grads, load_file(models[name] / "model.safetensors"))
+    return found
+
+
+@pytest.mark.parametrize("layout", GRADIENTS)
+def test_gradients_are_those_of_transformers(
+    models: dict[str, Path], gradients: dict[str, dict[str, torch.Tensor]], layout: str
+) -> None:
+    n, fields, *_ = LAYOUTS[layout]
+    whole = {"megatron": {"use_distributed_optimizer": False}}  # with it, each DP rank has but a part of the gradient
+    every = [parity.options(models[x], n, fields, **whole) for x in GRADIENTS[layout]]
+    results = run_ranks(n, parity.on_each, "gradients", every)[0]
+    for name, found in zip(GRADIENTS[layout], results, strict=True):
+        files = load_file(models[name] / "model.safetensors")
+        for tensor in found.keys() - gradients[name].keys():  # a buffer: what counts the router's tokens has left it alone
+            assert tensor.endswith("e_score_correction_bias")
+            assert torch.equal(found[tensor], files[tensor])
+        for tensor, gradient in gradients[name].items():
+            error = float((found[tensor] - gradient).norm() / gradient.norm().clamp(min=1e-6))
+            assert error < 1e-5, f"{name}: {tensor}: relative error {error:.1e}"
+
+
+CP2 = {"context_parallel_size": 2}
+STEPS = {
+    "ep2": (2, EP2),
+    "cp2 ep2": (2, {**CP2, **EP2}),
+    "tp2 sp ep2 etp1": (2, {**SP2, **EP2, **ETP1}),
+    "pp2 ep2 edp1": (4, {**PP2, **EP2}),
+    "ep2 edp2": (4, EP2),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(models: dict[str, Path]) -> dict[str, float]:
+    return run_ranks(1, invariance.train_on_rank, [steps(models, 1, {})])[0][0]
+
+
+def steps(models: dict[str, Path], n: int, fields: dict[str, Any]) -> Any:
+    packing = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "use_rollout_logprobs": True}
+    return invariance.options(models["glm4_moe odd"], n, **packing, **fields)
+
+
+@pytest.mark.parametrize("layout", STEPS)
+def test_two_steps_of_training_do_not_depend_on_how_experts_are_laid_out(
+    models: dict[str, Path], one_rank: dict[str, float], layout: str
+) -> None:
+    """With the distributed optimizer, which splits the experts' gradients otherwise than those of the rest."""
+    n, fields = STEPS[layout]
+    for (found,) in run_ranks(n, invariance.train_on_rank, [steps(models, n, fields)]):
+        for name in ("train/loss", "train/grad_norm", "second/train/loss", "second/train/grad_norm"):
+            assert found[name] == pytest.approx(one_rank[name], rel=1e-5), name
+
+
+def test_correction_biases_stay_in_full_precision(models: dict[str, Path]) -> None:
+    opts = parity.options(models["glm4_moe odd"], 2, EP2).model_copy(update={"bf16": True})
+    found = run_ranks(2, parity.on_each, "exported", [opts])[0][0]
+    files = load_file(models["glm4_moe odd"] / "model.safetensors")
+    for name, tensor in found:
+        assert torch.equal(tensor, files[name] if "correction_bias" in name else files[name].bfloat16()), name
+
+
+TOY = """
+from hpcrl.models import dense
+from hpcrl.models.family import Family
+
+FAMILY = Family(
+    model_type="toy",
+    transformer=lambda config: dense.settings(config) | {"add_qkv_bias": True},
+    gpt=dense.gpt,
+    rules=dense.RULES,
+)
+"""
+
+
+def walk_with_more_families(directory: str, every: list[Any]) -> list[Any]:
+    import hpcrl.models
+
+    hpcrl.models.__path__.append(directory)
+    return walk(every)
+
+
+def test_a_file_makes_a_family(models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], tmp_path: Path) -> None:
+    (tmp_path / "toy_family.py").write_text(TOY)
+    config = json.loads((models["qwen2 odd"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "toy"}))
+    (tmp_path / "model.safetensors").write_bytes((models["qwen2 odd"] / "model.safetensors").read_bytes())
+    ((_, values), _), *_ = run_ranks(1, walk_with_more_families, str(tmp_path), [parity.options(tmp_path, 1, {})])[0]
+    assert torch.allclose(values[: len(wanted["qwen2 odd"][0])], wanted["qwen2 odd"][0], rtol=0, atol=1e-4)
+
+
+def test_weights_of_virtual_stages_come_back(tmp_path: Path) -> None:
+    model = families.make(tmp_path, "glm4_moe", num_hidden_layers=4)
+    fields = {**PP2, **EP2, "num_virtual_stages_per_pipeline_rank": 2}
+    found = dict(run_ranks(4, parity.on_each, "exported", [parity.options(model, 4, fields)])[0][0])
+    files = load_file(model / "model.safetensors")
+    assert found.keys() == files.keys()
+    assert all(torch.equal(tensor, files[name]) for name, tensor in found.items())
+
+
+def most_alive(opts: Any) -> tuple[int, int]:
+    """(tensors of an export that were alive at once, those with memory of their own) on this rank, model's own not counted."""
+    from hpcrl.trainer.megatron.model import export
+
+    policy = parity.start(opts)
+    own = {parameter.data_ptr() for module in policy.modules for parameter in module.parameters()}
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = real = 0
+    for _, tensor in export(policy):
+        if tensor.device.type != "meta" and tensor.data_ptr() not in own:
+            real += 1
+        if tensor.device.type == "meta" or tensor.data_ptr() not in own:
+            alive.append(weakref.ref(tensor))
+        del tensor
+        most = max(most, sum(found() is not None for found in alive))
+    return most, real
+
+
+def test_experts_go_to_rank_0_one_by_one(models: dict[str, Path]) -> None:
+    opts = parity.options(models["qwen3_moe plain"], 4, {**SP2, **EP2})
+    (most, real), *others = run_ranks(4, most_alive, opts)
+    assert most <= 3 < real  # queries, keys and values are made together
+    assert [found for _, found in others] == [0, 0, 0]
+
+
+# ---- what is refused
+
+GATE, UP = (f"model.layers.1.mlp.experts.5.{name}.weight" for name in ("gate_proj", "up_proj"))
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+CHANGES: list[tuple[dict[str, torch.Tensor | None], str]] = [
+    ({GATE: None}, f"the model lacks {GATE}"),
+    ({BIAS: None}, f"the model lacks {BIAS}"),
+    ({GATE.replace(".5.", ".8."): torch.ones(32, 64)}, r"holds in excess model.layers.1.mlp.experts.8.gate_proj.weight"),
+    ({UP: torch.ones(31, 64)}, rf"{UP} is \[31, 64\], config.json asks for \[32, 64\]"),
+    ({"model.layers.2.eh_proj.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, "^$"),
+]
+
+
+def test_tensors_of_experts_that_do_not_fit_are_named_on_every_rank(models: dict[str, Path], tmp_path: Path) -> None:
+    every = []
+    for number, (change, _) in enumerate(CHANGES):
+        tensors = load_file(models["glm4_moe plain"] / "model.safetensors") | change
+        (directory := tmp_path / str(number)).mkdir()
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, directory / "model.safetensors")
+        (directory / "config.json").write_bytes((models["glm4_moe plain"] / "config.json").read_bytes())
+        every.append(parity.options(directory, 2, EP2))
+    for messages in run_ranks(2, parity.refused_on_rank, every, True):
+        for message, (_, text) in zip(messages, CHANGES, strict=True):
+            assert re.search(text, message), message
+
+
+def test_weights_of_another_model_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((models["glm4 plain"] / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((models["qwen2 plain"] / "model.safetensors").read_bytes())
+    ((message,),) = run_ranks(1, parity.refused_on_rank, [parity.options(tmp_path, 1, {})])
+    assert re.search("the model lacks .*gate_up_proj.* and holds in excess .*gate_proj", message), message
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3 plain", EP2, "--expert-model-parallel-size 2: the model has no experts"),
+    ("glm4_moe plain", {**SP2, **ETP1}, "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 and .* not add up"),
+    ("glm4_moe plain", TP2, "--tensor-model-parallel-size 2: Megatron trains .*; add --sequence-parallel"),
+    ("glm4 plain", {"spec": ["slime_plugins.models.glm5", "get_glm5_spec"]}, "--spec .* names no model family"),
+    ("qwen3 plain", {"spec": ["slime_plugins.models.glm4", "get_glm_spec"]}, "is a glm4 model, config.json says 'qwen3'"),
+    ("glm4_moe plain", {"megatron": {"moe_router_bias_update_rate": 1e-3}}, "--moe-router-bias-update-rate 0.001 cannot be"),
+    ("qwen3_moe plain", {"megatron": {"moe_aux_loss_coeff": 1e-3}}, "--moe-aux-loss-coeff 0.001 cannot be"),
+    ("qwen3_moe plain", {"megatron": {"moe_z_loss_coeff": 1e-3}}, "--moe-z-loss-coeff 0.001 cannot be"),
+    ("qwen3_moe plain", {"megatron": {"moe_router_topk": 4}}, "--moe-router-topk 4: the model's config.json says 2"),
+]
+
+
+def test_layouts_and_settings_that_do_not_fit_are_refused(models: dict[str, Path]) -> None:
+    every = [parity.options(models["qwen3 plain"], 1, {})]
+    every += [parity.options(models[model], 2, fields) for model, fields, _ in REFUSED]
+    good, *messages = run_ranks(1, parity.refused_on_rank, every, True)[0]
+    assert good == ""
+    for message, (_, _, text) in zip(messages, REFUSED, strict=True):
+        assert message.startswith("UsageError")
+        assert re.search(text, message), message
+
+
+def layout_errors(every: list[tuple[Any, dict[str, Any]]]) -> list[str]:
+    """What check_layout says of options and a model's fields, without any groups."""
+    from hpcrl.errors import UsageError
+    from hpcrl.trainer.parallel.parallel_state import check_layout
+
+    messages = []
+    for opts, fields in every:
+        try:
+            check_layout(opts, fields)
+            messages.append("")
+        except UsageError as error:
+            messages.append(str(error))
+    return messages
+
+
+SIZES = {
+    "num_attention_heads": 8,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 90,
+    "num_layers": 2,
+    "num_moe_experts": 12,
+    "moe_layer_freq": [0, 1],
+    "moe_ffn_hidden_size": 22,
+    "moe_shared_expert_intermediate_size": 44,
+}
+EP4 = {"expert_model_parallel_size": 4, "sequence_parallel": True}
+SHAPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({**EP4, "expert_tensor_parallel_size": 4}, {}, "--expert-tensor-parallel-size 4 does not divide the model's 22 columns"),
+    (
+        {**EP4, "tensor_model_parallel_size": 4},
+        {"moe_layer_freq": [1, 1]},
+        r"--expert-tensor-parallel-size \(by default that of TP\) 4 does not divide the model's 22 columns of an expert",
+    ),
+    ({**EP4, "tensor_model_parallel_size": 4}, {}, "--tensor-model-parallel-size 4 does not divide the model's 90 MLP columns"),
+    (
+        {**EP4, **ETP1, "tensor_model_parallel_size": 8},
+        {"ffn_hidden_size": 96},
+        "--tensor-model-parallel-size 8 does not divide the model's 44 columns of its shared experts",
+    ),
+    ({"expert_model_parallel_size": 5}, {}, "--expert-model-parallel-size 5 does not divide the model's 12 experts"),
+    ({**EP4, **ETP1, "tensor_model_parallel_size": 4}, {"moe_layer_freq": [1, 1]}, "^$"),
+    ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4, "sequence_parallel": True}, {}, "would not add up"),
+]
+
+
+def test_sizes_of_experts_that_do_not_divide_are_named_with_both_values() -> None:
+    every = [(parity.options(Path("x"), 16, fields), SIZES | sizes) for fields, sizes, _ in SHAPES]
+    for message, (_, _, text) in zip(run_ranks(1, layout_errors, every)[0], SHAPES, strict=True):
+        assert re.search(text, message), message
+
+
+def test_slimes_recipe_of_a_dense_model_is_taken(models: dict[str, Path]) -> None:
+    """It gives EP 1 and ETP 1 to every model, whatever TP is."""
+    fields = {**SP2, **ETP1, "spec": ["slime_plugins.models.glm4", "get_glm_spec"]}
+    for (message,) in run_ranks(2, parity.refused_on_rank, [parity.options(models["glm4 plain"], 2, fields)]):
+        assert message == ""

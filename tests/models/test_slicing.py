@@ -1,0 +1,83 @@
+"""Cutting Hugging Face tensors over tensor-parallel ranks, and putting them together again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcrl.models.slicing import CUTS, Shapes
+
+
+def shapes(tp: int, groups: int = 4, vocab: int = 13) -> Shapes:
+    return Shapes(heads=12, groups=groups, head_size=5, vocab=vocab, tp=tp)
+
+
+def tensors(kind: str, s: Shapes) -> list[torch.Tensor]:
+    sizes = {
+        "same": [(7,)],
+        "row": [(6, 24)],
+        "column": [(24, 6)],
+        "vocab": [(s.vocab, 6)],
+        "gate_up": [(24, 6)] * 2,
+        "fused_gate_up": [(48, 6)],
+        "qkv": [(s.heads * s.head_size, 6), (s.groups * s.head_size, 6), (s.groups * s.head_size, 6)],
+    }[kind]
+    return [torch.arange(float(torch.tensor(size).prod())).view(size) + 1000 * i + 1 for i, size in enumerate(sizes)]
+
+
+def part_shape(kind: str, s: Shapes) -> tuple[int, ...]:
+    rows = (s.heads + 2 * s.groups) * s.head_size
+    return {
+        "same": (7,),
+        "row": (6, 24 // s.tp),
+        "column": (24 // s.tp, 6),
+        "vocab": (-(-s.vocab // s.tp), 6),
+        "gate_up": (48 // s.tp, 6),
+        "fused_gate_up": (48 // s.tp, 6),
+        "qkv": (rows // s.tp, 6),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(("tp", "groups"), [(1, 4), (2, 4), (4, 4), (2, 1), (4, 2), (3, 12)])
+def test_join_is_the_inverse_of_part(kind: str, tp: int, groups: int) -> None:
+    s = shapes(tp, groups)
+    whole, shape = tensors(kind, s), part_shape(kind, s)
+    parts = [CUTS[kind].part(whole, rank, shape, s) for rank in range(tp)]
+    assert {tuple(p.shape) for p in parts} == {shape}
+    joined = CUTS[kind].join(parts, s)
+    assert [tuple(x.shape) for x in joined] == CUTS[kind].full(shape, s)
+    assert all(torch.equal(a, b) for a, b in zip(joined, whole, strict=True))
+
+
+def test_biases_are_cut_as_their_weights() -> None:
+    s = shapes(2)
+    whole = [t[:, 0].contiguous() for t in tensors("qkv", s)]
+    shape = (part_shape("qkv", s)[0],)
+    parts = [CUTS["qkv"].part(whole, rank, shape, s) for rank in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(CUTS["qkv"].join(parts, s), whole, strict=True))
+
+
+def test_queries_lie_beside_their_key_and_value() -> None:
+    s = shapes(1, groups=2)
+    q, k, v = tensors("qkv", s)
+    packed = CUTS["qkv"].part([q, k, v], 0, part_shape("qkv", s), s)
+    assert torch.equal(packed[:30], q[:30])
+    assert torch.equal(packed[30:35], k[:5])
+    assert torch.equal(packed[35:40], v[:5])
+    assert torch.equal(packed[40:70], q[30:])
+
+
+def test_padding_rows_of_the_vocabulary_are_zero_even_a_whole_rank_of_them() -> None:
+    s = shapes(4, vocab=5)
+    parts = [CUTS["vocab"].part([torch.ones(5, 3)], rank, (2, 3), s) for rank in range(4)]
+    assert [int(p.sum()) for p in parts] == [6, 6, 3, 0]
+
+
+def test_one_tensor_of_gate_and_up_is_cut_as_the_two_would_be() -> None:
+    s = shapes(2)
+    gate, up = tensors("gate_up", s)
+    shape = part_shape("gate_up", s)
+    for rank in range(2):
+        part = CUTS["fused_gate_up"].part([torch.cat([gate, up])], rank, shape, s)
+        assert torch.equal(part, CUTS["gate_up"].part([gate, up], rank, shape, s))

@@ -1,0 +1,215 @@
+"""What a run records and shows: every step once, whole lines, a picture, the closing line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import HpcrlError
+from hpcrl.report import metrics, progress
+from hpcrl.report.closing_line import closing_line, held_out
+from hpcrl.report.curves import PANELS, draw, series, smooth
+from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
+from hpcrl.report.progress import MetricsTail, Progress
+from hpcrl.run.rundir import RunDir
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
+
+
+def write(rundir: RunDir, *rows: dict) -> None:
+    rundir.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+STEPS = [
+    {"rollout_id": -1, "eval/heldout/accuracy": 0.25},
+    {"rollout_id": 0, "train/loss": 1.0, "rollout/reward": 0.1},
+    {"rollout_id": 1, "train/loss": 0.5, "rollout/reward": 0.4, "staleness/max": 0.0},
+    {"rollout_id": 1, "eval/heldout/accuracy": 0.75},
+]
+
+
+def test_a_torn_last_line_does_not_count(rundir: RunDir) -> None:
+    write(rundir, *STEPS)
+    with rundir.metrics_file.open("a") as file:
+        file.write('{"rollout_id": 2, "train/lo')
+    assert list(read_metrics(rundir.metrics_file)) == STEPS
+
+
+def test_a_damaged_line_does_not_stop_a_run(rundir: RunDir) -> None:
+    write(rundir, *STEPS[:2])
+    with rundir.metrics_file.open("ab") as file:
+        file.write(b"\0" * 40 + b"\n" + json.dumps(STEPS[2]).encode() + b"\n[]\n")
+    assert list(read_metrics(rundir.metrics_file)) == STEPS[:3]
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0, []), (1, STEPS[:2]), (2, STEPS)])
+def test_resuming_forgets_the_steps_that_come_again(rundir: RunDir, start: int, kept: list) -> None:
+    write(rundir, *STEPS)
+    log = MetricsLog(rundir)
+    log.events = NoEvents()
+    log.truncate(start)
+    assert list(read_metrics(rundir.metrics_file)) == kept
+    log.append(start, {"train/loss": 2.0})
+    assert [row["rollout_id"] for row in read_metrics(rundir.metrics_file)] == [row["rollout_id"] for row in kept] + [start]
+
+
+def test_an_evaluation_that_is_logged_is_known(rundir: RunDir) -> None:
+    write(rundir, *STEPS)
+    assert MetricsLog(rundir).evaluated(1) and MetricsLog(rundir).evaluated(-1)
+    assert not MetricsLog(rundir).evaluated(0)
+
+
+def scalars(rundir: RunDir, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(e.step, e.value) for e in EventAccumulator(str(rundir.tensorboard)).Reload().Scalars(tag)]
+
+
+def test_tensorboard_has_the_same_numbers_without_torch(rundir: RunDir) -> None:
+    log = MetricsLog(rundir)
+    for step in range(3):
+        log.append(step, {"train/loss": 1.5 - step})
+    log.close()
+    assert scalars(rundir, "train/loss") == [(1, 1.5), (2, 0.5), (3, -0.5)]
+    code = "import sys; from hpcrl.report.metrics import *; open_events(Path(sys.argv[1]), 0, None); sys.exit('torch' in sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code, rundir.root / "elsewhere"], check=True, env=os.environ | {"PYTHONPATH": str(REPO)}
+    )
+
+
+def test_tensorboard_hides_the_steps_that_come_again_and_nothing_else(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1_000_000, 1_001_000))
+    monkeypatch.setattr(metrics.time, "time", lambda: float(next(now)))
+    first = MetricsLog(rundir)
+    first.truncate(0)
+    for step in range(4):
+        first.append(step, {"train/loss": float(step)})
+    again = MetricsLog(RunDir(rundir.root, 1))
+    again.truncate(2)
+    again.append(1, {"eval/heldout/accuracy": 0.5})  # was due when the first was killed
+    for step in (2, 3):
+        again.append(step, {"train/loss": 10.0 + step})
+    assert scalars(rundir, "train/loss") == [(1, 0.0), (2, 1.0), (3, 12.0), (4, 13.0)]
+    assert scalars(rundir, "eval/heldout/accuracy") == [(2, 0.5)]
+
+
+def test_a_number_that_is_none_is_still_json(rundir: RunDir) -> None:
+    log = MetricsLog(rundir)
+    log.append(0, {"train/grad_norm": float("nan"), "train/loss": 1.0})
+    assert "NaN" not in rundir.metrics_file.read_text()
+    assert next(read_metrics(rundir.metrics_file))["train/grad_norm"] is None
+    assert series(list(read_metrics(rundir.metrics_file)), {"": "train/grad_norm"}) == {}
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
+def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    if full == "metrics.jsonl":
+        rundir.metrics_file.symlink_to("/dev/full")
+    else:
+        plain = Path.open
+        monkeypatch.setattr(
+            Path, "open", lambda path, mode="r": plain(Path("/dev/full") if "tfevents" in path.name else path, mode)
+        )
+    with pytest.raises(HpcrlError, match=f"cannot write .*{full}: No space left on device; free space"):
+        MetricsLog(rundir).append(0, {"train/loss": 1.0})
+
+
+def test_the_closing_line(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rundir.root.parent)
+    assert closing_line(rundir.root, rundir.root) == "finished  run"
+    write(rundir, *STEPS)
+    assert held_out(rundir.root) == [(-1, 0.25), (1, 0.75)]
+    assert closing_line(rundir.root, rundir.root) == "held-out accuracy: 0.25 -> 0.75  run"
+
+
+def test_the_picture(rundir: RunDir) -> None:
+    assert not draw(rundir), "nothing to draw yet"
+    write(rundir, *STEPS)
+    assert series(STEPS, {"*": "eval/*/accuracy"}) == {"heldout": ([0, 2], [0.25, 0.75])}
+    assert series(STEPS, {"mean": "train/loss", "max": "train/none"}) == {"mean": ([1, 2], [1.0, 0.5])}
+    assert draw(rundir)
+    assert (rundir.root / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("steps", "panels"), [(1, 2), (60, 4)])
+def test_the_picture_of_one_step_and_of_many(rundir: RunDir, steps: int, panels: int) -> None:
+    names = [name.replace("*", "a") for panel in PANELS[-panels:] for name in panel.metrics.values()]
+    write(rundir, *({"rollout_id": i} | dict.fromkeys(names, float(i % 2)) for i in range(steps)))
+    assert draw(rundir, "many")
+    assert not list(rundir.root.glob(".curves*"))
+
+
+def test_the_mean_over_a_window_keeps_ends_and_lines() -> None:
+    line = [float(i) for i in range(60)]
+    assert smooth(line) == pytest.approx(line)
+    assert smooth([0.0] * 30 + [60.0] + [0.0] * 29)[28:33] == pytest.approx([60 / 7] * 5)
+
+
+def test_following_a_file_reads_each_line_once_even_if_it_comes_in_pieces(rundir: RunDir) -> None:
+    tail = MetricsTail(rundir.metrics_file)
+    assert list(tail.new()) == []
+    whole = "".join(json.dumps(row) + "\n" for row in STEPS)
+    found = []
+    for cut in range(0, len(whole), 7):
+        with rundir.metrics_file.open("a") as file:
+            file.write(whole[cut : cut + 7])
+        found += tail.new()
+    assert found == STEPS
+    log = MetricsLog(rundir)
+    log.truncate(1)
+    assert list(tail.new()) == STEPS[:2], "a file that was replaced is read anew"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_the_latest_numbers(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    screen = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(progress.sys, "stderr", screen)
+    monkeypatch.setattr(progress, "GLANCE", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    bar = Progress(rundir, "grpo", None)
+    bar.poll()
+    write(rundir, *STEPS)
+    rundir.publish("trainer", 0, start=0, total=4)
+    bar.poll()
+    bar.poll()
+    assert bar.text() == "reward 0.400, staleness 0, heldout accuracy 0.75"
+    bar.close()
+    shown = screen.getvalue()
+    assert "starting" in shown
+    assert "2/4" in shown.splitlines()[-1] and "reward 0.400" in shown.splitlines()[-1]
+    if not terminal:
+        assert "\r" not in shown
+        assert len(shown.splitlines()) == 2, "a line that would say the same again is not written"
+
+
+def test_progress_of_fine_tuning_shows_loss_and_speed(rundir: RunDir) -> None:
+    write(rundir, {"rollout_id": 0, "train/loss": 0.5, "perf/train_tokens": 300.0, "perf/step_time": 0.5})
+    bar = Progress(rundir, "sft", 1)
+    bar.close()
+    assert bar.text() == "loss 0.500, 600 tok/s"
+
+
+def test_progress_of_a_resumed_stage_begins_where_it_goes_on(rundir: RunDir) -> None:
+    rundir.publish("trainer", 0, start=3, total=9)
+    bar = Progress(rundir, "grpo", 9)
+    bar.poll()
+    assert (bar.done, bar.total) == (3, 9)
+    bar.close()

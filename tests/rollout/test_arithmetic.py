@@ -1,0 +1,76 @@
+"""The quick start's task: the same for the same seed, held-out sums nowhere else, answers that mean what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+spec = importlib.util.spec_from_file_location("arithmetic", EXAMPLES / "arithmetic.py")
+arithmetic = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(arithmetic)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("task")
+    arithmetic.write_prompts(path, 7)
+    return path
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def content(row: dict) -> str:
+    return row["prompt"][0]["content"]
+
+
+def test_held_out_sums_are_nowhere_else(task: Path) -> None:
+    held_out = {content(row) for row in lines(task / "heldout.jsonl")}
+    assert len(held_out) == arithmetic.HELD_OUT
+    for name in ("train.jsonl", "sft.jsonl"):
+        assert not held_out & {content(row) for row in lines(task / name)}
+
+
+def test_labels_are_right_and_half_of_the_answers_are_worked(task: Path) -> None:
+    worked = 0
+    for row in lines(task / "sft.jsonl"):
+        digits = [int(d) for d in content(row).removesuffix("=").split("+")]
+        assert int(row["label"]) == sum(digits)
+        boxed = re.search(r"\\boxed\{(\d+)\}$", row["response"])
+        if "," in row["response"]:
+            worked += 1
+            assert boxed[1] == row["label"]
+            assert row["response"].startswith(f"{sum(digits[:2])},{sum(digits[:3])},")
+    assert worked / arithmetic.SFT_LINES == pytest.approx(1 - arithmetic.GUESSED, abs=0.03)
+
+
+def test_the_same_seed_gives_the_same_files(task: Path, tmp_path: Path) -> None:
+    arithmetic.write_prompts(tmp_path, 7)
+    for path in task.iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+    arithmetic.write_prompts(tmp_path, 8)
+    assert (task / "heldout.jsonl").read_bytes() != (tmp_path / "heldout.jsonl").read_bytes()
+
+
+@pytest.mark.process
+def test_the_model_is_small_and_its_tokenizer_loses_nothing(tmp_path: Path) -> None:
+    import subprocess
+
+    subprocess.run([sys.executable, EXAMPLES / "arithmetic.py", "--out", tmp_path], check=True, capture_output=True)
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    assert sum(t.numel() for t in load_file(tmp_path / "model" / "model.safetensors").values()) < 1_000_000
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "<|user|>3+8+5+9=<|end|><|assistant|>11,16,\\boxed{25}<|end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer("\\boxed{25}")["input_ids"]) == 4

@@ -1,0 +1,173 @@
+"""Decisions about a rollout: order, completeness, staleness, shares."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
+from hpcrl.rollout.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.prompt_source import Group, PromptSource
+from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+
+
+def make(group: int, index: int, length: int = 3, version: int = 5, **fields: object) -> Sample:
+    values = {
+        "tokens": np.arange(2 + length, dtype=np.int32) + 1000 * group + 100 * index,
+        "response_length": length,
+        "loss_mask": np.ones(length, np.uint8),
+        "logprobs": np.full(length, -0.5, np.float32),
+        "versions": np.full(length, version, np.int32),
+        "status": COMPLETED,
+    }
+    return Sample(group=group, index=index, **(values | fields))  # type: ignore[arg-type]
+
+
+def groups(count: int, first: int = 0) -> list[Group]:
+    file = PromptFile(Path("p.jsonl"), tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(first + count)), 0, "")
+    return PromptSource(file, 0, False).take(first + count)[first:]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_batch_is_in_the_order_of_groups_whatever_came_first(count: int, each: int, chance: random.Random) -> None:
+    rollout = Rollout(3, 5, groups(count, first=4), each)
+    keys = [(group.number, index) for group, index in rollout.wanted()]
+    assert keys == [(4 + g, i) for g in range(count) for i in range(each)]
+    for done, key in enumerate(chance.sample(keys, len(keys)), 1):
+        rollout.add(make(*key))
+        assert rollout.missing == len(keys) - done == len(rollout.wanted())
+    assert [(s.group, s.index) for s in rollout.samples()] == keys
+
+
+def test_no_sample_counts_twice_or_unasked() -> None:
+    rollout = Rollout(0, 5, groups(2), 2)
+    rollout.add(make(0, 0))
+    for stranger in (make(0, 0), make(0, 2), make(2, 0), make(1, 0, status=ABORTED)):
+        with pytest.raises(ValueError, match=f"sample {stranger.index} of group {stranger.group}"):
+            rollout.add(stranger)
+    assert rollout.missing == 3
+    with pytest.raises(ValueError, match="3 samples of rollout 0 are missing"):
+        rollout.samples()
+
+
+def test_advantages_are_those_of_the_own_group() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    samples = [make(i // 4, i % 4, reward=r) for i, r in enumerate(rewards)]
+    set_advantages(samples, 4, Options())
+    mean, std = 0.25, 0.5  # unbiased
+    expected = [(r - mean) / (std + 1e-6) for r in rewards[:4]] + [0.0] * 4
+    assert [s.advantage for s in samples] == pytest.approx(expected, rel=1e-6)
+    set_advantages(samples, 4, Options(disable_grpo_std_normalization=True))
+    assert [s.advantage for s in samples] == pytest.approx([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    set_advantages(samples, 4, Options(disable_rewards_normalization=True))
+    assert [s.advantage for s in samples] == rewards
+
+
+def test_staleness_is_checked_on_every_token() -> None:
+    fresh = make(0, 0, version=5)
+    mixed = make(9, 1, versions=np.asarray([4, 5, 5], np.int32))
+    check_staleness([fresh], 5)
+    check_staleness([fresh, mixed], 5, bound=1)
+    for samples, version in (([fresh, mixed], 5), ([fresh], 6), ([fresh], 4)):
+        with pytest.raises(HpcrlError, match="was sampled under policy versions"):
+            check_staleness(samples, version)
+
+
+def full(lengths: list[int], each: int) -> Rollout:
+    rollout = Rollout(3, 5, groups(len(lengths) // each), each)
+    for i, length in enumerate(lengths):
+        status = TRUNCATED if length == 9 else COMPLETED
+        mask = np.ones(length, np.uint8)
+        mask[: length // 2] = 0
+        rollout.add(make(i // each, i % each, length, reward=float(i % 3), loss_mask=mask, status=status))
+    return rollout
+
+
+def test_metrics() -> None:
+    rollout = full([1, 9, 3, 4, 5, 6], 3)
+    found = batch_metrics(rollout, version=7, seconds=2.0)
+    assert found == pytest.approx(
+        {
+            "rollout/reward": 1.0,
+            "rollout/response_len/mean": 28 / 6,
+            "rollout/response_len/max": 9,
+            "rollout/response_len/min": 1,
+            "rollout/truncated_ratio": 1 / 6,
+            "rollout/zero_std": 0.0,
+            "staleness/mean": 2.0,
+            "staleness/max": 2.0,
+            "perf/rollout_time": 2.0,
+            "perf/tokens_per_sec": 14.0,
+        }
+    )
+    assert all(type(value) is float for value in found.values())
+    labels = batch_metrics(rollout, version=7, seconds=2.0, sampled=False)
+    assert set(labels) == {f"rollout/response_len/{name}" for name in ("mean", "max", "min")} | {"perf/rollout_time"}
+    same = Rollout(0, 5, groups(2), 2)
+    for g in range(2):
+        for i in range(2):
+            same.add(make(g, i, reward=float(g and i)))
+    assert batch_metrics(same, 5, 1.0)["rollout/zero_std"] == 0.5
+
+
+def test_an_empty_response_counts_no_token() -> None:
+    options = Options(rollout_batch_size=1, n_samples_per_prompt=3, actor_num_gpus_per_node=1)
+    rollout = full([4, 1, 3], 3)
+    empty = rollout.samples()[1]
+    empty.response_length, empty.loss_mask = 0, empty.loss_mask[:0]
+    empty.logprobs, empty.versions = empty.logprobs[:0], empty.versions[:0]
+    (share,) = make_shares(rollout, options, {})
+    assert share.step_tokens == [sum(int(s.loss_mask.sum()) for s in rollout.samples())]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("cap", [None, 12])
+def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | None) -> None:
+    lengths = [1, 9, 3, 4, 5, 6, 7, 2]
+    options = Options(
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        actor_num_gpus_per_node=dp,
+        num_steps_per_rollout=steps,
+        micro_batch_size=2,
+        use_dynamic_batch_size=cap is not None,
+        max_tokens_per_gpu=cap,
+    )
+    rollout = full(lengths, 2)
+    shares = make_shares(rollout, options, {"a": 1.0})
+    batch = {(s.group, s.index): s for s in rollout.samples()}
+    size = len(lengths) // steps
+    assert len(shares) == dp
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(steps)]
+    for share in shares:
+        assert (share.rollout_id, share.version, share.metrics) == (3, 5, {"a": 1.0})
+        assert share.step_samples == [size] * steps
+        masked = [sum(length - length // 2 for length in lengths[i * size : (i + 1) * size]) for i in range(steps)]
+        assert share.step_tokens == masked, "the loss mask of all ranks"
+        assert sorted(i for step in share.micro_batches for micro in step for i in micro) == list(range(len(share.batch)))
+        tokens, mask = share.batch.token_offsets, share.batch.response_offsets
+        for number, step in enumerate(share.micro_batches):
+            for micro in step:
+                assert micro
+                assert cap is None or len(micro) == 1 or sum(share.batch.rows["length"][micro]) <= cap
+                for i in micro:
+                    row = share.batch.rows[i]
+                    seen[number].append((int(row["group"]), int(row["index"])))
+                    own = batch[seen[number][-1]]
+                    assert (share.batch.tokens[tokens[i] : tokens[i + 1]] == own.tokens).all()
+                    assert (share.batch.loss_mask[mask[i] : mask[i + 1]] == own.loss_mask).all()
+    order = [(s.group, s.index) for s in rollout.samples()]
+    for number in range(steps):
+        assert sorted(seen[number]) == order[number * size : (number + 1) * size], "a step consumes consecutive samples"
+    assert len({tuple(len(step) for step in share.micro_batches) for share in shares}) == 1, (
+        "equally many micro-batches on every rank"
+    )

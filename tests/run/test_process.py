@@ -1,0 +1,49 @@
+"""Nothing that we started outlives us, and nothing else is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.process
+
+#: a tree whose grandchild leaves the session and whose middle dies: only adoption finds it
+TREE = """
+import subprocess, sys
+from hpcrl.process import adopt_orphans, end_descendants
+adopt_orphans()
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+middle = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True, stdout=subprocess.PIPE); p.stdout.readline(); print(p.pid, flush=True)"
+out = subprocess.run([sys.executable, "-c", middle], stdout=subprocess.PIPE, check=True).stdout
+end_descendants(0.3)
+print(out.decode().strip())
+"""
+
+
+def gone(pid: int, seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not psutil.pid_exists(pid)
+
+
+def test_a_stubborn_orphan_in_its_own_session_is_ended() -> None:
+    out = subprocess.run([sys.executable, "-c", TREE], stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    assert gone(int(out))
+
+
+def test_a_role_dies_with_its_parent_even_when_that_is_killed() -> None:
+    child = (
+        "from hpcrl.run.process import die_with_parent; die_with_parent(); import time; print('up', flush=True); time.sleep(600)"
+    )
+    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, start_new_session=True); p.stdout.readline(); print(p.pid, flush=True); import time; time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    assert gone(pid)

@@ -1,0 +1,68 @@
+"""The list of a user's runs: a convenience that fails nobody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.run import registry
+from hpcrl.run.registry import known, place, remember
+from tests.support.rundirs import make
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def test_what_is_remembered_is_known_once(home: Path) -> None:
+    assert known() == []
+    roots = [make(home / "a/run"), make(home / "b/run")]
+    for root in [*roots, *roots]:
+        remember(root)
+    assert known() == sorted(roots)
+    assert place() == home / "state/hpcrl/runs"
+    assert place().stat().st_mode & 0o777 == 0o700
+
+
+def test_the_dead_are_dropped_but_not_what_may_come_back(home: Path) -> None:
+    gone, away = make(home / "a/run"), make(home / "mount/x/run")
+    remember(gone)
+    remember(away)
+    shutil.rmtree(gone)
+    shutil.rmtree(home / "mount")
+    assert known() == []
+    assert [link.readlink() for link in place().iterdir()] == [away]
+    make(away)
+    assert known() == [away]
+    shutil.rmtree(home / "mount")
+    old = time.time() - registry.FORGET - 1
+    for link in place().iterdir():
+        os.utime(link, (old, old), follow_symlinks=False)
+    assert known() == [] and not list(place().iterdir())
+
+
+def test_a_home_that_cannot_be_written_or_is_not_there_fails_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "state").write_text("a file")
+    remember(home)
+    assert known() == []
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/paths/do/not/count")
+    monkeypatch.setattr(registry.Path, "home", nowhere)
+    remember(home)
+    assert known() == []
+
+
+def test_strange_entries_are_no_runs(home: Path) -> None:
+    place().mkdir(parents=True)
+    (place() / "file").write_text("x")
+    (place() / "loop").symlink_to(place() / "loop")
+    assert known() == []

@@ -1,0 +1,99 @@
+"""The run directory: whole files, the first error kept, waits that end."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.run.rundir import RunDir, write_atomic
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
+
+
+def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
+    for path in (rundir.root, rundir.keys):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_used_directory_is_refused(rundir: RunDir) -> None:
+    with pytest.raises(UsageError, match="--resume"):
+        RunDir.create(rundir.root)
+
+
+def test_no_run_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run directory"):
+        RunDir.latest(tmp_path)
+
+
+def test_latest_log_link_follows_the_attempt(rundir: RunDir) -> None:
+    second = RunDir(rundir.root, 1)
+    second.begin()
+    assert (rundir.root / "logs" / "latest").resolve() == second.logs
+    (rundir.root / "options.json").write_text("{}")
+    assert RunDir.latest(rundir.root).attempt == 1
+
+
+def test_a_peer_is_found_once_it_has_published(rundir: RunDir) -> None:
+    threading.Timer(0.1, lambda: rundir.publish("engine", 0, host="127.0.0.1", port=7)).start()
+    found = rundir.wait_for("engine", 0, 5)
+    assert (found["port"], found["attempt"], found["pid"]) == (7, 0, os.getpid())
+
+
+def test_an_earlier_attempts_peer_does_not_count(rundir: RunDir) -> None:
+    rundir.publish("engine", 0, port=7)
+    second = RunDir(rundir.root, 1)
+    second.begin()
+    assert second.find("engine", 0) is None
+
+
+def test_a_wait_ends_at_its_deadline_and_names_role_and_log(rundir: RunDir) -> None:
+    with pytest.raises(DeadlineError, match=r"engine-3 did not come up within 0 s.*engine-3\.log"):
+        rundir.wait_for("engine", 3, 0.1)
+
+
+def test_a_wait_ends_at_once_when_the_attempt_has_failed(rundir: RunDir) -> None:
+    rundir.fail("trainer", 2, "out of memory")
+    rundir.fail("engine", 0, "lost connection")
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match="trainer-2: out of memory"):
+        rundir.wait_for("engine", 0, 30)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_atomic(tmp_path / "a", b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HpcrlError, match="No space left"):
+        write_atomic(tmp_path / "a", b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_stop_is_seen_by_all(rundir: RunDir) -> None:
+    assert not rundir.stop_requested()
+    rundir.request_stop()
+    assert RunDir(rundir.root, 0).stop_requested()
+
+
+def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path / "run")
+    first.begin()
+    assert not first.superseded()
+    later = RunDir(first.root, 1)
+    later.begin()
+    assert first.superseded() and not later.superseded()

@@ -1,0 +1,215 @@
+"""What is asked of Slurm and the script that asks for it: pure functions, golden files, bash and shellcheck."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.cli import main
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+from hpcrl.plan import make_plan
+from hpcrl.slurm.batch_script import Script, render
+from hpcrl.slurm.het_executor import HetWatcher
+from hpcrl.slurm.job_request import FLOOR, Request, make_request
+from hpcrl.slurm.sites import Site
+
+REPO = Path(__file__).parents[2]
+#: script in sbatch/ -> the command line that printed it
+PRINTED = {
+    "quickstart.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30",
+    "quickstart-one-job.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30 --layout homogeneous",
+    "qwen3-4b-8gpu.sbatch": "examples/qwen3-4b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
+    "glm-z1-9b-8gpu.sbatch": "examples/glm-z1-9b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
+    "glm-4.5-355b-64gpu.sbatch": "examples/glm-4.5-355b-64gpu.toml",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), PRINTED.items())
+def test_the_scripts_of_sbatch_are_what_hpcrl_prints(
+    name: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails after a wanted change: make sbatch."""
+    monkeypatch.chdir(REPO)
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere")
+    assert main(["submit", *words.split(), "--print"]) == 0
+    text = capsys.readouterr().out
+    assert text == (REPO / "sbatch" / name).read_text()
+    assert len(text.splitlines()) < 150
+
+
+@pytest.mark.parametrize("path", [*(REPO / "sbatch").glob("*.sbatch"), *(REPO / "launch").glob("*.sh")], ids=lambda p: p.name)
+def test_bash_and_shellcheck_have_nothing_to_say(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
+    done = subprocess.run(["shellcheck", "--shell=bash", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+HOSTILE = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, blacklist_characters="\x7f"), min_size=1, max_size=20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(HOSTILE, HOSTILE, HOSTILE)
+def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> None:
+    """Whatever a profile holds, bash sees it as one word, and sbatch as one option."""
+    site = Site(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
+    script = Script("n", "t", "s", 'printf "%s\\0" "$PROBE" "$HPCRL_PYTHON" "$HPCRL_STEP_0"', "o.out", "/la unch")
+    text = render(script, request(Options(actor_num_gpus_per_node=1)), site)
+    head, _, body = text.partition("set -euo pipefail")
+    body = "module() { printf '%s\\0' \"$@\"; }\n" + body.replace("exec printf", "printf")
+    done = subprocess.run(["bash", "-c", body], capture_output=True, check=True)
+    said = done.stdout.decode(errors="surrogateescape").split("\0")
+    assert said[:2] == ["load", module]
+    assert said[2:4] == [value, "/x y/python"]
+    assert shlex.split(said[4])[-2:] == ["bash", "/la unch/task.sh"]
+    directives = [line for line in head.split("\n") if line.startswith("#SBATCH")]
+    assert [shlex.split(line.removeprefix("#SBATCH "))[0] for line in directives if "--account" in line] == [
+        f"--account={account}"
+    ]
+
+
+def request(*stages: Options, **site: object) -> Request:
+    return make_request(stages, Site(**site))
+
+
+def test_components_follow_from_the_stages_together() -> None:
+    first = Options(actor_num_nodes=2, actor_num_gpus_per_node=4, loss_type="sft_loss", rollout_num_gpus=0)
+    second = Options(actor_num_nodes=2, actor_num_gpus_per_node=8, rollout_num_gpus=16, rollout_num_gpus_per_engine=4)
+    found = request(first, second)
+    assert [(c.name, c.nodes, c.slots) for c in found.components] == [("trainer", 2, 8), ("engine", 2, 8)]
+    found = request(first, second, rollout={"partition": "cpu", "cpus_per_node": 3})
+    assert [(c.name, c.nodes, c.slots, c.cpus) for c in found.components][2:] == [("rollout", 1, 0, 3)]
+    assert make_plan(second, found.hosts(), "r").rollout.host == "rollout-0"
+    found = request(first, second, layout="homogeneous")
+    assert [(c.nodes, c.slots) for c in found.components] == [(4, 8)]
+
+
+def test_an_engine_that_leaves_a_rest_on_each_node_gets_more_nodes() -> None:
+    o = Options(actor_num_gpus_per_node=1, rollout_num_gpus=9, rollout_num_gpus_per_engine=3)
+    assert [(c.nodes, c.slots) for c in request(o).components[1:]] == [(2, 8)]
+    with pytest.raises(UsageError, match="does not fill nodes of 8"):
+        request(
+            Options(actor_num_gpus_per_node=1, rollout_num_gpus=12, rollout_num_gpus_per_engine=12), engine={"gpus_per_node": 8}
+        )
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 8), st.integers(0, 4), st.sampled_from([1, 2, 4, 8, 16, 32]), st.booleans(), st.booleans()
+)
+def test_what_is_asked_for_holds_the_plan(nodes: int, each: int, engines: int, size: int, one_job: bool, colocate: bool) -> None:
+    o = Options(
+        actor_num_nodes=nodes,
+        actor_num_gpus_per_node=each,
+        rollout_num_gpus=engines * size,
+        rollout_num_gpus_per_engine=size,
+        colocate=colocate,
+    )
+    try:
+        found = request(o, layout="homogeneous" if one_job else "heterogeneous")
+    except UsageError as error:
+        assert one_job or colocate, error  # nodes of one kind cannot always hold engines larger than a node
+        return
+    plan = make_plan(o, found.hosts(), "r")
+    assert len(plan.trainers) == nodes * each and len(plan.engines) == engines
+    assert found.layout == ("homogeneous" if one_job or colocate else "heterogeneous")
+
+
+def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
+    o = Options(actor_num_gpus_per_node=1)
+    assert request(o).margin == FLOOR
+    assert make_request([o], Site(), 500).margin == 500
+    assert request(o, signal_margin=77).margin == 77
+    with pytest.raises(UsageError, match="4 is too short: a run needs 120 s to start and 180 s to save.*ask for 5 minutes"):
+        request(o, time="4")
+
+
+def test_options_of_a_component_are_its_own() -> None:
+    site = Site(
+        account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",
+        trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "extra": {"switches": "1@10"}},
+    )  # fmt: skip
+    o = Options(actor_num_nodes=2, actor_num_gpus_per_node=4, rollout_num_gpus=8)
+    text = render(Script("n", "t", "s", "true", "o.out", "launch"), make_request([o], site), site)
+    first, second = text.split("set -euo")[0].split("#SBATCH hetjob")
+    for word in (
+        "account=a",
+        "qos=q",
+        "partition=gpu",
+        "mem=0",
+        "nodes=2",
+        "gres=gpu:h100:4",
+        "exclusive",
+        "requeue",
+        "signal=B:USR1@180",
+    ):
+        assert f"#SBATCH --{word}\n" in first, word
+    for word in ("account=a", "qos=q", "partition=infer", "nodes=1", "gres=gpu:8", "exclusive", "switches=1@10"):
+        assert f"#SBATCH --{word}\n" in second, word
+    for word in ("time=", "requeue", "signal", "job-name", "output", "mem="):
+        assert f"--{word}" not in second, word
+    assert "--cpus-per-task" not in text  # whole nodes have all their cores
+
+
+def test_containers_wrap_the_tasks_and_not_the_batch_process() -> None:
+    o = Options(actor_num_gpus_per_node=1)
+    for kind, word in (("pyxis", "--container-image=/x.sqsh"), ("apptainer", "apptainer exec --nv")):
+        site = Site(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
+        text = render(Script("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)), make_request([o], site), site)
+        step = next(line for line in text.splitlines() if "HPCRL_STEP_0" in line)
+        assert word in step and "/r/launch/task.sh" in step and "/r" in step
+        assert text.splitlines()[-1] == "exec python -m x"
+
+
+def test_sacct_of_a_heterogeneous_job_is_one_job_in_the_worst_state() -> None:
+    rows = "JobID|State|NodeList\n7+0|COMPLETED|a\n7+0.batch|COMPLETED|a\n7+0.0|COMPLETED|a\n7+1|NODE_FAIL|b\n8|RUNNING|c\n9+0|CANCELLED by 0|d\n"
+    found = HetWatcher(delay_s=1).read_info(rows)
+    assert {job: info["State"] for job, info in found.items()} == {"7": "NODE_FAIL", "8": "RUNNING", "9": "CANCELLED"}
+    assert found["7"]["NodeList"] == "a,b"
+    assert HetWatcher(delay_s=1).read_info("") == {}
+
+
+def test_a_dry_run_submits_nothing_and_shows_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run", "--run-dir", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer  0" in out and "#SBATCH hetjob" in out and f"sbatch {tmp_path}/out/job.sbatch" in out
+    assert not (tmp_path / "out").exists()
+    assert main(["submit", str(REPO / "examples/quickstart.toml")]) == 2
+    assert "sbatch is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "trainer.partitoin=x"], "did you mean partition"),
+        (["--set", "account"], "KEY=VALUE"),
+        (["--site", "nosuch"], "no nosuch.toml"),
+        (["--layout", "cubic"], "heterogeneous"),
+        (["--nodes", "3"], "--nodes"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+if __name__ == "__main__":  # make sbatch: write the golden files anew
+    for name, words in PRINTED.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "hpcrl", "submit", *words.split(), "--print"], capture_output=True, text=True, check=True
+        )
+        (REPO / "sbatch" / name).write_text(done.stdout)

@@ -1,0 +1,281 @@
+"""Site profiles: what a file may say, where it is found, and how a container is started."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.config.flags import load_recipe
+from hpcrl.errors import UsageError
+from hpcrl.launch.container import Container
+from hpcrl.slurm.sites import ComponentProfile, Site, apply, find_profile, from_flags, load_site, minutes, profile_names
+
+SITES = Path(__file__).parents[2] / "sites"
+
+
+@pytest.fixture(autouse=True)
+def _no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("HPCRL_SITE", "HPCRL_SITES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ---- time
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90:00", 90), ("90:01", 91), ("1:30:00", 90), ("0:00:01", 1), ("1-0", 1440), ("1-2", 1560), ("1-2:30", 1590)],
+)
+def test_minutes_reads_every_form_of_slurm(text: str, expected: int) -> None:
+    assert minutes(text) == expected
+
+
+@given(st.integers(0, 30), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_minutes_of_the_full_form(days: int, hours: int, mins: int, seconds: int) -> None:
+    text = f"{days}-{hours:02}:{mins:02}:{seconds:02}"
+    total = ((days * 24 + hours) * 60 + mins) * 60 + seconds
+    if total == 0:
+        with pytest.raises(UsageError, match="needs a time limit"):
+            minutes(text)
+    else:
+        assert 0 <= minutes(text) * 60 - total < 60
+
+
+@pytest.mark.parametrize("text", ["", "UNLIMITED", "1h", "-5", "1:2:3:4", "1-", "0", "0:00:00", "1.5"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        minutes(text)
+
+
+# ---- the files that come along
+
+
+def filled(text: str, where: Path) -> Path:
+    """A profile with its placeholders filled in; what stands for a path gets one."""
+    where.write_text(re.sub(r"<([^<>\n]*)>", lambda m: "/filled" if re.search("path|directory", m[1]) else "filled", text))
+    return where
+
+
+@pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
+def test_examples_are_profiles_once_filled_in(file: Path, tmp_path: Path) -> None:
+    text = file.read_text()
+    if "<" in re.sub(r"#.*", "", text):
+        with pytest.raises(UsageError, match=r"placeholder <.*copy the file and fill in"):
+            load_site(str(file))
+    site = load_site(str(filled(text, tmp_path / file.name)))
+    assert site.name == file.stem
+
+
+def test_default_toml_is_the_built_in_default_and_names_every_key() -> None:
+    assert load_site("default") == load_site(None) == Site()
+    text = (SITES / "default.toml").read_text()
+    for model in (Site, ComponentProfile, Container):
+        for key in model.model_fields:
+            assert key == "name" or re.search(rf"^(# )?\[?{key}\]?( =|$| )", text, re.MULTILINE), key
+
+
+def test_commented_keys_of_default_toml_are_good_examples(tmp_path: Path) -> None:
+    text = (SITES / "default.toml").read_text().replace('kind = "none"', 'kind = "apptainer"')
+    file = tmp_path / "all.toml"
+    file.write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
+    site = load_site(str(file))
+    assert site.account == "myproject" and site.trainer.extra == {"switches": 1} and site.container.image
+
+
+# ---- finding
+
+
+def test_a_name_is_looked_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, account in (("a", "first"), ("b", "second"), ("config/hpcrl/sites", "third")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "mine.toml").write_text(f'account = "{account}"')
+    assert load_site("mine").account == "third"
+    monkeypatch.setenv("HPCRL_SITES", f"{tmp_path / 'none'}:{tmp_path / 'b'}:{tmp_path / 'a'}")
+    assert load_site("mine").account == "second" and find_profile("mine") == tmp_path / "b" / "mine.toml"
+    monkeypatch.setenv("HPCRL_SITE", "mine")
+    assert load_site(None).account == "second"
+    assert load_site(str(tmp_path / "a" / "mine.toml")).account == "first"
+    assert {"mine", "default", "pyxis"} <= set(profile_names())
+
+
+def test_an_unknown_site_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--site fronteer: .*did you mean frontier\?"):
+        load_site("fronteer")
+    with pytest.raises(UsageError, match="cannot read the site profile"):
+        load_site(str(tmp_path / "absent.toml"))
+
+
+# ---- what a file may say
+
+
+def load(tmp_path: Path, text: str) -> Site:
+    file = tmp_path / "x.toml"
+    file.write_text(text)
+    return load_site(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('acount = "x"', "x.toml: acount is an unknown key; did you mean account?"),
+        ('[trainer]\npartitoin = "x"', "trainer.partitoin is an unknown key; did you mean partition?"),
+        ("[trainer]\ngpus_per_node = '8'", 'trainer.gpus_per_node = "8": input should be a valid integer'),
+        ("[trainer]\ngpus_per_node = -1", "trainer.gpus_per_node = -1"),
+        ('trainer = "gpu"', "trainer = "),
+        ("account = 5", "account = 5: input should be a valid string"),
+        ('time = "1h"', "time: time 1h: not a time"),
+        ('layout = "het"', "'heterogeneous' or 'homogeneous'"),
+        ('account = "a\\nb"', "account holds a control character"),
+        ('[env]\nA = "x\\u0007"', "env.A holds a control character"),
+        ('[env]\n"A B" = "x"', "env.A B is no name of an environment variable"),
+        ('setup = ["a\\nb"]', "setup holds a control character"),
+        ('account = "<your project>"', "account is still the placeholder <your project>"),
+        ('srun = ["--mpi", "none"]', "srun: none is no option; write --name=value as one word"),
+        ("[trainer.extra]\nnodes = 3", "extra.nodes is set by hpcrl; use --actor-num-nodes"),
+        ('[engine.extra]\noutput = "x"', "engine: extra.output is set by hpcrl; leave it out"),
+        ('[trainer.extra]\n"--foo" = 3', "extra.--foo is no name of an sbatch option"),
+        ('[container]\nmounts = ["/a"]', "container: mounts has no effect with kind none"),
+        ('[container]\nkind = "pyxis"', "container: kind pyxis needs an image"),
+        ('[container]\nkind = "pyxis"\nimage = "a.sqsh"', "begin a path with / or ./"),
+        ('[container]\nkind = "apptainer"\nimage = "a.sif"', "begin a path with / or ./"),
+        ('[container]\nkind = "pyxis"\nimage = "/a"\nmounts = ["x:/y"]', "mounts: x:/y is not"),
+        ('[container]\nkind = "pyxis"\nimage = "/a"\nmounts = ["/x,/y"]', "mounts: /x,/y is not"),
+        ("signal_margin = 10", "signal_margin = 10"),
+        ("time = ", "is no TOML"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_file_and_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value) and "x.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_shell_in_setup_is_no_placeholder(tmp_path: Path) -> None:
+    assert load(tmp_path, 'setup = ["source <(cat /x) ", "cat < /in > /out"]').setup
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12))
+def test_a_value_stays_as_it_is_or_is_refused(value: str) -> None:
+    try:
+        assert load_site(None, {"env": {"A": value}}).env == {"A": value}
+    except UsageError:
+        assert any(ord(c) < 32 or ord(c) == 127 for c in value) or ("<" in value and ">" in value)
+
+
+# ---- overrides
+
+
+def test_values_are_replaced_by_dotted_key() -> None:
+    site = load_site(None, {"trainer.partition": "gpu", "trainer.gpus_per_node": "8", "requeue": "false", "account": "123"})
+    assert site.trainer == ComponentProfile(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
+    other = apply(site, {"trainer.mem": "0", "srun": '["--mpi=none"]', "env.NCCL_DEBUG": "1", "max_requeues": 3})
+    assert other.trainer == ComponentProfile(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
+    assert other.env == {"NCCL_DEBUG": "1"} and other.max_requeues == 3 and site.srun == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("trainer.partitoin", "x", "did you mean partition"),
+        ("tariner.partition", "x", "did you mean trainer"),
+        ("trainer.gpus_per_node", "many", 'trainer.gpus_per_node = "many"'),
+        ("account", "<your project>", "placeholder"),
+        ("trainer", "x", "trainer"),
+        ("account.x", "y", "account"),
+    ],
+)
+def test_a_wrong_override_is_refused(key: str, value: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        apply(Site(), {key: value})
+
+
+def test_an_override_fills_in_a_placeholder(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('account = "<your project>"')
+    assert load_site(str(file), {"account": "abc"}).account == "abc"
+    assert from_flags({"site": str(file), "set": ["account=a=b"], "time": "10"}).account == "a=b"
+    with pytest.raises(UsageError, match="expected KEY=VALUE"):
+        from_flags({"set": ["account"]})
+
+
+def test_a_site_survives_its_dump() -> None:
+    site = load_site(None, {"container": {"kind": "pyxis", "image": "/x"}, "trainer.partition": "gpu"})
+    for each in (site, Site()):
+        assert Site.model_validate(each.model_dump()) == each
+
+
+def test_gpus_are_asked_for_as_the_site_wants() -> None:
+    site = load_site(None, {"engine.gpu_type": "h100"})
+    assert site.gpus("trainer", 8) == "gpus-per-node=8" and site.gpus("engine", 4) == "gpus-per-node=h100:4"
+    site = apply(site, {"gpu_flag": "gres"})
+    assert site.gpus("trainer", 8) == "gres=gpu:8" and site.gpus("engine", 4) == "gres=gpu:h100:4"
+    assert site.gpus("rollout", 0) is None
+
+
+def test_options_of_a_site_give_way_to_recipe_and_flags(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('rank_launcher = "torchrun"')
+    recipe = load_recipe(tmp_path / "r.toml")
+    site = Site(interface="ib0", rank_launcher="ranks")
+    assert site.options(recipe, {"seed": 1}) == {"interface": "ib0", "seed": 1}
+    assert site.options(recipe, {"interface": "eth0"}) == {"interface": "eth0"}
+    assert Site().options(recipe, {}) == {}
+
+
+# ---- containers
+
+
+def test_without_a_container_nothing_changes() -> None:
+    assert Site(srun=["--mpi=none"]).wrap(["a", "b"], ("/run",)) == (["--mpi=none"], ["a", "b"])
+
+
+def test_pyxis_takes_the_container_from_srun() -> None:
+    container = Container(kind="pyxis", image="/i.sqsh", mounts=["/s", "/a:/b:ro"], args=["--container-remap-root"])
+    extra, command = container.wrap(["python", "-m", "x"], ("/run",), ("A", "B"))
+    assert extra == [
+        "--container-image=/i.sqsh",
+        "--container-mounts=/s:/s,/a:/b:ro,/run:/run",
+        "--no-container-mount-home",
+        "--container-env=A,B",
+        "--container-remap-root",
+    ]
+    assert command[0] == "bash" and command[-3:] == ["python", "-m", "x"]
+
+
+def test_the_command_in_a_pyxis_container_is_the_same_word_for_word() -> None:
+    words = ["a b", "$HOME", '"', "'", "*", "", "\\"]
+    _, command = Container(kind="pyxis", image="/i").wrap(["printf", "%s\\n", *words])
+    assert shutil.which("bash")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1] == words
+
+
+def test_apptainer_is_an_ordinary_command() -> None:
+    container = Container(kind="apptainer", image="/i.sif", mounts=["/s"], workdir="/s", writable=True, args=["--cleanenv"])
+    assert container.wrap(["python"], ("/s", "/run"), ("A",)) == (
+        [],
+        [
+            "apptainer",
+            "exec",
+            "--nv",
+            "--bind",
+            "/s",
+            "--bind",
+            "/run",
+            "--pwd",
+            "/s",
+            "--no-home",
+            "--writable-tmpfs",
+            "--cleanenv",
+            "/i.sif",
+            "python",
+        ],
+    )
+    amd = Container(kind="apptainer", image="docker://x", gpus="amd", mount_home=True)
+    assert amd.wrap(["a"])[1] == ["apptainer", "exec", "--rocm", "docker://x", "a"]

@@ -1,0 +1,30 @@
+"""The worker extension plus calls that spoil something."""
+
+from hpcrl.engine import cpu_repairs, weight_loading
+from hpcrl.engine.weight_receiver import WorkerExtension
+
+
+class Extension(WorkerExtension):
+    def break_repairs(self) -> None:
+        """From now on a tied head stays as it is, as in stock vLLM."""
+        weight_loading.pack_heads = lambda model: None
+
+    def mend_repairs(self) -> None:
+        """Undo that."""
+        weight_loading.pack_heads = cpu_repairs.pack_heads
+
+    def break_experts(self) -> None:
+        """From now on experts that arrive are not arranged again, as in stock vLLM."""
+        weight_loading.drop_expert_kernels = lambda model: []
+
+    def mend_experts(self) -> None:
+        """Undo that."""
+        weight_loading.drop_expert_kernels = cpu_repairs.drop_expert_kernels
+
+    def forget(self, name: str) -> None:
+        """From now on an update that brings this tensor is refused."""
+        del self.weight_transfer_engine.take_stock().pieces[name]
+
+    def remember(self) -> None:
+        """Undo that."""
+        self.weight_transfer_engine.held = None

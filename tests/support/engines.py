@@ -1,0 +1,210 @@
+"""Help for tests with real engines: starting the role, asking it, and what transformers says to the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from hpcrl.config.options import Options
+from hpcrl.plan import Plan, local_hosts, make_plan
+from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.run.rundir import RunDir
+from hpcrl.weights.bucket import fill
+from hpcrl.weights.engine_http import Address, ask
+from hpcrl.weights.sender import WeightSender
+from hpcrl.weights.shared_memory import Region
+from tests.support.runs import REPO, alive
+
+Pairs = list[tuple[str, torch.Tensor]]
+PROMPT = list(range(20, 44))
+LONG = [20 + i * 7 % 90 for i in range(400)]  # three full blocks of the prefix cache
+CLOSE = 1e-5
+SMALL = 70_000  # bytes of a bucket: the tiny model takes several
+
+
+class Engines:
+    """The engines of a run that has nothing else: one supervisor process each."""
+
+    def __init__(self, root: Path, model: Path, count: int = 1, module: str = "hpcrl.engine.main", **values: Any) -> None:
+        options: dict[str, Any] = {
+            "hf_checkpoint": str(model),
+            "actor_num_gpus_per_node": 1,
+            "rollout_num_gpus": count,
+            "rollout_max_context_len": 1024,
+            "bf16": False,
+            "engine_start_timeout": 240,
+            "update_timeout": 60,
+            "deterministic_mode": True,
+            "vllm": {"enable_prefix_caching": True},  # off there by itself, but to be seen not to outlive an update
+        }
+        self.options = Options(**(options | values))
+        self.rundir = RunDir.create(root)
+        self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
+        self.rundir.begin()
+        make_keys(self.rundir, 1)
+        self.rundir.options_file.write_text(self.options.model_dump_json())
+        self.write(self.plan)
+        self.key, self.module = http_key(self.rundir), module
+        self.processes = [self._start(i) for i in range(count)]
+
+    def write(self, plan: Plan) -> None:
+        self.rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self.module, str(self.rundir.root), "--attempt", "0", "--index", str(index)]
+        env = os.environ | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        with self.log_file(index).open("wb") as out:
+            return subprocess.Popen(
+                command, cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def log_file(self, index: int = 0) -> Path:
+        return self.rundir.logs / f"engine-{index}.log"
+
+    def wait(self, index: int = 0) -> dict[str, Any]:
+        """What the engine published."""
+        deadline = time.monotonic() + 240
+        while (found := self.rundir.find("engine", index)) is None:
+            assert self.processes[index].poll() is None, self.log_file(index).read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found
+
+    def address(self, index: int = 0) -> Address:
+        found = self.wait(index)
+        return Address(found["host"], found["port"], self.key)
+
+    def pids(self, index: int = 0) -> list[int]:
+        """The supervisor and everything below it."""
+        top = psutil.Process(self.processes[index].pid)
+        return [top.pid, *(p.pid for p in top.children(recursive=True))]
+
+    def core(self, index: int = 0) -> psutil.Process:
+        """The process that computes: below the supervisor and the server."""
+        [server] = psutil.Process(self.processes[index].pid).children()
+        return server.children()[-1]
+
+    def ended(self, index: int = 0, seconds: float = 30) -> tuple[int, str]:
+        """(exit status, recorded message)"""
+        status = self.processes[index].wait(seconds)
+        return status, (self.rundir.failure() or {"message": ""})["message"]
+
+    def stop(self) -> list[int]:
+        """End all with SIGTERM; exit statuses of those that were still running."""
+        running = [p for p in self.processes if p.poll() is None]
+        for process in running:
+            process.terminate()
+        return [process.wait(30) for process in running]
+
+
+def gone(pids: Iterable[int], seconds: float = 10) -> bool:
+    """Whether none of the processes is left within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def generate(address: Address, prompt: Sequence[int], count: int, **sampling: Any) -> dict[str, Any]:
+    """One response: token_ids, logprobs (floats), weight_versions, finish_reason."""
+    params = {"max_tokens": count, "temperature": 1.0, "logprobs": 0, "ignore_eos": True} | sampling
+    answer = ask(address, "POST", "/inference/v1/generate", 120, {"token_ids": list(prompt), "sampling_params": params})
+    choice = answer["choices"][0]
+    return choice | {"logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]]}
+
+
+class Reference:
+    """The policy as transformers computes it, to be changed and compared with."""
+
+    def __init__(self, model: Path) -> None:
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def pairs(self) -> Pairs:
+        """What a trainer would export: every tensor of the checkpoint once, tied ones under one name, experts one by one."""
+        tied = set(self.model.state_dict()) - {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        state = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        found = revert_weight_conversion(self.model, state)
+        order = {name: i for i, name in enumerate(state)}
+        return [(name, found[name].detach().clone()) for name in sorted(found, key=lambda n: (order.get(n, len(order)), n))]
+
+    @torch.no_grad()
+    def step(self, seed: int) -> Pairs:
+        """Change all weights, far more than an optimizer step would; the tensors after it."""
+        chance = torch.Generator().manual_seed(seed)
+        for parameter in (*self.model.parameters(), *(b for n, b in self.model.named_buffers() if n.endswith("correction_bias"))):
+            noise = torch.randn(parameter.shape, generator=chance)
+            parameter.add_(noise * (0.3 * float(parameter.std()) if parameter.dim() > 1 else 0.1))
+        return self.pairs()
+
+    def back_to(self, pairs: Pairs) -> None:
+        assert not self.model.load_state_dict(dict(pairs), strict=False).unexpected_keys  # experts: not implemented
+        self.model.tie_weights()
+
+    @torch.no_grad()
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0].float() / temperature
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        return rows[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+
+    def distance(self, prompt: Sequence[int], answer: dict[str, Any], temperature: float = 1.0) -> float:
+        """Largest difference of log-probs between an engine's answer and this model."""
+        ours = self.logprobs(prompt, answer["token_ids"], temperature)
+        return max(abs(a - b) for a, b in zip(answer["logprobs"], ours, strict=True))
+
+
+class Side:
+    """A running fleet of engines, the sender to it, and the model that both should hold."""
+
+    def __init__(self, engines: Engines, model: Path) -> None:
+        self.engines, self.reference = engines, Reference(model)
+        self.sender = WeightSender(engines.rundir, engines.plan, engines.options, is_driver=True)
+        self.version = 0
+
+    def push(self, pairs: Pairs) -> dict[str, float]:
+        self.version += 1
+        return self.sender.publish(iter(pairs), self.version)
+
+    def step(self) -> dict[str, float]:
+        """Change the model and push it."""
+        return self.push(self.reference.step(self.version))
+
+    def distance(self, prompt: list[int] = PROMPT, index: int = 0, **sampling: Any) -> float:
+        answer = generate(self.engines.address(index), prompt, 24, **sampling)
+        return self.reference.distance(prompt, answer, sampling.get("temperature", 1.0))
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+def raw_push(address: Address, pairs: Pairs, change: Any = lambda wire: None, versioned: bool = True) -> None:
+    """The update phases without the sender's own checks."""
+    regions: list[Region] = []
+
+    def room(number: int, size: int) -> torch.Tensor:
+        regions.append(Region(size))
+        return regions[-1].buffer
+
+    buckets = [bucket for bucket, _, _ in fill(iter(pairs), SMALL, room)]
+    info = {"buckets": [b.to_wire() for b in buckets], "regions": [r.to_wire() for r in regions]}
+    change(info)
+    ask(address, "POST", "/start_weight_update", 60)
+    try:
+        ask(address, "POST", "/update_weights", 60, {"update_info": info})
+        ask(address, "POST", "/finish_weight_update", 60)
+    finally:
+        for region in regions:
+            region.close()

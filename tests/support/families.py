@@ -1,0 +1,116 @@
+"""Two sizes of a tiny random model of every family, one of them with odd numbers.
+
+make(directory, "glm4_moe", odd=True) -> directory
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import make_family
+
+#: of every family: a plain size, and one with odd numbers: vocabulary not divisible by TP, heads no power of two
+PLAIN = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+ODD = {"vocab_size": 131, "hidden_size": 60, "intermediate_size": 90, "num_attention_heads": 6, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+#: model_type -> fields of the plain and of the odd model
+SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2": (
+        {"tied": True},
+        {"tied": False},
+    ),
+    "qwen3": (
+        {"tied": True, "head_dim": 32},
+        {"tied": False, "head_dim": 14},
+    ),
+    "llama": (
+        {"tied": True, "max_position_embeddings": 16384, "rope_parameters": LLAMA3},
+        {"tied": False, "head_dim": 14},
+    ),
+    "glm4": (
+        {"tied": False, "head_dim": 16, "attention_bias": True, "rope_parameters": GLM_ROPE},
+        {"tied": True, "head_dim": 20, "attention_bias": False, "rope_parameters": GLM_ROPE},
+    ),
+    "qwen3_moe": (
+        {
+            "tied": False,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+        {
+            "tied": True,
+            "head_dim": 14,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        {
+            "tied": False,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "n_group": 1,
+            "rope_parameters": GLM_ROPE,
+        },
+        {
+            "tied": True,
+            "head_dim": 20,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 22,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "attention_bias": False,
+            "use_qk_norm": True,
+            "rope_parameters": GLM_ROPE,
+        },
+    ),
+}
+EXPERTS = ("qwen3_moe", "glm4_moe")
+
+
+def make(directory: str | Path, model_type: str, odd: bool = False, **more: Any) -> Path:
+    """Save a random model, and a tokenizer, in `directory`; returns it.  more: fields of the config that replace those above."""
+    return make_family(directory, model_type, **{**(ODD if odd else PLAIN), **SIZES[model_type][odd], **more})
+
+
+def apart(tensors: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """transformers' tensors of all experts together, cut into the single ones that files hold; others as they are.
+
+    like: tensors of the file, by name.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        layer, fused = name.rsplit(".", 1)
+        names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+        for expert, rows in enumerate(tensor):
+            found |= {f"{layer}.{expert}.{n}.weight": x for n, x in zip(names, rows.chunk(len(names)), strict=True)}
+    return {name: found[name] for name in found if name in like}

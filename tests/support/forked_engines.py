@@ -1,0 +1,172 @@
+"""Real vLLM servers for tests, at the price of a fork.
+
+    nursery = Nursery()
+    engines = nursery.engines(root, model, weight_transfer="shm")     # as tests.support.engines.Engines, ready when it returns
+    engines.stop(); nursery.close()
+
+How: importing vLLM takes most of an engine's start.  One clean process (the nursery) imports it, and forks a server for
+each run directory that it reads from stdin.  What then runs is hpcrl.engine.server, with the worker extension of
+tests/breakable and without the supervisor of hpcrl.engine.main.  A server dies with the nursery, the nursery with the
+test process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcrl.config.options import Options
+from hpcrl.engine.key_guard import KEY_FILE
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.rundir import RunDir
+from hpcrl.weights.engine_http import Address, HttpError, ask
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class Nursery:
+    """The process that forks servers."""
+
+    def __init__(self) -> None:
+        env = os.environ | {
+            "PYTHONPATH": str(REPO),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.forked_engines"],
+            cwd=REPO,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def engines(self, root: Path, model: Path, **values: Any) -> Any:
+        """One engine for `model`, up and published."""
+        from tests.support.engines import Engines
+
+        nursery = self
+
+        class Nursed(Engines):
+            def _start(self, index: int) -> Server:  # type: ignore[override]
+                return nursery._fork(self.rundir)
+
+        found = Nursed(root, model, **values)
+        _publish(found)
+        return found
+
+    def _fork(self, rundir: RunDir) -> Server:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{rundir.root}\n")
+        self.process.stdin.flush()
+        pid, port = map(int, self.process.stdout.readline().split())
+        return Server(psutil.Process(pid), port)
+
+    def close(self) -> None:
+        """End it, and with it every server that is left."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+class Server:
+    """A forked server, with what tests need of a Popen."""
+
+    def __init__(self, process: psutil.Process, port: int) -> None:
+        self.process, self.pid, self.port = process, process.pid, port
+
+    def poll(self) -> int | None:
+        return None if self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE else 1
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self, seconds: float) -> int:
+        self.process.wait(seconds)
+        return 0
+
+
+def _publish(engines: Any) -> None:
+    """Wait for /health, then tell the run what the supervisor would."""
+    [server] = engines.processes
+    address, deadline = Address("127.0.0.1", server.port, engines.key), time.monotonic() + 120
+    while True:
+        assert server.poll() is None and time.monotonic() < deadline, engines.log_file().read_text()[-3000:]
+        try:
+            ask(address, "GET", "/health", 10)
+            break
+        except HttpError:
+            time.sleep(0.05)
+    facts = {"host": address.host, "port": address.port, "weight_versions": True}
+    engines.rundir.publish("engine", 0, backend=backend(engines.options, engines.plan, True), **facts)
+
+
+# ---- in the nursery
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers are reaped by themselves
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.entrypoints.launchers.cli_args
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    for line in sys.stdin:
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        if (pid := os.fork()) == 0:
+            _serve(RunDir(Path(line.strip())), sock)
+        print(pid, sock.getsockname()[1], flush=True)
+        sock.close()
+    os._exit(0)  # taking vLLM apart takes seconds
+
+
+def _serve(rundir: RunDir, sock: socket.socket) -> None:
+    """Be the server of a run directory; never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        log = os.open(rundir.logs / "engine-0.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from hpcrl.engine import server, server_settings
+
+        server_settings.EXTENSION = "tests.support.breakable.extension.Extension"
+        options = Options.model_validate_json(rundir.options_file.read_bytes())
+        if "quantization_config" in model_config(options):
+            from tests.breakable.fp8_on_cpu import install
+
+            install()
+        with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
+            base = dict(os.environ) | {KEY_FILE: str(rundir.keys / "http.key"), "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
+            base[LISTEN_FD] = str(os.dup(sock.fileno()))
+            sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", "0"]
+            context = server.open_seat()
+            os.environ.update(server_environment(options, context.plan, 0, base, build()))
+            sock.close()
+            code = server.main()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Real trainer ranks for tests, at the price of a fork.
+
+    run_ranks(4, function, *args, timeout=60) -> [result of rank 0, result of rank 1, ...]
+
+`function(*args)` runs in n processes that have RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun
+sets them, so `hpcrl.trainer.parallel.parallel_state.initialize` works as in a run.  It must be a function of a module that can be
+imported; arguments and results are pickled.
+
+How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and then
+forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so the
+zygote does neither, and the store where ranks meet lives in the test process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+_zygote: subprocess.Popen[bytes] | None = None
+
+
+class RankError(Exception):
+    """A rank raised (the text is its traceback), died, or did not end in time."""
+
+
+# ---- in the test process
+
+
+def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run function(*args) on n ranks; what each returns.  RankError with the first rank's traceback that failed."""
+    from torch.distributed import TCPStore
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.listen(64)
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    answer = _ask((n, function.__module__, function.__qualname__, args, port, timeout, list(sys.path)))
+    del store
+    if isinstance(answer, str):
+        raise RankError(answer)
+    return answer
+
+
+def _ask(request: tuple[Any, ...]) -> Any:
+    global _zygote
+    if _zygote is None or _zygote.poll() is not None:
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, os.path.abspath(__file__)]
+        _zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        atexit.register(_end, _zygote)
+    _send(_zygote.stdin, request)
+    return _receive(_zygote.stdout)
+
+
+def _end(zygote: subprocess.Popen[bytes]) -> None:
+    zygote.stdin.close()  # it ends when it reads the end
+    try:
+        zygote.wait(5)
+    except subprocess.TimeoutExpired:
+        zygote.kill()
+
+
+def _send(stream: BinaryIO, value: Any) -> None:
+    data = pickle.dumps(value)
+    stream.write(struct.pack("<q", len(data)) + data)
+    stream.flush()
+
+
+def _receive(stream: BinaryIO) -> Any:
+    head = stream.read(8)
+    if len(head) < 8:
+        raise EOFError("the other side is gone")
+    return pickle.loads(stream.read(struct.unpack("<q", head)[0]))
+
+
+# ---- in the zygote
+
+
+def _serve() -> None:
+    """Fork ranks for each request until the test process closes our stdin."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what ranks print must not end among the answers
+    from hpcrl.trainer.megatron import cpu_shim
+
+    cpu_shim.install()
+    for module in ("hf", "megatron", "model", "checkpoint"):
+        importlib.import_module(f"hpcrl.trainer.{module}")
+    while True:
+        try:
+            n, module, name, args, port, timeout, path = _receive(requests)
+        except EOFError:
+            return
+        sys.path[:] = path
+        _send(answers, _run(n, module, name, args, port, timeout))
+
+
+def _run(n: int, module: str, name: str, args: tuple[Any, ...], port: int, timeout: float) -> list[Any] | str:
+    """Results of all ranks, or the text of what went wrong."""
+    pids, pipes = {}, {}
+    for rank in range(n):
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(reader)
+            _rank(rank, n, module, name, args, port, writer)
+        os.close(writer)
+        pids[rank], pipes[reader] = pid, rank
+    data: dict[int, bytes] = dict.fromkeys(range(n), b"")
+    end, error = time.monotonic() + timeout, ""
+    while pipes and not error:
+        ready, _, _ = select.select(list(pipes), [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            error = f"ranks {sorted(pipes.values())} did not end within {timeout:.0f} s"
+        for reader in ready:
+            if chunk := os.read(reader, 1 << 20):
+                data[pipes[reader]] += chunk
+            else:
+                rank = pipes.pop(reader)
+                os.close(reader)
+                error = error or _failure(rank, data[rank])
+    for pid in pids.values():
+        if error:
+            os.kill(pid, signal.SIGKILL)  # not waited for yet, so the pid is still the rank's
+        os.waitpid(pid, 0)
+    for reader in pipes:
+        os.close(reader)
+    return error or [pickle.loads(data[rank])[1] for rank in range(n)]
+
+
+def _failure(rank: int, data: bytes) -> str:
+    if not data:
+        return f"rank {rank} died"
+    ok, value = pickle.loads(data)
+    return "" if ok else f"rank {rank}:\n{value}"
+
+
+def _rank(rank: int, n: int, module: str, name: str, args: tuple[Any, ...], port: int, writer: int) -> None:
+    """Be rank `rank`: write (True, result) or (False, traceback) and end."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the test process's: every rank is its client
+    try:
+        value: Any = importlib.import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+        data = pickle.dumps((True, value(*args)))
+    except BaseException:  # noqa: BLE001  (told to the test)
+        data = pickle.dumps((False, traceback.format_exc()))
+    with os.fdopen(writer, "wb") as out:
+        out.write(data)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

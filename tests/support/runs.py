@@ -1,0 +1,181 @@
+"""Help for tests that start real runs: recipes of a tiny model, the command, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.tiny import make_model
+
+REPO = Path(__file__).parents[2]
+#: a GRPO run of a random model on made-up rewards: every real part, a few seconds of work
+POLICY = {
+    "num_rollout": 5,
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "rollout_max_response_len": 8,
+    "rollout_max_context_len": 64,
+    "rollout_num_gpus": 1,
+    "custom_rm_path": "tests.support.runs.odd_tokens",
+    "advantage_estimator": "grpo",
+    "check_weight_update_equal": True,
+    "engine_start_timeout": 300,
+    "rollout_timeout": 120,
+    "update_timeout": 60,
+}
+#: supervised fine-tuning: no engine, so seconds from start to end
+SFT = {
+    "num_rollout": 6,
+    "rollout_batch_size": 8,
+    "loss_type": "sft_loss",
+    "rollout_num_gpus": 0,
+    "label_key": "label",
+    "rollout_timeout": 60,
+}
+COMMON = {
+    "input_key": "prompt",
+    "apply_chat_template": True,
+    "rollout_shuffle": True,
+    "actor_num_gpus_per_node": 1,
+    "bf16": False,
+    "lr": 1e-3,
+    "save_interval": 2,
+    "deterministic_mode": True,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 128,
+}
+
+
+async def odd_tokens(options: Any, sample: Any) -> float:
+    """A reward that varies within a group whatever the model says: the share of odd token ids in the response."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return float((response % 2).mean()) if len(response) else 0.0
+
+
+def make_task(directory: Path) -> Path:
+    """A tiny model (tied embeddings) and its prompt files in `directory`."""
+    make_model(directory / "model", tied=True)
+    for name, first, count in (("train", 0, 40), ("heldout", 40, 6)):
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{i}+{i % 7}="}], "label": str(i + i % 7)}
+            for i in range(first, first + count)
+        ]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def recipe(directory: Path, task: Path, **values: Any) -> Path:
+    """Write a recipe of COMMON and `values`; None leaves a key out."""
+    values = COMMON | {"hf_checkpoint": str(task / "model"), "prompt_data": str(task / "train.jsonl")} | values
+    path = directory / "recipe.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None))
+    return path
+
+
+class Run:
+    """One `hpcrl run` as a child process."""
+
+    def __init__(self, *args: str | Path, root: Path, **env: str) -> None:
+        self.root = root
+        command = [sys.executable, "-m", "hpcrl", "run", *map(str, args)]
+        env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | env
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root.parent, start_new_session=True
+        )
+
+    def end(self, seconds: float = 240) -> tuple[int, str]:
+        """(exit status, output); whatever happens, nothing of the run is left."""
+        try:
+            out, _ = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            out, _ = self.process.communicate()
+            raise AssertionError(f"the run did not end in {seconds} s:\n{out}\n{self.logs()}") from None
+        return self.process.returncode, out
+
+    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+        """Wait for `condition`; fails if the run ends before, or in `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"the run ended early:\n{self.process.communicate()[0]}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.logs()}"
+            time.sleep(0.02)
+
+    def steps(self) -> int:
+        """Training steps that are in metrics.jsonl."""
+        return len(metrics(self.root))
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p}\n{p.read_text()[-3000:]}" for p in sorted(self.root.glob("logs/*/*.log")))
+
+    def pids(self) -> list[int]:
+        return processes(self.root)
+
+
+def processes(root: Path) -> list[int]:
+    """Living processes of a run: those with its directory in their command line, and their descendants."""
+    found: set[int] = set()
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if str(root) in " ".join(process.info["cmdline"] or []) and process.status() != psutil.STATUS_ZOMBIE:
+                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+        except psutil.Error:
+            continue
+    return sorted(found - {os.getpid()})
+
+
+def all_gone(root: Path, pids: list[int], seconds: float = 10) -> bool:
+    """Whether within `seconds` neither `pids` nor any other process of the run is left."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not processes(root) and not any(alive(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def role_pid(root: Path, module: str) -> int:
+    """The process of a role, by the module in its command line, within this run."""
+    for pid in processes(root):
+        if module in " ".join(psutil.Process(pid).cmdline()):
+            return pid
+    raise AssertionError(f"no {module} in {root}")
+
+
+def rows(root: Path) -> Iterator[dict[str, Any]]:
+    path = root / "metrics.jsonl"
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                yield json.loads(line)
+
+
+def metrics(root: Path) -> dict[int, dict[str, float]]:
+    """rollout id -> what a repeated run must repeat: everything but times and speeds."""
+    kept: dict[int, dict[str, float]] = {}
+    for row in rows(root):
+        if "train/loss" in row:
+            assert row["rollout_id"] not in kept, "a step is logged twice"
+            kept[row["rollout_id"]] = {k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")}
+    return kept
+
+
+def samples(root: Path) -> dict[str, bytes]:
+    """file name -> content of every sample file."""
+    return {path.name: path.read_bytes() for path in sorted((root / "samples").glob("*.jsonl"))}

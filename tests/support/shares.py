@@ -1,0 +1,51 @@
+"""Help for tests of the queue: shares of made-up samples, and whether two are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcrl.queue.share_format import Share
+from hpcrl.sample import COMPLETED, STATUSES, Sample, SampleBatch
+
+
+def sample(number: int, prompt: int = 3, answer: int = 5) -> Sample:
+    """A sample whose every number depends on `number`."""
+    rng = np.random.default_rng(number)
+    return Sample(
+        group=number // 4,
+        index=number % 4,
+        tokens=rng.integers(0, 1000, prompt + answer, dtype=np.int32),
+        response_length=answer,
+        loss_mask=rng.integers(0, 2, answer, dtype=np.uint8),
+        logprobs=-rng.random(answer, dtype=np.float32),
+        versions=np.sort(rng.integers(0, 3, answer, dtype=np.int32)),
+        reward=float(number),
+        advantage=-0.5 * number,
+        status=STATUSES[number % 4] if number else COMPLETED,
+    )
+
+
+def share_of(samples: list[Sample], rollout_id: int = 0, version: int = 0) -> Share:
+    """All samples in one optimizer step, two to a micro-batch."""
+    rows = list(range(len(samples)))
+    micro_batches = [[rows[at : at + 2] for at in range(0, len(rows), 2)]] if rows else []
+    steps = len(micro_batches)
+    return Share(rollout_id, version, SampleBatch.of(samples), micro_batches, [len(rows)] * steps, [7] * steps, {"reward": 0.5})
+
+
+def share(rollout_id: int = 0, seed: int = 0, answers: tuple[int, ...] = (5, 1, 8)) -> Share:
+    """A small share that another rollout id or seed makes a different one."""
+    return share_of(
+        [sample(100 * rollout_id + 10 * seed + i, answer=n) for i, n in enumerate(answers)], rollout_id, version=rollout_id
+    )
+
+
+def same(a: Share, b: Share) -> bool:
+    """Whether two shares agree in every bit."""
+    columns = ("rows", "tokens", "loss_mask", "logprobs", "versions")
+    plain = ("rollout_id", "version", "micro_batches", "step_samples", "step_tokens", "metrics")
+    return all(getattr(a, name) == getattr(b, name) for name in plain) and all(
+        getattr(a.batch, name).dtype == getattr(b.batch, name).dtype
+        and np.array_equal(getattr(a.batch, name), getattr(b.batch, name))
+        for name in columns
+    )

@@ -1,0 +1,95 @@
+"""The schedule: every sample once, equal counts, the token limit; and advantages against their definition."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.advantages import group_advantages
+from hpcrl.errors import UsageError
+from hpcrl.microbatches import make_schedule
+
+SHAPES = st.tuples(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(1, 2), st.integers(8, 400), st.integers(0, 2**32)
+)
+
+
+@given(SHAPES, st.booleans(), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_a_schedule_keeps_its_promises(shape: tuple, packed: bool, micro: int, multiple: int, balance: bool) -> None:
+    dp, steps, groups, cp, limit, seed = shape
+    rng, each = random.Random(seed), groups * multiple
+    lengths = [int(rng.lognormvariate(4, 1)) + 1 for _ in range(dp * steps * each)]
+    args = {"dp": dp, "cp": cp, "num_steps": steps, "max_tokens_per_gpu": limit if packed else None, "micro_batch_size": micro}
+    args |= {"multiple": multiple, "balance": balance}
+    found = make_schedule(lengths, **args)
+    assert found == make_schedule(lengths, **args)
+    size = dp * each
+    for step in range(steps):
+        ranks = [rank[step] for rank in found.steps]
+        assert len({len(r) for r in ranks}) == 1 and len(ranks[0]) % multiple == 0
+        if not balance:
+            assert all(i % dp == number for number, r in enumerate(ranks) for m in r for i in m)
+        assert sorted(i for r in ranks for m in r for i in m) == list(range(step * size, (step + 1) * size))
+        for micro_batch in (m for r in ranks for m in r):
+            assert micro_batch
+            if packed:
+                assert len(micro_batch) == 1 or sum(lengths[i] for i in micro_batch) <= limit * cp
+            else:
+                assert len(micro_batch) <= micro
+
+
+def test_a_long_sample_runs_alone() -> None:
+    (steps,) = make_schedule([10, 500, 10, 10], dp=1, max_tokens_per_gpu=100).steps
+    assert (1,) in steps[0] and len(steps[0]) == 2
+
+
+def test_long_tails_are_balanced() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.5, 0.7, 256), 256, 4096).astype(int).tolist()
+    found = make_schedule(lengths, dp=8, max_tokens_per_gpu=9216)
+    loads = [[sum(lengths[i] for i in micro) for micro in rank[0]] for rank in found.steps]
+    makespan = sum(max(column) for column in zip(*map(sorted, loads), strict=True))
+    assert makespan / (sum(lengths) / 8) <= 1.02
+
+
+def test_without_balance_a_rank_may_get_all_the_long_samples() -> None:
+    lengths = [100, 1] * 8
+    for limit in (None, 400):
+        loads = {}
+        for balance in (True, False):
+            found = make_schedule(lengths, dp=2, max_tokens_per_gpu=limit, balance=balance)
+            loads[balance] = [sum(lengths[i] for micro in rank[0] for i in micro) for rank in found.steps]
+        assert max(loads[True]) - min(loads[True]) <= 4
+        assert loads[False] == [800, 8]
+
+
+def test_micro_batches_that_a_multiple_asks_for() -> None:
+    """Three would do; four are needed, of one sample or two; and six samples a rank give no multiple of four."""
+    (steps,) = make_schedule([10] * 8, dp=1, max_tokens_per_gpu=30, multiple=4).steps
+    assert [len(micro) for micro in steps[0]] == [2, 2, 2, 2]
+    (steps,) = make_schedule([10] * 8, dp=1, micro_batch_size=3, multiple=4).steps
+    assert [len(micro) for micro in steps[0]] == [2, 2, 2, 2]
+    with pytest.raises(UsageError, match="cannot be divided by 4"):
+        make_schedule([10] * 6, dp=1, max_tokens_per_gpu=30, multiple=4)
+
+
+@pytest.mark.parametrize(("count", "dp", "steps"), [(10, 3, 1), (8, 2, 3), (0, 1, 1), (6, 4, 2)])
+def test_what_does_not_divide_is_refused(count: int, dp: int, steps: int) -> None:
+    with pytest.raises(UsageError, match="do not divide"):
+        make_schedule([1] * count, dp=dp, num_steps=steps)
+
+
+def test_advantages_are_the_standard_scores_of_a_group() -> None:
+    found = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]]))
+    std = np.sqrt(1 / 3)
+    np.testing.assert_allclose(found[0], np.array([0.5, -0.5, -0.5, 0.5]) / (std + 1e-6))
+    assert not found[1].any()
+
+
+def test_advantages_without_the_deviation_and_of_single_samples() -> None:
+    np.testing.assert_allclose(group_advantages(np.array([[1.0, 0.0]]), std_normalize=False), [[0.5, -0.5]])
+    assert group_advantages(np.array([[5.0]])).tolist() == [[0.0]]

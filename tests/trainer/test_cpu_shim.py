@@ -1,0 +1,105 @@
+"""The CPU shim: what it replaces computes what Megatron's own would, and it keeps its hands off where CUDA is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.trainer.megatron import cpu_shim, packed_rope, thd
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_model
+
+
+def test_missing_psutil_is_an_error_before_anything_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_shim.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(HpcrlError, match="psutil is not installed; pip install psutil"):
+        cpu_shim.install()
+
+
+def test_nothing_of_torch_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu_shim, "_done", [])
+    monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
+    monkeypatch.setattr(cpu_shim, "_megatron_on_cpu", lambda: pytest.fail("Megatron was changed"))
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "manual_seed")}
+    cpu_shim.install()
+    assert {name: getattr(torch.cuda, name) for name in before} == before
+
+
+class Group:
+    """A process group's size and rank."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+def rotated() -> list[tuple[float, str]]:
+    """Largest difference of packed rotary embedding from Megatron's for single sequences, in several settings."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    cu, generator = (0, 8, 12, 40), torch.Generator().manual_seed(0)
+    found = []
+    for interleaved in (False, True):
+        for rotary in (16, 8):  # all of the head, and half of it
+            for cp in (1, 2):
+                table = torch.arange(28.0)[:, None] * (0.3 ** torch.arange(rotary // 2))
+                table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+                x, freqs = torch.randn(40, 3, 16, generator=generator), table[:, None, None]
+                plain = rope_utils._apply_rotary_pos_emb_bshd
+                whole = [plain(x[a:b, None], freqs[: b - a], rotary_interleaved=interleaved)[:, 0] for a, b in pairwise(cu)]
+                for rank in range(cp):
+                    rows = thd.cp_indices(cu, cp, rank)
+                    bounds = torch.tensor(cu, dtype=torch.int32)
+                    mine = packed_rope.packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
+                    error = float((mine - torch.cat(whole)[rows]).abs().max())
+                    found.append((error, f"interleaved {interleaved}, {rotary} of 16, cp {cp}"))
+    assert rope_utils._apply_rotary_pos_emb_thd is packed_rope.packed
+    return found
+
+
+@pytest.mark.process
+def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence() -> None:
+    for error, where in run_ranks(1, rotated)[0]:
+        assert error < 1e-6, where
+
+
+def adam_after_load(directory: str, hint: bool) -> list[float]:
+    """How often Adam thinks that it has stepped, per parameter, after a load and one more step."""
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.parallel import parallel_state
+
+    opts = Options(hf_checkpoint=directory, bf16=False, actor_num_gpus_per_node=1, lr=1e-3)
+    policy = model.build(opts, parallel_state.initialize(opts))
+    model.load_hf(policy, directory)
+    cpu_shim.before_load(policy.optimizer)
+    adam = next(cpu_shim._torch_adams(policy.optimizer))
+    params = [p for group in adam.param_groups for p in group["params"]]
+    assert all({"step", "exp_avg", "exp_avg_sq"} <= adam.state[p].keys() for p in params)
+    one = torch.tensor(5.0)
+    for p in params:
+        adam.state[p]["step"] = one  # what Megatron's loader leaves
+    if hint:
+        cpu_shim.after_load(policy.optimizer)
+    policy.model.zero_grad_buffer()
+    policy.optimizer.step()
+    return [float(adam.state[p]["step"]) for p in params]
+
+
+@pytest.mark.process
+def test_after_a_load_every_parameter_counts_its_own_steps(tmp_path: Path) -> None:
+    directory = str(make_model(tmp_path / "model"))
+    assert set(run_ranks(1, adam_after_load, directory, True)[0]) == {6.0}
+    assert set(run_ranks(1, adam_after_load, directory, False)[0]) != {6.0}  # the defect is still there
+
+
+def test_literals_are_replaced_in_nested_code() -> None:
+    def outer() -> tuple[str, list[str]]:
+        return "cuda", [kind for kind in ("torch.cuda.FloatTensor", "cuda:0")]  # noqa: C416
+
+    outer.__code__ = cpu_shim._swap(outer.__code__)
+    assert outer() == ("cpu", ["torch.FloatTensor", "cuda:0"])

@@ -1,0 +1,486 @@
+"""The loss depends on the batch alone: the same loss and gradient norm for every packing and every layout.
+
+The reference is the same loss written down plainly for transformers and autograd, one sample at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.config.options import Options
+from hpcrl.microbatches import make_schedule
+from hpcrl.queue.share_format import Share
+from hpcrl.sample import COMPLETED, Sample, SampleBatch
+from tests.support.families import make
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_model
+
+pytestmark = pytest.mark.process
+
+VOCAB = 131  # odd, so that TP 2 pads it
+SAMPLES = 16
+LONG = 90  # tokens of the longest sample: more than any limit below
+PROMPTS = 4
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2 sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "dp2": (2, {}),
+    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2 sp cp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}),
+    "dp2 cp2": (4, {"context_parallel_size": 2}),
+    "dp2 pp2": (4, {"pipeline_model_parallel_size": 2}),
+    "dp4": (4, {}),
+}
+DEEP: dict[str, tuple[int, dict[str, Any]]] = {  # of the deep model
+    "pp2 uneven": (2, {"pipeline_model_parallel_size": 2, "megatron": {"num_layers_in_first_pipeline_stage": 4}}),
+    "tp2 sp pp2 vpp3": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,  # three stages on each pipeline rank
+        },
+    ),
+    "pp2 vpp2 uneven": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "megatron": {"num_layers_in_last_pipeline_stage": 2},
+        },
+    ),
+}
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "uniform": FULL | {"recompute_method": "uniform"},
+    "block": FULL | {"recompute_method": "block"},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+}
+PACKINGS: dict[str, dict[str, Any]] = {
+    "one sample each": {"micro_batch_size": 1},
+    "three each": {"micro_batch_size": 3},
+    "40 tokens": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40},
+    "64 tokens": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64},
+    "all in one": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100_000},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "use_rollout_logprobs": True,
+        "eps_clip": 0.1,
+        "eps_clip_high": 0.15,
+        "entropy_coef": 0.01,
+        "rollout_temperature": 0.8,
+    },
+    "per token": {"use_rollout_logprobs": True, "calculate_per_token_loss": True, "eps_clip_c": 1.05},
+    "own old": {},
+    "sft": {"loss_type": "sft_loss"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=True, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers: enough for virtual stages, and for uneven ones."""
+    return make_model(tmp_path_factory.mktemp("deep"), tied=False, vocab_size=VOCAB, num_hidden_layers=6)
+
+
+def options(model: Path, n: int = 1, **values: Any) -> Options:
+    values = {"lr": 1e-3, "clip_grad": 0.0, "max_logprob_diff": 100.0} | values
+    return Options(hf_checkpoint=str(model), bf16=False, actor_num_gpus_per_node=n, **values)
+
+
+@cache
+def batch() -> SampleBatch:
+    """One fixed batch: lengths from 5 to LONG, masks with holes, one sample that is masked altogether."""
+    rng = np.random.default_rng(3)
+    samples = []
+    for number in range(SAMPLES):
+        length = LONG if number == 5 else int(rng.integers(5, 40))
+        response = int(rng.integers(2, length - 1))
+        mask = (rng.random(response) < 0.9).astype(np.uint8) if number != 7 else np.zeros(response, np.uint8)
+        samples.append(
+            Sample(
+                group=number // 4,
+                index=number % 4,
+                tokens=rng.integers(1, VOCAB, length).astype(np.int32),
+                response_length=response,
+                loss_mask=mask,
+                logprobs=rng.normal(-5, 0.7, response).astype(np.float32),
+                versions=np.zeros(response, np.int32),
+                advantage=float(rng.normal()),
+                status=COMPLETED,
+            )
+        )
+    return SampleBatch.of(samples)
+
+
+def shares(opts: Options, data: SampleBatch | None = None) -> list[Share]:
+    """The batch as shares of the data-parallel ranks."""
+    data = batch() if data is None else data
+    steps, size = opts.num_steps_per_rollout or 1, len(data) // (opts.num_steps_per_rollout or 1)
+    schedule = make_schedule(
+        data.rows["length"].tolist(),
+        dp=opts.data_parallel_size,
+        cp=opts.context_parallel_size,
+        num_steps=steps,
+        max_tokens_per_gpu=opts.max_tokens_per_gpu if opts.use_dynamic_batch_size else None,
+        micro_batch_size=opts.micro_batch_size,
+        multiple=opts.micro_batch_multiple,
+        balance=opts.balance_data,
+    )
+    counts = [int(data.take(range(i * size, (i + 1) * size)).loss_mask.sum()) for i in range(steps)]
+    found = []
+    for own in schedule.steps:
+        rows = [i for step in own for micro in step for i in micro]
+        local = iter(range(len(rows)))
+        micros = [[[next(local) for _ in micro] for micro in step] for step in own]
+        found.append(Share(0, 0, data.take(rows), micros, [size] * steps, counts))
+    return found
+
+
+# ---- on the ranks
+
+
+def start(opts: Options, ranks: Any = None) -> Any:
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.parallel import parallel_state
+
+    policy = model.build(opts, ranks or parallel_state.initialize(opts))
+    model.load_hf(policy, opts.hf_checkpoint)
+    return policy
+
+
+def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list[dict[str, float]]:
+    """Metrics of training on the batch twice ("second/..."), from the same weights for each of the options, in one layout."""
+    from hpcrl.trainer.step import train_batch
+
+    found, ranks = [], None
+    for opts in every:
+        policy = start(opts, ranks)
+        ranks = policy.ranks
+        mine = train_batch.spread(shares(opts, data)[ranks.dp_rank], ranks)
+        assert mine is not None
+        first, second = (train_batch.train(policy, ranks, opts, mine) for _ in range(2))
+        found.append(first | {"second/" + name: value for name, value in second.items()})
+    assert train_batch.spread(None, ranks) is None
+    return found
+
+
+def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
+    """What the optimizer was about to see, under Hugging Face names, on rank 0."""
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.step import train_batch
+
+    policy, found = start(opts), []
+    parameters = [p for module in policy.modules for p in module.parameters()]
+
+    def instead_of_a_step() -> bool:
+        found.extend(p.main_grad.clone() for p in parameters)
+        return True
+
+    policy.optimizer.step_with_ready_grads = instead_of_a_step
+    train_batch.train(policy, policy.ranks, opts, train_batch.spread(shares(opts)[policy.ranks.dp_rank], policy.ranks))
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.data = gradient
+    whole = {name: tensor.clone() for name, tensor in model.export(policy)}
+    return whole if policy.ranks.rank == 0 else {}
+
+
+def failure_on_rank(opts: Options, own: list[Share], poison: bool = False) -> tuple[str, bool]:
+    """(the error, whether the weights are what they were) of training on shares that cannot be trained on."""
+    from hpcrl.errors import HpcrlError
+    from hpcrl.trainer.step import train_batch
+
+    policy = start(opts)
+    if poison:
+        next(policy.module.parameters()).data[5] = float("nan")
+    before = [p.detach().clone() for p in policy.module.parameters()]
+    try:
+        train_batch.train(policy, policy.ranks, opts, train_batch.spread(own[policy.ranks.dp_rank], policy.ranks))
+    except HpcrlError as error:
+        same = all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(policy.module.parameters(), before, strict=True))
+        return str(error), same
+    return "no error", False
+
+
+# ---- the reference
+
+
+@cache
+def reference(model: Path, loss: str) -> tuple[float, float, float, dict[str, torch.Tensor]]:
+    """(loss, gradient norm, mean |own - engine's log-prob|, gradients) by transformers and autograd, a sample at a time."""
+    opts = options(model, **LOSSES[loss])
+    hf, data, total, difference = transformers_model(model), batch(), torch.zeros(()), 0.0
+    for i in range(SAMPLES):
+        ids, mask, engine = sample(data, i)
+        every = (hf(ids[None]).logits[0, -len(mask) - 1 : -1] / opts.rollout_temperature).log_softmax(-1)
+        own = every.gather(1, ids[-len(mask) :, None])[:, 0]
+        difference += float(((own.detach() - engine).abs() * mask).sum())
+        terms = _terms(own, engine if opts.use_rollout_logprobs else own.detach(), float(data.rows["advantage"][i]), opts)
+        terms = terms - opts.entropy_coef * -(every.exp() * every).sum(-1)
+        total = total + (terms * mask).sum() / (1.0 if opts.calculate_per_token_loss else max(float(mask.sum()), 1.0))
+    total = total / (float(data.loss_mask.sum()) if opts.calculate_per_token_loss else SAMPLES)
+    total.backward()
+    gradients = {name: p.grad for name, p in hf.named_parameters()}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return float(total.detach()), float(norm), difference / float(data.loss_mask.sum()), gradients
+
+
+def transformers_model(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+
+
+def sample(data: SampleBatch, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids [length], loss mask and log-probs [response] of one sample."""
+    tokens, responses = (slice(*at[i : i + 2]) for at in (data.token_offsets, data.response_offsets))
+    ids = torch.from_numpy(data.tokens[tokens].astype(np.int64))
+    return ids, torch.from_numpy(data.loss_mask[responses].astype(np.float32)), torch.from_numpy(data.logprobs[responses])
+
+
+def _terms(own: torch.Tensor, old: torch.Tensor, advantage: float, opts: Options) -> torch.Tensor:
+    if opts.loss_type == "sft_loss":
+        return -own
+    ratio = (own - old).exp()
+    high = opts.eps_clip if opts.eps_clip_high is None else opts.eps_clip_high
+    loss = torch.max(-ratio * advantage, -ratio.clamp(1 - opts.eps_clip, 1 + high) * advantage)
+    if opts.eps_clip_c and advantage < 0:
+        loss = loss.clamp(max=-opts.eps_clip_c * advantage)
+    return loss
+
+
+# ---- the loss depends on the batch alone
+
+
+def same_everywhere(found: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The metrics, which must be equal on every rank but for the time."""
+    rows = [[{k: v for k, v in row.items() if "time" not in k} for row in rank] for rank in found]
+    assert all(row == rows[0] for row in rows)
+    return rows[0]
+
+
+def agree(found: dict[str, float], model: Path, loss: str) -> None:
+    wanted, norm, difference, _ = reference(model, loss)
+    assert found["train/loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert found["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    if loss != "sft":
+        assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(difference, rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packing_does_not_matter(model: Path, packing: str) -> None:
+    every = [options(model, **PACKINGS[packing], **fields) for fields in LOSSES.values()]
+    for loss, found in zip(LOSSES, same_everywhere(run_ranks(1, train_on_rank, every)), strict=True):
+        agree(found, model, loss)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_does_not_matter(model: Path, layout: str) -> None:
+    """Neither for the first step nor for the one after it: so the optimizer saw the same gradient, not one of the same norm."""
+    n, fields = LAYOUTS[layout]
+    packings = ["64 tokens", "one sample each", "64 tokens", "three each"]
+    every = [
+        options(model, n, **PACKINGS[packing], **fields, **LOSSES[loss]) for loss, packing in zip(LOSSES, packings, strict=True)
+    ]
+    for loss, found in zip(LOSSES, same_everywhere(run_ranks(n, train_on_rank, every)), strict=True):
+        agree(found, model, loss)
+        one = on_one_rank(model, loss)
+        for name in ("second/train/loss", "second/train/grad_norm"):
+            assert found[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6)
+        assert found["second/train/grad_norm"] != pytest.approx(found["train/grad_norm"], rel=1e-3)
+
+
+@cache
+def on_one_rank(model: Path, loss: str) -> dict[str, float]:
+    return run_ranks(1, train_on_rank, [options(model, **PACKINGS["64 tokens"], **LOSSES[loss])])[0][0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [("one rank", "grpo"), ("one rank", "per token"), ("dp2 cp2", "per token"), *((x, "grpo") for x in LAYOUTS)],
+)
+def test_every_gradient_is_that_of_transformers(model: Path, layout: str, loss: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    equal(gradients(model, n, fields | LOSSES[loss]), reference(model, loss)[3])
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [("one rank", "uniform"), ("one rank", "selective"), ("tp2 sp", "uniform"), ("pp2", "block")],
+)
+def test_recomputing_does_not_matter(model: Path, layout: str, how: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    found = gradients(model, n, fields | LOSSES["grpo"] | {"megatron": {**fields.get("megatron", {}), **RECOMPUTE[how]}})
+    equal(found, reference(model, "grpo")[3])
+
+
+@pytest.mark.parametrize("layout", DEEP)
+def test_uneven_and_virtual_pipeline_stages_do_not_matter(deep: Path, layout: str) -> None:
+    n, fields = DEEP[layout]
+    more = {**fields.get("megatron", {}), **(RECOMPUTE["block"] if "uneven" in layout else {})}
+    equal(gradients(deep, n, fields | LOSSES["grpo"] | {"megatron": more}), gradients(deep, 1, LOSSES["grpo"]))
+
+
+def test_virtual_pipeline_stages_forward_only(deep: Path) -> None:
+    """The old log-probs of several steps are computed without a backward pass."""
+    common = {"num_steps_per_rollout": 2, "lr": 1e-2} | PACKINGS["64 tokens"]
+    layout = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3}
+    (one,) = run_ranks(1, train_on_rank, [options(deep, 1, **common)])[0]
+    (found,) = same_everywhere(run_ranks(2, train_on_rank, [options(deep, 2, **common, **layout)]))
+    for name in ("train/loss", "train/ppo_kl", "train/grad_norm", "second/train/grad_norm"):
+        assert found[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6)
+    assert abs(found["train/ppo_kl"]) > 1e-3
+
+
+def test_experts_on_several_ranks_do_not_matter(tmp_path: Path) -> None:
+    model = make(tmp_path / "experts", "glm4_moe", odd=True)
+    one = gradients(model, 1, LOSSES["grpo"])
+    assert any(".experts.7." in name for name in one)
+    for fields in (
+        {"expert_model_parallel_size": 2},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ):
+        equal(gradients(model, 2, fields | LOSSES["grpo"]), one)
+
+
+def gradients(model: Path, n: int, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of the fixed batch, under Hugging Face names."""
+    whole = {"use_distributed_optimizer": False}  # with it each DP and CP rank has but a part of the gradient
+    opts = options(model, n, **PACKINGS["64 tokens"], **fields | {"megatron": {**fields.get("megatron", {}), **whole}})
+    return run_ranks(n, gradients_on_rank, opts)[0]
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def widths_on_rank(opts: Options) -> tuple[list[int], list[int]]:
+    """(rows that passed the output layer, rows that are trained on) of each micro-batch."""
+    from hpcrl.trainer.step import packing, train_batch
+
+    policy, seen = start(opts), []
+    policy.module.output_layer.register_forward_hook(lambda _, args, output: seen.append(output[0].size(0)))
+    (own,) = shares(opts)
+    train_batch.train(policy, policy.ranks, opts, own)
+    return seen, [len(packing.pack(own.batch, rows, policy.ranks, False).rows) for rows in own.micro_batches[0]]
+
+
+def clipped_on_rank(opts: Options) -> list[float]:
+    """The largest difference of any weight after steps of ours, and after Megatron's own ones, from the same weights."""
+    from hpcrl.trainer.step import train_batch
+
+    ranks, weights = None, []
+    for own in (True, False):
+        policy = start(opts, ranks)
+        ranks, optimizer = policy.ranks, policy.optimizer
+        if not own:
+            train_batch.take_step = lambda _, norm, optimizer=optimizer: optimizer.step()[0]
+        for _ in range(2):
+            train_batch.train(policy, ranks, opts, train_batch.spread(shares(opts)[ranks.dp_rank], ranks))
+        weights.append([p.detach().clone() for module in policy.modules for p in module.parameters()])
+    return [float((a - b).abs().max()) for a, b in zip(*weights, strict=True)]
+
+
+def test_clipping_is_megatrons(model: Path, tmp_path: Path) -> None:
+    """Also of experts, whose optimizer is one of two that share one norm."""
+    experts = make(tmp_path / "experts", "glm4_moe", odd=True)
+    for directory, more in ((model, {}), (experts, {"expert_model_parallel_size": 2})):
+        opts = options(directory, 2, **PACKINGS["64 tokens"], clip_grad=0.01, **more)
+        assert all(max(differences) == 0.0 for differences in run_ranks(2, clipped_on_rank, opts))
+
+
+def test_only_rows_that_are_trained_on_get_logits(model: Path) -> None:
+    seen, trained = run_ranks(1, widths_on_rank, options(model, **PACKINGS["64 tokens"]))[0]
+    assert seen == trained
+
+
+def test_a_long_sample_is_whole_and_alone(model: Path) -> None:
+    (own,) = shares(options(model, **PACKINGS["40 tokens"]))
+    alone = [rows for rows in own.micro_batches[0] if own.batch.rows["length"][rows].max() == LONG]
+    assert [len(rows) for rows in alone] == [1]
+
+
+# ---- several optimizer steps of one rollout
+
+
+def test_old_logprobs_are_those_before_the_first_step(model: Path) -> None:
+    """Two steps with the trainer's own are two steps with what transformers says of the first weights."""
+    hf, data = transformers_model(model), SampleBatch(*(np.copy(column) for column in vars(batch()).values()))
+    with torch.no_grad():
+        for i, start in enumerate(data.response_offsets[:-1]):
+            ids, mask, _ = sample(data, i)
+            logprobs = hf(ids[None]).logits[0, -len(mask) - 1 : -1].log_softmax(-1).gather(1, ids[-len(mask) :, None])[:, 0]
+            data.logprobs[start : start + len(mask)] = logprobs.numpy()
+    found = {}
+    for layout in ("one rank", "dp2 pp2"):
+        n, fields = LAYOUTS.get(layout, (1, {}))
+        common = {"num_steps_per_rollout": 2, "lr": 1e-2} | fields | PACKINGS["64 tokens"]
+        every = [options(model, n, use_rollout_logprobs=given, **common) for given in (False, True)]
+        found[layout], given = same_everywhere(run_ranks(n, train_on_rank, every, data))
+        for name in ("loss", "pg_loss", "ppo_kl", "pg_clipfrac", "grad_norm"):
+            assert found[layout]["train/" + name] == pytest.approx(given["train/" + name], rel=2e-5, abs=1e-6)
+            assert found[layout]["train/" + name] == pytest.approx(found["one rank"]["train/" + name], rel=2e-5, abs=1e-6)
+        assert found[layout]["train/train_rollout_logprob_abs_diff"] <= 1e-5
+        assert found[layout]["train/pg_clipfrac"] > 0
+        assert found[layout]["perf/train_tokens"] == data.loss_mask.sum()
+
+
+# ---- what stops a run before it changes a weight
+
+
+def test_a_difference_beyond_the_bound(model: Path) -> None:
+    opts = options(model, 2, max_logprob_diff=0.1)
+    errors = run_ranks(2, failure_on_rank, opts, shares(opts))
+    assert errors[0] == errors[1]
+    assert re.fullmatch(
+        r"rollout 0, optimizer step 0: .* differ by 0\.\d+ \(mean\), --max-logprob-diff is 0\.1; .*", errors[0][0]
+    )
+    assert errors[0][1]
+
+
+def test_a_loss_that_is_no_number(model: Path) -> None:
+    opts = options(model, 2, pipeline_model_parallel_size=2)
+    errors = run_ranks(2, failure_on_rank, opts, shares(opts), True)
+    assert {text.split(";")[0] for text, _ in errors} == {"rollout 0, optimizer step 0: the loss is nan"}
+    assert all(same for _, same in errors)
+
+
+def test_a_gradient_without_bound_on_one_rank_only(model: Path) -> None:
+    opts = options(model, 2)
+    own = shares(opts)
+    own[1].batch.rows["advantage"][:] = 1e30
+    errors = run_ranks(2, failure_on_rank, opts, own)
+    assert {text.split(";")[0] for text, _ in errors} == {"rollout 0, optimizer step 0: the gradient norm is inf"}
+    assert all(same for _, same in errors)
+
+
+def test_shares_that_are_not_of_one_batch(model: Path) -> None:
+    opts = options(model)
+    own = shares(opts)
+    own[0].step_tokens[0] += 1
+    text, same = run_ranks(1, failure_on_rank, opts, own)[0]
+    assert f"train on {own[0].step_tokens[0] - 1} tokens, the batch has {own[0].step_tokens[0]}" in text
+    assert same

@@ -1,0 +1,123 @@
+"""Packing: what each row holds, that padding is never more than the layout needs, and that CP ranks share the rows out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.errors import DataError
+from hpcrl.sample import Sample, SampleBatch
+from hpcrl.trainer.step.packing import Packed, check_batch, pack
+
+SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7)  # (prompt, response)
+
+
+def layout(tp: int = 1, cp: int = 1, cp_rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(tp_size=tp, cp_size=cp, cp_rank=cp_rank, device=torch.device("cpu"))
+
+
+def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
+    rng = np.random.default_rng(seed)
+    samples = [
+        Sample(
+            group=number,
+            index=0,
+            tokens=rng.integers(1, 100, prompt + response).astype(np.int32),
+            response_length=response,
+            loss_mask=(rng.random(response) < 0.7).astype(np.uint8),
+            logprobs=-rng.random(response).astype(np.float32),
+            versions=np.zeros(response, np.int32),
+            advantage=float(rng.normal()),
+        )
+        for number, (prompt, response) in enumerate(sizes)
+    ]
+    return SampleBatch.of(samples)
+
+
+def expected(data: SampleBatch, rows: list[int]) -> list[tuple]:
+    """(sample, position of the row, label, advantage, log-prob, share) of every unmasked response token, by a plain loop."""
+    found = []
+    for i in rows:
+        length, response = int(data.rows["length"][i]), int(data.rows["response_length"][i])
+        tokens = data.tokens[data.token_offsets[i] :][:length]
+        mask = data.loss_mask[data.response_offsets[i] :][:response]
+        logprobs = data.logprobs[data.response_offsets[i] :][:response]
+        for k in range(response):
+            if mask[k]:
+                at = length - response + k
+                share = np.float32(1 / int(mask.sum()))
+                found.append((i, at - 1, int(tokens[at]), float(data.rows["advantage"][i]), float(logprobs[k]), float(share)))
+    return found
+
+
+def read(packed: Packed, rows: list[int], owner: np.ndarray) -> list[tuple]:
+    """The same, from a packed micro-batch; owner: which sample each of its rows belongs to."""
+    columns = (packed.labels, packed.advantages, packed.rollout_logprobs, packed.share)
+    positions = packed.positions[0][packed.rows].tolist()
+    names = [rows[owner[r]] for r in packed.rows.tolist()]
+    return list(zip(names, positions, *(c.tolist() for c in columns), strict=True))
+
+
+def owners(packed: Packed) -> np.ndarray:
+    return np.repeat(np.arange(packed.samples), np.diff(packed.bounds.numpy()))
+
+
+@given(SIZES, st.sampled_from([1, 2, 4]), st.integers(0, 2**32))
+def test_every_unmasked_response_token_once_with_what_belongs_to_it(sizes: list, tp: int, seed: int) -> None:
+    data = batch(sizes, seed)
+    rows = np.random.default_rng(seed).permutation(len(sizes)).tolist()
+    packed = pack(data, rows, layout(tp), sequence_parallel=tp > 1)
+    assert read(packed, rows, owners(packed)) == expected(data, rows)
+    for number, i in enumerate(rows):
+        start, length = int(packed.bounds[number]), int(data.rows["length"][i])
+        assert packed.tokens[0, start : start + length].tolist() == data.tokens[data.token_offsets[i] :][:length].tolist()
+        assert packed.positions[0, start : start + length].tolist() == list(range(length))
+    assert packed.real.tolist() == np.cumsum([0, *data.rows["length"][rows]]).tolist()
+    assert packed.longest == np.diff(packed.bounds.numpy()).max()
+
+
+@given(SIZES, st.sampled_from([2, 3]), st.integers(0, 2**32))
+def test_context_parallel_ranks_share_the_rows_out(sizes: list, cp: int, seed: int) -> None:
+    data, rows = batch(sizes, seed), list(range(len(sizes)))
+    found, tokens = [], []
+    for cp_rank in range(cp):
+        packed = pack(data, rows, layout(cp=cp, cp_rank=cp_rank), sequence_parallel=False)
+        assert (np.diff(packed.bounds.numpy()) % (2 * cp) == 0).all()
+        assert packed.tokens.shape == packed.positions.shape == (1, int(packed.bounds[-1]) // cp)
+        found += read(packed, rows, np.repeat(rows, np.diff(packed.bounds.numpy()) // cp))
+        tokens += packed.tokens[packed.tokens > 0].tolist()
+    assert sorted(found) == sorted(expected(data, rows))
+    assert sorted(tokens) == sorted(data.tokens.tolist())
+
+
+@pytest.mark.parametrize(("tp", "cp", "multiple", "whole"), [(1, 1, 1, 1), (4, 1, 1, 4), (1, 2, 4, 4), (2, 2, 4, 8)])
+def test_padding_is_what_the_layout_needs(tp: int, cp: int, multiple: int, whole: int) -> None:
+    data = batch([(3, 4), (1, 12), (9, 50), (2, 0)])
+    packed = pack(data, range(4), layout(tp, cp), sequence_parallel=tp > 1)
+    each = -(-data.rows["length"] // multiple) * multiple
+    assert np.diff(packed.bounds.numpy())[:-1].tolist() == each[:-1].tolist()
+    assert int(packed.bounds[-1]) == -(-int(each.sum()) // whole) * whole
+
+
+def test_a_masked_sample_has_no_rows() -> None:
+    data = batch([(3, 4), (2, 5)])
+    data.loss_mask[:4] = 0
+    packed = pack(data, [0], layout(), sequence_parallel=False)
+    assert packed.samples == 1
+    assert [len(c) for c in (packed.rows, packed.labels, packed.advantages, packed.rollout_logprobs, packed.share)] == [0] * 5
+    assert len(pack(data, [0, 1], layout(), sequence_parallel=False).rows) == int(data.loss_mask.sum())
+
+
+def test_what_cannot_be_trained_on_is_refused() -> None:
+    check_batch(batch([(1, 3), (2, 2)]), 100)
+    with pytest.raises(DataError, match="sample 0 of group 1 has no prompt"):
+        check_batch(batch([(1, 3), (0, 2)]), 100)
+    data = batch([(1, 3)])
+    data.tokens[2] = 100
+    with pytest.raises(DataError, match="token id 100 is outside the model's vocabulary of 100"):
+        check_batch(data, 100)

@@ -1,0 +1,89 @@
+"""`hpcrl doctor --nodes` on a real Slurm: the short job finds what a run would stumble over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
+
+SITE = """
+time = "1:00:00"
+srun = ["--mpi=none"]
+[env]
+OMP_NUM_THREADS = "1"
+[trainer]
+partition = "main"
+gpus_per_node = 8
+cpus_per_node = 2
+[engine]
+partition = "main"
+gpus_per_node = 8
+cpus_per_node = 2
+"""
+RECIPE = """
+actor_num_nodes = 2
+actor_num_gpus_per_node = 8
+rollout_num_gpus = 8
+prompt_data = "prompts.jsonl"
+input_key = "prompt"
+label_key = "label"
+rm_type = "exact"
+num_rollout = 1
+rollout_batch_size = 8
+n_samples_per_prompt = 8
+global_batch_size = 64
+"""
+
+
+def doctor(cluster: Cluster, folder: Path, task: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "site.toml").write_text(SITE)
+    (folder / "recipe.toml").write_text(f'hf_checkpoint = "{task / "model"}"\n{RECIPE}')
+    command = [sys.executable, "-m", "hpcrl", "doctor", "recipe.toml", "--site", "./site.toml", "--nodes", *flags]
+    return cluster.run([*command, "--run-dir", "runs/a"], cwd=folder, check=False, timeout=240)
+
+
+def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    done = doctor(cluster, tmp_path, task, "--interface", "eth0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in (
+        "Slurm takes a job like this run's",
+        "all 3 nodes see one run directory",
+        "the network is eth0",
+        "ports are bound and reached, all 6 ways",
+        "the clocks agree within a second",
+        "versions agree: ",
+        "all-reduce of 16 MiB over 2 trainer ranks (gloo): ",
+    ):
+        assert f"ok    {line}" in done.stdout, done.stdout
+    assert not list(tmp_path.rglob(".hpcrl-doctor-*")), "its directory is removed"
+
+
+def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    cluster.run(["mount", "-t", "tmpfs", "tmpfs", runs], "node2")
+    try:
+        done = doctor(cluster, tmp_path, task, "--interface", "ib0", "--launch-timeout", "2")
+    finally:
+        cluster.run(["umount", runs], "node2")
+    assert done.returncode == 1, done.stdout
+    assert (
+        "fail  node2: it does not see the run directory; choose a --run-dir on a file system that all nodes share" in done.stdout
+    )
+    assert "no interfaces fit ib0; it has eth0; name the network with --interface" in done.stdout
+    assert "the all-reduce over the trainer ranks was not tried" in done.stdout
+
+
+def test_what_cannot_be_had_is_told_before_anything_is_submitted(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    cases = [("trainer.partition=absent", "trainer.partition absent: "), ("trainer.gpus_per_node=16", "0 of its 4 are so")]
+    cases += [("engine.constraint=absent", "Slurm refuses a job like this run's")]
+    for setting, message in cases:
+        done = doctor(cluster, tmp_path, task, "--set", setting)
+        assert done.returncode == 1 and message in done.stdout, done.stdout
+        assert "the nodes were not looked at" in done.stderr

@@ -1,0 +1,133 @@
+"""Whole GRPO runs: Megatron ranks, vLLM, queue, weight updates; the same numbers on both sides; resume; dead engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
+
+pytestmark = pytest.mark.vllm
+
+
+def start(path: Path, task: Path, **values: object) -> Run:
+    path.mkdir(exist_ok=True)
+    root = path / "run"
+    held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 2, "eval_label_key": "label"}
+    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
+    """A run on two data-parallel ranks that nobody disturbed."""
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert re.fullmatch(r"held-out accuracy: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out
+    assert all_gone(run.root, [])
+    return run.root
+
+
+def test_trainer_and_engine_have_the_same_numbers_after_every_update(uncut: Path) -> None:
+    steps = metrics(uncut)
+    assert list(steps) == list(range(5))
+    for row in steps.values():
+        assert row["train/train_rollout_logprob_abs_diff"] <= 1e-5
+        assert row["staleness/max"] == 0
+        assert row["train/grad_norm"] > 0
+
+
+def test_the_weights_really_change_the_samples(uncut: Path) -> None:
+    lines = [json.loads(line) for name, data in samples(uncut).items() if name[0].isdigit() for line in data.splitlines()]
+    assert len(lines) == 5 * 32
+    rewards = [row["rollout/reward"] for row in metrics(uncut).values()]
+    assert len(set(rewards)) > 1
+
+
+def test_the_run_directory_holds_what_it_promises(uncut: Path) -> None:
+    assert stat.S_IMODE(uncut.stat().st_mode) == 0o700
+    for name in (
+        "options.json",
+        "metrics.jsonl",
+        "curves.png",
+        "logs/latest/trainer-0.log",
+        "logs/latest/engine-0.log",
+        "logs/latest/rollout-0.log",
+    ):
+        assert (uncut / name).stat().st_size > 0, name
+    assert list((uncut / "tensorboard").iterdir())
+    evaluations = [row for row in rows(uncut) if "eval/heldout/accuracy" in row]
+    assert [row["rollout_id"] for row in evaluations] == [-1, 1, 3, 4]
+
+
+def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> None:
+    key = (uncut / "keys" / "http.key").read_text().strip()
+    for log in uncut.glob("logs/*/*.log"):
+        assert key not in log.read_text()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path, how: signal.Signals) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: run.steps() >= 3)
+    pids = run.pids()
+    os.kill(run.process.pid, how)
+    status, out = run.end()
+    assert status == (143 if how == signal.SIGTERM else -9), out
+    assert all_gone(run.root, pids), processes(run.root)
+    again = Run("--resume", run.root, root=run.root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+    assert metrics(run.root) == metrics(uncut)
+    assert samples(run.root) == samples(uncut)
+
+
+def test_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    pids = run.pids()
+    os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
+    status, out = run.end(60)
+    error = next(line for line in out.splitlines() if line.startswith("hpcrl: error: "))
+    assert status not in (0, 143), out
+    assert re.search(r"engine.0 on 127\.0\.0\.1.*(died|SIGKILL)", error), out
+    assert all_gone(run.root, pids)
+
+
+def test_an_engine_that_never_comes_up_is_named(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, engine_start_timeout=3)
+    status, out = run.end(60)
+    assert status not in (0, 143)
+    assert "engine-0" in out and "3 s" in out, out
+    assert all_gone(run.root, [])
+
+
+def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, max_logprob_diff=1e-12)
+    status, out = run.end()
+    assert status not in (0, 143)
+    assert "--max-logprob-diff" in out and "1e-12" in out, out
+
+
+def test_long_prompts_that_do_not_fit_one_batch(tmp_path: Path, task: Path) -> None:
+    """128 prompts of some 150 tokens are more than one forward pass takes; each request has a seed."""
+    rows = [{"prompt": "1+2+3+4+5+6+7+8+9+" * 8 + f"{i}=", "label": str(i)} for i in range(16)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_context_len": 256, "max_tokens_per_gpu": 2048}
+    more = {
+        "prompt_data": str(tmp_path / "long.jsonl"),
+        "num_rollout": 2,
+        "eval_interval": None,
+        "eval_prompt_data": None,
+        "eval_label_key": None,
+    }
+    run = start(tmp_path, task, **values, **more)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in metrics(run.root).values())

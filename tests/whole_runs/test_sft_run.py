@@ -1,0 +1,215 @@
+"""Real runs without an engine: resume after every kind of end, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.runs import SFT, Run, all_gone, metrics, processes, recipe, role_pid, samples
+
+pytestmark = pytest.mark.process
+
+
+def start(path: Path, task: Path, **values: object) -> Run:
+    path.mkdir(exist_ok=True)
+    root = path / "run"
+    return Run(recipe(path, task, **(SFT | {"run_dir": str(root)} | values)), root=root)
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
+    """A run on two data-parallel ranks that nobody disturbed."""
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert list(metrics(run.root)) == list(range(6))
+    losses = [row["train/loss"] for row in metrics(run.root).values()]
+    assert losses[-1] < losses[0], "six steps of fine-tuning lower the loss"
+    return run.root
+
+
+def same_as(uncut: Path, root: Path) -> None:
+    assert metrics(root) == metrics(uncut)
+    assert samples(root) == samples(uncut)
+
+
+def resume(root: Path) -> None:
+    again = Run("--resume", root, root=root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+
+
+def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
+    names = sorted(p.name for p in (uncut / "checkpoints").iterdir())
+    assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert (uncut / "checkpoints" / names[-1]).read_text() == "6"
+    inside = {p.name for p in (uncut / "checkpoints" / "iter_0000006").iterdir()}
+    assert {"common.pt", "metadata.json", ".metadata", "hpcrl.json"} <= inside
+
+
+def test_stopped_by_sigterm_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: run.steps() >= 1)
+    run.process.send_signal(signal.SIGTERM)
+    status, out = run.end()
+    assert status == 143 and "hpcrl resume" in out, out
+    assert 1 <= run.steps() < 6
+    resume(run.root)
+    same_as(uncut, run.root)
+
+
+def test_killed_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: run.steps() >= 3)
+    pids = run.pids()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert all_gone(run.root, pids), processes(run.root)
+    resume(run.root)
+    same_as(uncut, run.root)
+
+
+def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run.until(lambda: (run.root / "checkpoints" / ".partial-iter_0000004").exists())
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert all_gone(run.root, [])
+    assert (run.root / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    resume(run.root)
+    same_as(uncut, run.root)
+
+
+def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
+    before = metrics(uncut)
+    resume(uncut)
+    assert metrics(uncut) == before
+
+
+def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    second = Run("--resume", run.root, root=run.root)
+    status, out = second.end(30)
+    assert status == 2 and f"in use by process {run.process.pid}" in out, out
+    run.process.send_signal(signal.SIGINT)
+    status, out = run.end(60)
+    assert status == 143, out
+
+
+def test_a_dead_trainer_rank_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    pids = run.pids()
+    os.kill(role_pid(run.root, "hpcrl.trainer.main"), signal.SIGKILL)
+    status, out = run.end(60)
+    assert status not in (0, 143) and "hpcrl: error: trainer-" in out and "SIGKILL" in out, out
+    assert out.count("error") == 1, out
+    assert all_gone(run.root, pids)
+
+
+def test_a_dead_rollout_process_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    pids = run.pids()
+    os.kill(role_pid(run.root, "hpcrl.rollout.main"), signal.SIGKILL)
+    status, out = run.end(60)
+    assert status not in (0, 143) and "rollout-0 was killed by SIGKILL" in out, out
+    assert all_gone(run.root, pids)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json", ["train.jsonl", "3"]),
+        ('{"prompt": "2+2="}', ["train.jsonl", "3", "label"]),
+        ('{"label": "4"}', ["train.jsonl", "3", "prompt"]),
+        ('{"prompt": "' + "1" * 3000 + '", "label": "4"}', ["train.jsonl", "3", "long"]),
+    ],
+)
+def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path, line: str, words: list[str]) -> None:
+    good = (task / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join([*good[:2], line, *good[3:]]) + "\n")
+    run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"))
+    status, out = run.end(60)
+    assert status not in (0, 143)
+    error = next(text for text in out.splitlines() if text.startswith("hpcrl: error: "))
+    assert all(word in error for word in words), error
+    assert all_gone(run.root, [])
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: Path, uncut: Path) -> None:
+    import subprocess
+
+    small = tmp_path / "small"
+    small.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], capture_output=True).returncode
+    ):
+        pytest.skip("a small file system cannot be mounted here (needs root)")
+    try:
+        run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"))
+        run.until(lambda: (small / "checkpoints" / "iter_0000002").exists())
+        free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        (small / "filler").write_bytes(b"x" * max(0, free - 100_000))
+        status, out = run.end(60)
+        assert status not in (0, 143), out
+        assert "iter_0000004 was not saved" in out and "0.0 MB are free" in out, out
+        assert (small / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
+        (small / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
+        resume(run.root)
+        same_as(uncut, run.root)
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_killed_before_the_roles_have_started_leaves_none(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task)
+    run.until(lambda: (run.root / "logs" / "latest" / "trainer-0.log").exists())
+    pids = run.pids()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert all_gone(run.root, pids)
+    assert run.steps() == 0
+    resume(run.root)
+
+
+def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
+    run.until(lambda: run.steps() >= 1)
+    found = [
+        c.laddr.ip.removeprefix("::ffff:")
+        for pid in run.pids()
+        for c in psutil.Process(pid).net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
+    run.process.send_signal(signal.SIGTERM)
+    run.end(60)
+    assert len(found) >= 2 and set(found) == {"127.0.0.1"}, found
+
+
+def test_another_runs_checkpoints_are_not_taken_for_our_own(tmp_path: Path, task: Path, uncut: Path) -> None:
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(uncut / "checkpoints"))
+    status, out = run.end(60)
+    assert status == 1 and "was saved by another run" in out and "--load" in out, out
+
+
+def test_a_damaged_checkpoint_and_an_unwritable_directory_are_named(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=2)
+    assert run.end()[0] == 0
+    (run.root / "summary.json").unlink()
+    shard = next((run.root / "checkpoints" / "iter_0000002").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    status, out = Run("--resume", run.root, root=run.root).end(60)
+    assert status == 1 and f"{shard} is truncated: 100 bytes" in out, out
+    (tmp_path / "file").touch()
+    (tmp_path / "b").mkdir()
+    other = start(tmp_path / "b", task, save=str(tmp_path / "file" / "x"))
+    status, out = other.end(60)
+    assert status == 1 and "--save" in out and "writable" in out, out

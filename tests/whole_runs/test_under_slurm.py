@@ -1,0 +1,283 @@
+"""Whole runs under a real Slurm, over several hosts: heterogeneous and homogeneous jobs, cut, requeued, broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.runs import POLICY, SFT, Run, metrics, recipe, rows
+from tests.support.slurm import ENV, Job, hpcrl, submit
+
+pytestmark = pytest.mark.cluster
+#: trainers on two hosts, one engine on a third
+SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
+
+
+def policy(path: Path, task: Path, **values: object) -> Path:
+    path.mkdir(exist_ok=True)
+    held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 3, "eval_label_key": "label"}
+    return recipe(path, task, **(POLICY | held | SPREAD | values))
+
+
+def sft(path: Path, task: Path, **values: object) -> Path:
+    path.mkdir(exist_ok=True)
+    return recipe(path, task, **(SFT | SPREAD | values))
+
+
+@pytest.fixture(scope="module")
+def het(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, task: Path) -> Job:
+    """A finished run as a heterogeneous job, tensor-parallel over two hosts, the rollout process on a component of its own."""
+    path = tmp_path_factory.mktemp("het")
+    job = submit(cluster, policy(path, task, tensor_model_parallel_size=2), path / "run", settings=("rollout.partition=main",))
+    job.ends()
+    return job
+
+
+def test_a_heterogeneous_job_trains_to_the_end_over_four_hosts(het: Job) -> None:
+    assert list(metrics(het.root)) == list(range(5))
+    for row in metrics(het.root).values():
+        assert row["train/train_rollout_logprob_abs_diff"] <= 1e-5 and row["train/grad_norm"] > 0
+    plan = json.loads((het.root / "attempts/0/plan.json").read_text())
+    hosts = [*(place["host"] for place in plan["trainers"]), plan["engines"][0]["host"], plan["rollout"]["host"]]
+    assert len(set(hosts)) == 4
+    assert [p["address"] for p in plan["trainers"]] == [het.cluster.layout.address(p["host"]) for p in plan["trainers"]]
+    assert {place["interface"] for place in plan["trainers"]} == {"eth0"}
+
+
+def test_submitits_job_knows_state_output_and_result(cluster: Cluster, het: Job) -> None:
+    code = (
+        "import json; from hpcrl.slurm.het_executor import HetJob;"
+        f"job = HetJob({str(het.root / 'submitit')!r}, {str(het.number)!r}); print(json.dumps([job.state, job.result()]))"
+    )
+    state, result = json.loads(cluster.run([sys.executable, "-c", code], env=ENV).stdout.splitlines()[-1])
+    assert state == "COMPLETED"
+    assert result == json.loads((het.root / "summary.json").read_text())
+    assert result["status"] == "finished" and result["rollout_id"] == 5
+
+
+def test_the_python_of_the_document_runs(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.toml").write_text('[trainer]\nmem = "8G"\ngpus_per_node = 0\n')
+    done = cluster.run(
+        [
+            sys.executable,
+            "-c",
+            code.replace('"recipe.toml"', repr(str(sft(tmp_path, task)))).replace("num_rollout=100", "num_rollout=2"),
+        ],
+        env=ENV | {"HPCRL_SITES": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert "'status': 'finished'" in done.stdout and len(metrics(tmp_path / "runs/one")) == 2
+    assert "--gpus-per-node" not in (tmp_path / "runs/one/job.sbatch").read_text()
+
+
+def test_status_knows_a_finished_job_with_and_without_slurm(cluster: Cluster, het: Job) -> None:
+    for node in ("head", "node1"):
+        assert "finished" in hpcrl(cluster, "status", het.root, node=node).stdout
+    bare = ["env", f"PATH={Path(sys.executable).parent}", sys.executable, "-m", "hpcrl", "status", str(het.root)]
+    assert "finished" in cluster.run(bare, env=ENV).stdout
+
+
+def test_a_homogeneous_job_gives_the_same_losses(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
+    job = submit(cluster, policy(tmp_path, task, tensor_model_parallel_size=2), tmp_path / "run", "--layout", "homogeneous")
+    job.ends()
+    assert cluster.job(job.number)["NumNodes"] == "3" and list(cluster.states(job.number)) == [str(job.number)]
+    assert metrics(job.root) == metrics(het.root)
+
+
+def test_a_script_given_to_sbatch_by_hand_does_the_same(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
+    path = policy(tmp_path, task, tensor_model_parallel_size=2, rank_launcher="ranks")
+    printed = hpcrl(cluster, "submit", path, "--print", "--set", "trainer.mem=8G", "engine.mem=8G").stdout
+    (tmp_path / "launch").symlink_to(Path(__file__).parents[2] / "launch")
+    script = tmp_path / "job.sbatch"
+    script.write_text(printed.replace("export HPCRL_PYTHON=python3", f"export HPCRL_PYTHON={sys.executable}"))
+    number = cluster.sbatch(script, cwd=tmp_path, env=ENV)
+    job = Job(cluster, tmp_path / "runs" / f"recipe-{number}", number)
+    job.ends()
+    assert metrics(job.root) == metrics(het.root)
+
+
+# ---- cut and continued
+
+
+def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """Out of time twice, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
+    steps = {"num_rollout": 90, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
+    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
+    values = steps | {"custom_rm_path": "tests.support.runs.odd_tokens"}
+    (tmp_path / "uncut").mkdir()
+    uncut = Run(policy(tmp_path / "uncut", task, **values, run_dir=str(tmp_path / "uncut/run")), root=tmp_path / "uncut/run")
+    (tmp_path / "cut").mkdir()
+    job = submit(
+        cluster,
+        policy(tmp_path / "cut", task, **steps),
+        tmp_path / "cut/run",
+        *("--time", "3"),
+        settings=("signal_margin=60", "trainer.partition=low", "engine.partition=low"),
+    )
+    status, out = uncut.end()
+    assert status == 0, out
+    for cut in range(2):  # the limit is brought near, and Slurm signals: the run saves and queues itself again
+        job.until(lambda cut=cut: job.running(cut))
+        job.limit(25)
+        job.until(lambda: set(cluster.states(job.number).values()) == {"PENDING"})
+        out = (job.root / f"logs/job-{job.number}.out").read_text()
+        assert f"(the time limit is near); queued again ({cut + 1} of 20 requeues)" in " ".join(out.split()), job.logs()
+        cluster.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
+    job.until(lambda: job.running(2))
+    cluster.run(["scontrol", "requeue", str(job.number)])
+    job.until(lambda: job.running(3))
+    nodes = json.loads((job.root / "attempts/3/plan.json").read_text())
+    taken = [place["host"] for place in nodes["trainers"]] + [nodes["engines"][0]["host"]]
+    high = cluster.sbatch("-p", "main", f"--nodelist={taken[2]}", "--exclusive", "--wrap", "sleep 3")
+    job.until(lambda: job.running(4))
+    cluster.wait_state(high, "COMPLETED", 30)
+    lost = json.loads((job.root / "attempts/4/plan.json").read_text())["trainers"][1]["host"]
+    cluster.kill_node(lost)
+    job.until(lambda: job.running(5))
+    job.ends()
+    cluster.boot_node(lost)
+    cluster.wait_nodes("idle", 60)
+    assert metrics(job.root) == metrics(uncut.root)
+    assert job.attempt() >= 5
+
+
+def test_hpcrl_stop_saves_and_resume_goes_on(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
+    values = {"num_rollout": 12, "save_interval": None}
+    job = submit(cluster, sft(tmp_path, task, **values), tmp_path / "run", "--rollout-batch-size", "16")
+    job.until(lambda: job.steps() > 2)
+    hpcrl(cluster, "stop", job.root)
+    job.ends()
+    done = job.steps()
+    if done < 12:  # on a fast machine it may have been over before the stop was seen
+        assert "stopped" in hpcrl(cluster, "status", job.root).stdout
+        again = hpcrl(cluster, "resume", job.root).stdout
+        number = int(re.match(r"job (\d+)", again)[1])
+        assert number != job.number
+        cluster.wait_state(number, "COMPLETED", 120)
+    assert list(metrics(job.root)) == list(range(12))
+    refused = hpcrl(cluster, "resume", job.root, check=False)
+    assert refused.returncode == 2 and "finished" in refused.stderr
+
+
+# ---- broken
+
+
+def lines(cluster: Cluster) -> list[str]:
+    """The command lines of everything on the nodes."""
+    return [" ".join(argv) for found in cluster.all_processes().values() for _, argv in found]
+
+
+def running(cluster: Cluster, module: str) -> list[int]:
+    return [pid for found in cluster.all_processes().values() for pid, argv in found if module in argv]
+
+
+@pytest.mark.parametrize("what", ["engine", "trainer", "rollout"])
+def test_when_one_component_fails_all_ends_and_nothing_else_is_touched(
+    cluster: Cluster, tmp_path: Path, task: Path, what: str
+) -> None:
+    decoy = tmp_path / "vllm"
+    decoy.write_text("#!/bin/bash\nexec -a torchrun sleep 600\n")
+    decoy.chmod(0o755)
+    other = cluster.sbatch("--nodes=4", "--mem=1G", "--wrap", f"{decoy} & srun --overlap --mem=500M {decoy} & wait")
+    cluster.wait_state(other, "RUNNING", 30)
+    values = {"num_rollout": 400, "save_interval": None}
+    path = policy(tmp_path, task, **values) if what == "engine" else sft(tmp_path, task, **values)
+    job = submit(cluster, path, tmp_path / "run")
+    module = {"engine": "hpcrl.engine.server", "trainer": "hpcrl.trainer.main", "rollout": "hpcrl.rollout.main"}[what]
+    if what != "engine":  # which dies while it starts
+        job.until(lambda: job.steps() > 1)
+    job.until(lambda: bool(running(cluster, module)))
+    os.kill(running(cluster, module)[-1], 9)
+    job.ends("FAILED", 60)
+    said = hpcrl(cluster, "status", job.root).stdout
+    assert "failed" in said and what in said and "SIGKILL" in said, said
+    job.until(
+        lambda: not [line for line in lines(cluster) if str(job.root) in line or "hpcrl" in line or f"[{job.number}" in line], 20
+    )
+    assert set(cluster.states(other).values()) == {"RUNNING"}
+    assert lines(cluster).count("torchrun 600") == 5
+    cluster.run(["scancel", str(other)])
+
+
+def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    nodes = tuple(f"{part}.extra.nodelist={n}" for part, n in (("trainer", "node[1-2]"), ("engine", "node3")))
+    jobs = []
+    for name in ("a", "b"):
+        path = policy(
+            tmp_path / name, task, check_weight_update_equal=False, eval_interval=None, eval_prompt_data=None, eval_label_key=None
+        )
+        jobs.append(submit(cluster, path, tmp_path / name / "run", settings=nodes))
+    jobs[0].until(lambda: jobs[0].steps() > 0)
+    cluster.run(
+        ["scancel", "--signal=USR1", "--full", str(jobs[0].number)]
+    )  # Slurm's early warning, to every process: nobody dies of it
+    for job in jobs:
+        job.ends()
+    assert metrics(jobs[0].root) == metrics(jobs[1].root) and len(metrics(jobs[0].root)) == 5
+    starts = [min(row["time"] for row in rows(job.root)) for job in jobs]
+    ends = [max(row["time"] for row in rows(job.root)) for job in jobs]
+    plans = [json.loads((job.root / "attempts/0/plan.json").read_text()) for job in jobs]
+    assert {p["host"] for p in plans[0]["trainers"]} == {p["host"] for p in plans[1]["trainers"]}
+    assert max(starts) < min(ends) + 60  # they ran side by side: neither waited for the other's nodes
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "said"),
+    [
+        ((), ("trainer.partition=nosuch",), "trainer.partition nosuch"),
+        ((), ("trainer.gpus_per_node=64",), "64 GPUs"),
+        (("--time", "4:30"), ("trainer.partition=small",), "nodes"),
+        (("--time", "3:00:00"), ("trainer.partition=small", "engine.partition=small"), "minutes"),
+        (("--time", "2"), (), "too short"),
+        (("--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"), (), "divided"),
+    ],
+)
+def test_what_slurm_cannot_run_is_refused_before_submission(
+    cluster: Cluster, tmp_path: Path, task: Path, words: tuple[str, ...], settings: tuple[str, ...], said: str
+) -> None:
+    before = cluster.run(["squeue", "-h", "-t", "all"]).stdout
+    done = hpcrl(
+        cluster,
+        "submit",
+        policy(tmp_path, task),
+        "--run-dir",
+        tmp_path / "run",
+        *words,
+        "--set",
+        "trainer.mem=8G",
+        *settings,
+        check=False,
+    )
+    [error] = [line for line in done.stderr.splitlines() if not line.startswith("hpcrl: note:")]
+    assert done.returncode == 2 and said in error and ";" in error, error  # one line, with a hint
+    assert not (tmp_path / "run").exists()
+    assert cluster.run(["squeue", "-h", "-t", "all"]).stdout == before
+
+
+def test_a_run_directory_that_nodes_do_not_share_is_said_in_the_log(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """/var/tmp is each node's own in this job: Slurm's output file is on the shared one, so that somebody can read it."""
+    path = sft(tmp_path, task)
+    printed = hpcrl(
+        cluster, "submit", path, "--print", "--launch-timeout", "8", "--set", "trainer.mem=8G", "engine.mem=8G"
+    ).stdout
+    (tmp_path / "launch").symlink_to(Path(__file__).parents[2] / "launch")
+    printed = printed.replace("export HPCRL_PYTHON=python3", f"export HPCRL_PYTHON={sys.executable}")
+    script = tmp_path / "job.sbatch"
+    script.write_text(
+        printed.replace('--run-dir "runs/', '--run-dir "/tmp/runs-').replace("HPCRL_MAX_REQUEUES=20", "HPCRL_MAX_REQUEUES=0")
+    )
+    number = cluster.sbatch(script, cwd=tmp_path, env=ENV)
+    cluster.wait_state(number, "FAILED", 60)
+    said = (tmp_path / f"hpcrl-{number}.out").read_text()
+    assert "host node2 does not see /tmp/runs-" in said and "do all hosts share" in said
