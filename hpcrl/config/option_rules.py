@@ -124,6 +124,8 @@ def _batches(o: Options) -> None:
         )
     if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
         raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
+    if o.log_probs_chunk_size == 0:
+        raise UsageError("--log-probs-chunk-size 0 leaves no row", "give 1 or more, or -1 for all of a micro-batch")
 
 
 def _sampling(o: Options) -> None:

@@ -157,6 +157,13 @@ class BatchOptions(Base):
     max_tokens_per_gpu: int | None = opt(
         None, "tokens of one packed micro-batch per GPU; a longer sample runs alone", "slime", ge=1
     )
+    log_probs_chunk_size: int = opt(
+        -1,
+        "rows that have logits at once, which bounds their memory; the backward pass then computes them again; -1: all of a "
+        "micro-batch",
+        "slime",
+        ge=-1,
+    )
     balance_data: bool = opt(
         True, "as many tokens to every data-parallel rank (slime: off by default); off: samples go to the ranks in turn", "slime"
     )

@@ -83,8 +83,14 @@ LOSSES: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "rollout_temperature": 0.8,
     },
-    "per token": {"use_rollout_logprobs": True, "calculate_per_token_loss": True, "eps_clip_c": 1.05},
-    "own old": {},
+    "per token": {
+        "use_rollout_logprobs": True,
+        "calculate_per_token_loss": True,
+        "eps_clip_c": 1.05,
+        "entropy_coef": 0.01,
+        "log_probs_chunk_size": 7,
+    },
+    "own old": {"log_probs_chunk_size": 13},
     "sft": {"loss_type": "sft_loss"},
 }
 
@@ -379,14 +385,16 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 
 def widths_on_rank(opts: Options) -> tuple[list[int], list[int]]:
-    """(rows that passed the output layer, rows that are trained on) of each micro-batch."""
+    """(rows that passed the output layer, each time that it was called, rows that are trained on in each micro-batch)."""
     from hpcrl.trainer.step import packing, train_batch
 
     policy, seen = start(opts), []
     policy.module.output_layer.register_forward_hook(lambda _, args, output: seen.append(output[0].size(0)))
     (own,) = shares(opts)
     train_batch.train(policy, policy.ranks, opts, own)
-    return seen, [len(packing.pack(own.batch, rows, policy.ranks, False).rows) for rows in own.micro_batches[0]]
+    return [rows for rows in seen if rows], [
+        len(packing.pack(own.batch, rows, policy.ranks, False).rows) for rows in own.micro_batches[0]
+    ]
 
 
 def clipped_on_rank(opts: Options) -> list[float]:
@@ -416,6 +424,12 @@ def test_clipping_is_megatrons(model: Path, tmp_path: Path) -> None:
 def test_only_rows_that_are_trained_on_get_logits(model: Path) -> None:
     seen, trained = run_ranks(1, widths_on_rank, options(model, **PACKINGS["64 tokens"]))[0]
     assert seen == trained
+
+
+def test_no_more_rows_than_a_piece_have_logits(model: Path) -> None:
+    seen, trained = run_ranks(1, widths_on_rank, options(model, **PACKINGS["64 tokens"], log_probs_chunk_size=7))[0]
+    assert max(seen) == 7
+    assert sum(seen) == sum(rows * (2 if rows > 7 else 1) for rows in trained)  # in pieces: forward, and again for backward
 
 
 def test_a_long_sample_is_whole_and_alone(model: Path) -> None:

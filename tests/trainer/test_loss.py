@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.trainer.step import loss
+from hpcrl.trainer.step.token_logprobs import Vocabulary, tokens
 
 VOCAB, PADDED, ROWS = 11, 16, 23
 
@@ -30,52 +31,13 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tup
     return every.gather(1, labels[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)])
-def test_logprobs_and_entropy_are_those_of_the_real_vocabulary(dtype: torch.dtype, error: float, temperature: float) -> None:
-    logits, labels = inputs(dtype)
-    found = loss.tokens(logits, labels, loss.Vocabulary(VOCAB), temperature)
-    logprobs, entropy = plain(logits.detach().double(), labels, temperature)
-    assert found.logprobs.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=0, atol=error)
-    torch.testing.assert_close(found.entropy.double(), entropy, rtol=0, atol=error)
-    assert torch.equal(found.greedy, logits[:, :VOCAB].argmax(1) == labels)
-
-
-def test_gradients_are_those_of_autograd() -> None:
-    logits, labels = inputs()
-    weights = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for which in ((1, 0), (0, 1), (1, 1)):
-        gradients = []
-        for values in (loss.tokens(logits, labels, loss.Vocabulary(VOCAB), 0.7)[:2], plain(logits, labels, 0.7)):
-            total = sum((value * weight).sum() for value, weight, used in zip(values, weights, which, strict=True) if used)
-            gradients += torch.autograd.grad(total, logits)
-        torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-        assert not gradients[0][:, VOCAB:].any()
-
-
-def test_the_gradient_has_the_type_of_the_logits() -> None:
-    logits, labels = inputs(torch.bfloat16)
-    loss.tokens(logits, labels, loss.Vocabulary(VOCAB)).logprobs.sum().backward()
-    assert logits.grad.dtype == torch.bfloat16
-
-
-def test_extreme_logits_stay_finite() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, -1e30, -1e30]], requires_grad=True)
-    found = loss.tokens(logits, torch.tensor([1, 0]), loss.Vocabulary(3))
-    torch.testing.assert_close(found.logprobs, torch.tensor([-2e4, -1.0986123]))
-    torch.testing.assert_close(found.entropy, torch.tensor([0.0, 1.0986123]))
-    (found.logprobs.sum() + found.entropy.sum()).backward()
-    assert logits.grad.isfinite().all()
-
-
 def test_no_rows_are_no_loss() -> None:
     logits = torch.randn(0, PADDED, requires_grad=True)
     for of in (
         lambda found: loss.policy_loss(found, packed(torch.zeros(0), torch.zeros(0), None), CLIP, torch.zeros(0)),
         lambda found: loss.sft_loss(found, torch.zeros(0)),
     ):
-        total, report = of(loss.tokens(logits, torch.zeros(0, dtype=torch.int64), loss.Vocabulary(VOCAB)))
+        total, report = of(tokens(logits, torch.zeros(0, dtype=torch.int64), Vocabulary(VOCAB)))
         assert float(total.detach()) == 0.0
         assert not report.any()
         total.backward()
@@ -143,7 +105,7 @@ def report(values: torch.Tensor) -> dict[str, float]:
 def test_policy_loss_and_its_report() -> None:
     logits, labels = inputs()
     generator = torch.Generator().manual_seed(2)
-    found = loss.tokens(logits, labels, loss.Vocabulary(VOCAB))
+    found = tokens(logits, labels, Vocabulary(VOCAB))
     advantages, noise, more = torch.randn(3, ROWS, generator=generator, dtype=torch.float64)
     weights = torch.rand(ROWS, generator=generator, dtype=torch.float64)
     old, rollout = found.logprobs.detach() + 0.3 * noise, found.logprobs.detach() + 0.3 * noise + 0.01 * more
@@ -172,12 +134,12 @@ def test_policy_loss_and_its_report() -> None:
 def test_own_logprobs_are_the_old_ones_where_none_are_given() -> None:
     logits, labels = inputs()
     advantages = torch.randn(ROWS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = loss.tokens(logits, labels, loss.Vocabulary(VOCAB))
+    found = tokens(logits, labels, Vocabulary(VOCAB))
     total, got = loss.policy_loss(
         found, packed(advantages, torch.zeros_like(advantages), None), CLIP, torch.ones_like(advantages)
     )
     (gradient,) = torch.autograd.grad(total, logits)
-    again = loss.tokens(logits, labels, loss.Vocabulary(VOCAB))
+    again = tokens(logits, labels, Vocabulary(VOCAB))
     (wanted,) = torch.autograd.grad(-(again.logprobs * advantages).sum(), logits)
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
     assert report(got)["ppo_kl"] == report(got)["pg_clipfrac"] == 0.0
@@ -187,7 +149,7 @@ def test_own_logprobs_are_the_old_ones_where_none_are_given() -> None:
 def test_the_difference_is_of_the_weights_that_sampled() -> None:
     """With the engine's log-probs as the old ones that is what the training forward says, not zero."""
     logits, labels = inputs()
-    found = loss.tokens(logits, labels, loss.Vocabulary(VOCAB))
+    found = tokens(logits, labels, Vocabulary(VOCAB))
     rollout = found.logprobs.detach() - 0.5
     _, got = loss.policy_loss(found, packed(torch.ones(ROWS), rollout, rollout), CLIP, torch.ones(ROWS))
     assert report(got)["difference_max"] == pytest.approx(0.5)
@@ -195,7 +157,7 @@ def test_the_difference_is_of_the_weights_that_sampled() -> None:
 
 def test_sft_loss_counts_the_weights() -> None:
     logits, labels = inputs()
-    found = loss.tokens(logits, labels, loss.Vocabulary(VOCAB))
+    found = tokens(logits, labels, Vocabulary(VOCAB))
     weights = torch.arange(ROWS, dtype=torch.float64)
     total, got = loss.sft_loss(found, weights)
     assert float(total.detach()) == pytest.approx(float(-(plain(logits, labels, 1.0)[0] * weights).sum()))

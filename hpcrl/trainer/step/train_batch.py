@@ -24,10 +24,11 @@ from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.optimizer import take_step
-from hpcrl.trainer.megatron.sparse_logits import only_rows
+from hpcrl.trainer.megatron.output_head import Head, apart
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step import loss, packing
 from hpcrl.trainer.step.packing import Packed
+from hpcrl.trainer.step.token_logprobs import Tokens, Vocabulary, tokens_of
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 #: of --max-logprob-diff, without and with bf16
@@ -96,8 +97,8 @@ def _fill_old_logprobs(policy: Policy, options: Options, steps: list[list[Packed
 def _logprobs(policy: Policy, options: Options, micro_batches: list[Packed]) -> list[torch.Tensor]:
     """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
 
-    def body(packed: Packed, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        return _tokens(policy, options, packed, output).logprobs
+    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        return _tokens(policy, options, packed, head).logprobs
 
     found = _run(policy, micro_batches, body, forward_only=True)
     return found if policy.ranks.last_stage else [torch.zeros_like(p.share) for p in micro_batches]
@@ -135,13 +136,16 @@ def _update(policy: Policy, where: str) -> float:
 
 
 def _run(policy: Policy, micro_batches: list[Packed], body: Callable[..., Any], forward_only: bool) -> list[Any]:
-    """Megatron's schedule over the micro-batches; what `body` reported of each, on the last pipeline stage."""
+    """Megatron's schedule over the micro-batches; what `body` reported of each, on the last pipeline stage.
+
+    body: takes the micro-batch, the head with its hidden states, and Megatron's output, which holds nothing.
+    """
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
-        with only_rows(inner(model), packed.rows):
+        with apart(inner(model), packed.rows) as head:
             output = model(packed.tokens, packed.positions, None, packed_seq_params=_sequence(packed))
-        return output, partial(body, packed)
+        return output, partial(body, packed, head)
 
     return get_forward_backward_func()(
         forward_step_func=forward,
@@ -168,14 +172,17 @@ def _sequence(packed: Packed) -> PackedSeqParams:
     )
 
 
-def _tokens(policy: Policy, options: Options, packed: Packed, output: torch.Tensor) -> loss.Tokens:
-    """What is known of the rows that are trained on, from the model's output [1, r, vocabulary / TP]."""
+def _tokens(policy: Policy, options: Options, packed: Packed, head: Head) -> Tokens:
+    """What is known of the rows that are trained on."""
+    assert head.hidden is not None
     group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
-    return loss.tokens(output[0], packed.labels, loss.Vocabulary(policy.vocab_size, group), options.rollout_temperature)
+    vocabulary = Vocabulary(policy.vocab_size, group)
+    chunk = options.log_probs_chunk_size
+    return tokens_of(head.hidden, packed.labels, head.logits, vocabulary, options.rollout_temperature, chunk)
 
 
 def _loss(
-    policy: Policy, options: Options, packed: Packed, output: torch.Tensor
+    policy: Policy, options: Options, packed: Packed, head: Head, _: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(sum, count, report) of one micro-batch, as Megatron's schedules take it with calculate_per_token_loss.
 
@@ -185,7 +192,7 @@ def _loss(
     over samples of their own means, `share` holds 1 / the sample's whole mask sum and a sample counts once, on CP rank 0.
     TP ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
-    found = _tokens(policy, options, packed, output)
+    found = _tokens(policy, options, packed, head)
     per_token = options.calculate_per_token_loss
     weights = torch.ones_like(packed.share) if per_token else packed.share
     if options.loss_type == "sft_loss":

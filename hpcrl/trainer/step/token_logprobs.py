@@ -1,0 +1,131 @@
+"""Log-prob of each label and entropy of each row, from hidden states through a vocabulary that may be cut over TP.
+
+Invariants: a column that pads the vocabulary is no token and takes part in nothing; all TP ranks get the same values;
+whatever the number of rows, no more than --log-probs-chunk-size of them have logits at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+
+class Tokens(NamedTuple):
+    """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    greedy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which columns this rank's logits are.
+
+    size: real tokens; the output layer may have more columns, to divide by TP, and those are no tokens.  group: the
+    tensor-parallel ranks that hold the other columns, in order; None where this rank holds all.
+    """
+
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def range(self, width: int) -> tuple[int, int]:
+        """(number of the first of this rank's `width` columns, how many of them are tokens)."""
+        first = width * (dist.get_rank(self.group) if self.group is not None else 0)
+        return first, min(max(self.size - first, 0), width)
+
+
+def tokens_of(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: Vocabulary,
+    temperature: float,
+    rows: int,
+) -> Tokens:
+    """`tokens` of logits(hidden), `rows` rows at a time (0 or less: all at once).
+
+    hidden: [r, 1, hidden size]; labels: int64 [r]; logits: gives [rows, columns of this rank].  In several pieces none
+    keeps its logits: the backward pass computes them again.
+    """
+
+    def piece(hidden: torch.Tensor, labels: torch.Tensor) -> Tokens:
+        return tokens(logits(hidden), labels, vocabulary, temperature)
+
+    if rows <= 0 or len(labels) <= rows:
+        return piece(hidden, labels)
+    pieces = zip(hidden.split(rows), labels.split(rows), strict=True)
+    if torch.is_grad_enabled():
+        found = [checkpoint(piece, *both, use_reentrant=False, preserve_rng_state=False) for both in pieces]
+    else:
+        found = [piece(*both) for both in pieces]
+    return Tokens(*map(torch.cat, zip(*found, strict=True)))
+
+
+def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float = 1.0) -> Tokens:
+    """Log-prob of each label, entropy and whether the label is likeliest, under softmax(logits / temperature).
+
+    logits: [r, columns of this rank], any float type, computed in float32 or wider; labels: int64 [r].  All TP ranks get
+    the same values; gradients flow to the rank's own columns through log-probs and entropy, in one backward pass: what was
+    saved for it becomes the gradient, and a second one is torch's error.  r may be 0.
+    """
+    return Tokens(*_Softmax.apply(logits, labels, vocabulary, temperature))
+
+
+class _Softmax(torch.autograd.Function):
+    """One pass over the logits and two all-reduces over TP for everything that the losses ask of them.
+
+    With p the softmax of z / T, H its entropy, y the label:
+        d log p_y / d z_j = (1[j = y] - p_j) / T        d H / d z_j = -p_j (log p_j + H) / T
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        least = torch.finfo(dtype).min
+        first, real = vocabulary.range(logits.size(1))
+        # a padding column that took part would change every log-prob
+        peak = logits[:, :real].amax(1).to(dtype) if real else logits.new_full((len(logits),), least, dtype=dtype)
+        if vocabulary.group is not None:
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=vocabulary.group)
+        x = torch.sub(logits, peak[:, None])  # in one pass a copy of type `dtype`, which all below changes in place
+        if temperature != 1.0:
+            x /= temperature
+        x[:, real:] = least
+        own = (labels >= first) & (labels < first + real)
+        index = torch.where(own, labels - first, 0)[:, None]
+        label = torch.where(own, x.gather(1, index)[:, 0], 0.0)
+        weights = x.exp()
+        sums = torch.stack([label, weights.sum(1), x.mul_(weights).sum(1)])
+        if vocabulary.group is not None:
+            dist.all_reduce(sums, group=vocabulary.group)
+        label, total, weighted = sums
+        entropy = total.log() - weighted / total
+        greedy = label >= 0
+        ctx.save_for_backward(weights.div_(total[:, None]), index, own, entropy)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.mark_non_differentiable(greedy)
+        ctx.set_materialize_grads(False)
+        return label - total.log(), entropy, greedy
+
+    @staticmethod
+    def backward(
+        ctx: Any, logprob: torch.Tensor | None, entropy: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        p, index, own, value = ctx.saved_tensors
+        extra = None
+        if entropy is not None:
+            extra = torch.xlogy(p, p).addcmul_(p, value[:, None]).mul_(entropy[:, None] / -ctx.temperature)
+        scaled = torch.zeros_like(value) if logprob is None else logprob / ctx.temperature
+        grad = p.mul_(-scaled[:, None])  # in place, which spares the largest tensor of the step a copy
+        grad.scatter_add_(1, index, torch.where(own, scaled, 0.0)[:, None])
+        if extra is not None:
+            grad += extra
+        return grad.to(ctx.dtype), None, None, None
