@@ -24,7 +24,7 @@ class RolloutBatch:
     """All samples of one rollout (every optimizer step of it) as an estimator sees them.
 
     The table, equal on every rank and in the order of group and index:
-        reward: float64 [n], after shaping by length.  group: int64 [n], the number of the prompt.
+        reward: float64 [n].  group: int64 [n], the number of the prompt.
         length: int64 [n], tokens of the response (0: empty).  truncated: bool [n].
         baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
     The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP ranks of a
@@ -32,8 +32,8 @@ class RolloutBatch:
         own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
         old: float [t], log-probs under the old policy, before the update.  reference: float [t] likewise, or None.
         values: float [t], the critic's value of the state before each token, or None.
-        kl: float [t], the KL estimate of --kl-loss-type between old and reference; None without --kl-coef.
-            `compute_advantages` fills it.
+        kl_penalty: float64 [t], --kl-coef x the KL estimate between old and reference, 0 without; `compute_advantages`
+            fills it.
     total: sums a float64 tensor over data-parallel ranks (not over TP, CP, PP); identity on one rank.
     """
 
@@ -47,7 +47,7 @@ class RolloutBatch:
     reference: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
-    kl: Tensor | None = None
+    kl_penalty: Tensor | None = None
     total: Callable[[Tensor], Tensor] = _alone
 
     # ---- from groups to samples, [n] -> [n]
@@ -81,12 +81,11 @@ class RolloutBatch:
     @property
     def last(self) -> Tensor:
         """bool [t]: the last trained token of each own response, where its reward is paid; none where nothing is trained."""
+        owner = torch.repeat_interleave(torch.arange(len(self.own), device=self.mask.device), self.lengths)[self.mask]
+        places = self.mask.nonzero()[:, 0]
+        ends = torch.cat([owner[1:] != owner[:-1], owner.new_ones(min(1, len(owner)), dtype=torch.bool)])
         found = torch.zeros_like(self.mask)
-        ends = torch.cumsum(self.lengths, 0)
-        places = torch.where(self.mask, torch.arange(len(self.mask), device=self.mask.device), -1)
-        for start, end in zip((ends - self.lengths).tolist(), ends.tolist(), strict=True):
-            if end > start and (place := int(places[start:end].max())) >= 0:
-                found[place] = True
+        found[places[ends]] = True
         return found
 
 
@@ -112,6 +111,7 @@ class TokenBatch:
         rollout: [r], the engine's log-probs.  advantages: [r].  reference: [r] or None.
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
         group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
+        comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of mismatch.
     sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward also
         sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
         rank has the samples whole.
@@ -131,6 +131,7 @@ class TokenBatch:
     pg_weights: Tensor | None = None
     group: Tensor | None = None
     reward: Tensor | None = None
+    comparable: bool = True
     sum_over_sample: Callable[[Tensor], Tensor] | None = None
 
     def sums(self, values: Tensor) -> Tensor:

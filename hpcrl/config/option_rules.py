@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from hpcrl.config.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.errors import UsageError
@@ -18,7 +19,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _evaluation, _algorithm):
+    for rule in (_needed, _layout, _batches, _sampling, _evaluation, check_algorithm, _optimizer):
         rule(options)
     without = inert(options)
     for name in sorted(options.model_fields_set) if given is None else given:
@@ -68,7 +69,7 @@ def _layout(o: Options) -> None:
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
     if o.needs_engines and gpus < 1:
-        why = "--loss-type policy_loss" if o.loss_type == "policy_loss" else "--eval-interval"
+        why = "--eval-interval" if o.loss_type == "sft_loss" else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
@@ -136,7 +137,7 @@ def _sampling(o: Options) -> None:
             raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
         if o.rm_type and o.custom_rm_path:
             raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
-        if o.rm_type and o.loss_type == "policy_loss" and o.label_key is None:
+        if o.rm_type and o.loss_type != "sft_loss" and o.label_key is None:
             raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --label-key")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
@@ -159,9 +160,7 @@ def _evaluation(o: Options) -> None:
         raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --eval-label-key or --label-key")
 
 
-def _algorithm(o: Options) -> None:
-    if o.eps_clip_high is not None and o.eps_clip_high < o.eps_clip:
-        raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
+def _optimizer(o: Options) -> None:
     if o.min_lr > o.lr and o.lr_decay_style != "constant":
         raise UsageError(f"--min-lr {o.min_lr:g} is higher than --lr {o.lr:g}")
     _schedules(o)
@@ -199,14 +198,9 @@ def inert(o: Options) -> dict[str, str]:
 
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
+    yield from inert_in_algorithm(o)
     if o.loss_type == "sft_loss":
-        yield (
-            "disable_grpo_std_normalization disable_rewards_normalization eps_clip eps_clip_high eps_clip_c entropy_coef "
-            "use_rollout_logprobs max_logprob_diff",
-            "--loss-type is sft_loss",
-        )
-    elif o.disable_rewards_normalization:
-        yield "disable_grpo_std_normalization", "--disable-rewards-normalization is given"
+        yield "max_logprob_diff", "--loss-type is sft_loss"
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "

@@ -27,8 +27,10 @@ GRPO: dict[str, Any] = {
     "rollout_num_gpus": 1,
     "rm_type": "exact",
     "actor_num_gpus_per_node": 1,
+    "rollout_batch_size": 16,
+    "n_samples_per_prompt": 2,
 }
-SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type")} | {"loss_type": "sft_loss"}
+SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type", "n_samples_per_prompt")} | {"loss_type": "sft_loss"}
 PLACES = {"run": "/run", "prepared": "/run/prepared"}
 
 
