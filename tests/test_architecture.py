@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "errors"},
     {"config", "sample"},
-    {"plan", "microbatches", "advantages", "algorithms"},
+    {"plan", "microbatches", "algorithms"},
     {"groups", "run"},
     {"model_files", "models", "queue", "report"},
     {"weights"},

@@ -170,8 +170,10 @@ def _without_kl(o: Options) -> Iterator[tuple[str, str]]:
         yield "kl_loss_coef use_unbiased_kl", "--use-kl-loss is not given"
         if not o.kl_coef:
             yield "kl_loss_type", "neither --use-kl-loss nor --kl-coef is given"
-            yield "ref_update_interval", "neither --use-kl-loss nor --kl-coef asks for a reference"
-    elif o.kl_loss_type == "unbiased":
+            yield "ref_update_interval ref_update_weight", "neither --use-kl-loss nor --kl-coef asks for a reference"
+    if o.ref_update_interval is None:
+        yield "ref_update_weight", "--ref-update-interval is not given"
+    if o.use_kl_loss and o.kl_loss_type == "unbiased":
         yield "use_unbiased_kl", "--kl-loss-type is unbiased"
 
 

@@ -6,6 +6,7 @@ group and index; not on which engine answered, or what else was in flight.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,12 +19,15 @@ from hpcrl.rollout.rewards import Grader, grade
 from hpcrl.rollout.tokenizer import Tokenizer
 from hpcrl.sample import COMPLETED, Sample
 
+#: in place of a sample's index: the likeliest response, which is no sample but what samples are compared with
+GREEDY = -1
+
 
 class Sampler(Protocol):
     """Makes samples."""
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
-        """Sample `index` of `group`, for `rollout_id`, under policy `version`; reward set, advantage not."""
+        """Sample `index` of `group`, for `rollout_id`, under policy `version`; reward set.  index GREEDY: the likeliest."""
 
 
 class EngineSampler:
@@ -37,7 +41,8 @@ class EngineSampler:
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
         # without deterministic mode no seed: a generator of its own for every request slows a GPU engine's sampler down
         seed = None if self._seed is None else seed_of("train", self._seed, rollout_id, group.number, index)
-        completion = await self._generator.complete(group.prompt.tokens, self._sampling, seed, version)
+        sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
+        completion = await self._generator.complete(group.prompt.tokens, sampling, seed, version)
         response = self._tokenizer.decode(completion.tokens, frozenset(self._sampling.stop_token_ids))
         sample = completion.sample(group.number, index, group.prompt, response)
         sample.reward = await grade(self._grader, sample, f"{self._file.path}, line {group.prompt.line}")

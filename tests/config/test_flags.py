@@ -30,7 +30,9 @@ GRPO: dict[str, Any] = {
     "rollout_batch_size": 16,
     "n_samples_per_prompt": 2,
 }
-SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type", "n_samples_per_prompt")} | {"loss_type": "sft_loss"}
+SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type", "n_samples_per_prompt")} | {
+    "loss_type": "sft_loss"
+}
 PLACES = {"run": "/run", "prepared": "/run/prepared"}
 
 
