@@ -206,9 +206,7 @@ class WeightOptions(Base):
     """weight updates"""
 
     update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
-    weight_transfer: Literal["auto", "shm", "gloo", "nccl"] = opt(
-        "auto", "auto: nccl with CUDA, else shm on one host, gloo over several"
-    )
+    weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
     check_weight_update_equal: bool = opt(
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
     )

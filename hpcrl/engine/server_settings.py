@@ -18,6 +18,7 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.plan import Plan, socket_names, visible_devices
+from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
@@ -69,15 +70,8 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 
     UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    wish, one_host = options.weight_transfer, len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
-    if wish == "auto":
-        shared = cpu or options.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
-        wish = ("shm" if one_host else "gloo") if shared else "nccl"
-    if wish == "nccl" and cpu:
-        raise UsageError("--weight-transfer nccl needs CUDA, but vLLM's CPU build is installed", "use auto, shm or gloo")
-    if wish == "shm" and not one_host:
-        raise UsageError("--weight-transfer shm needs trainer and engines on one host", "use auto or gloo")
-    return wish if wish == "nccl" else f"hpcrl_{wish}"
+    one_host = len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
+    return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate))).BACKEND
 
 
 def model_config(options: Options) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Rule:
     """One Megatron parameter or buffer and the Hugging Face tensors that it is made of.
 
     megatron: its name, with {layer} for the number of the layer and {expert} for that of the expert in the whole model.
-    kind: how it is cut over tensor-parallel ranks (`trainer/slicing.py` does it).
+    kind: how it is cut over tensor-parallel ranks (`slicing.py` does it).
         same     every rank holds the whole          row     columns are cut (RowParallelLinear)
         column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
         qkv      three tensors, interleaved by key-value group, rows cut
@@ -65,7 +65,7 @@ class Family:
     rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's layers
     may stand here.  ignored: patterns of tensors that files may hold in excess.  adapt: changes a layer's spec in place,
     given the spec, the norm class and the TransformerConfig.  facts: what Megatron's own flags may say of the model
-    beyond these fields (`flags.py` compares them).  specs: words of slime's --spec that stand for the family.
+    beyond these fields (`model_args.py` compares them).  specs: words of slime's --spec that stand for the family.
     """
 
     model_type: str

@@ -100,7 +100,7 @@ def _defaults(machine: Machine) -> dict[str, Any]:
         "use_cpu_initialization": False,
         "cuda_graph_scope": [],  # the default is deprecated, and says so on every rank
         "grad_reduce_in_fp32": True,  # Megatron-LM turns it on for bf16
-        "check_for_nan_in_grad": False,  # it ends one rank with a traceback; step.py checks the norm on all, and names the step
+        "check_for_nan_in_grad": False,  # it ends one rank with a traceback; step/train_batch.py checks the norm on all, and names the step
         "use_distributed_optimizer": True,
         "optimizer": "adam",
         "decoupled_weight_decay": True,
