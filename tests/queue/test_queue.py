@@ -705,7 +705,7 @@ import sys, time
 import msgspec
 from hpcrl.plan import Plan
 from hpcrl.queue import client, messages
-from hpcrl.rundir import RunDir
+from hpcrl.run.rundir import RunDir
 
 rundir, rollout_id, when = RunDir(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
@@ -752,7 +752,7 @@ import asyncio, sys
 import msgspec
 from hpcrl.plan import Plan
 from hpcrl.queue.server import QueueServer
-from hpcrl.rundir import RunDir
+from hpcrl.run.rundir import RunDir
 
 async def main():
     rundir = RunDir(sys.argv[1])

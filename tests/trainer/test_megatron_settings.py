@@ -137,7 +137,7 @@ def resolved_on_rank(every: list[Options]) -> list[dict[str, Any] | str]:
     from megatron.core.transformer import TransformerConfig
 
     from hpcrl.trainer.megatron.settings import construct
-    from hpcrl.trainer.megatron.settings import resolve_options as settings_of
+    from hpcrl.trainer.megatron.settings import resolve_settings as settings_of
 
     found: list[dict[str, Any] | str] = []
     for options in every:
@@ -227,7 +227,7 @@ def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[s
     """For (options, published model or "", packages beside CUDA) all settings by name, or the error."""
     from hpcrl.models.family import find_family
     from hpcrl.trainer.megatron.capabilities import Machine
-    from hpcrl.trainer.megatron.settings import resolve_options as settings_of
+    from hpcrl.trainer.megatron.settings import resolve_settings as settings_of
 
     found: list[dict[str, Any] | str] = []
     for options, name, packages in every:
