@@ -22,6 +22,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped
 from hpcrl.launch.host import GRACE
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
@@ -173,8 +174,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
             return  # it had ended after all, and its last word has only now come to us
         time.sleep(0.05)
     rundir.check()
-    code = gone[0].status
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    assert gone[0].status is not None
+    how = how_it_ended(gone[0].status)
     message = f"{gone[0].name} {how} before the run was over; a host may have failed; its log is {gone[0].log}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)

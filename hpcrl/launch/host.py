@@ -27,6 +27,7 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, say
 from hpcrl.run.rundir import RunDir
@@ -51,9 +52,7 @@ class Role:
 
     def epitaph(self) -> str:
         """How it ended, for a user."""
-        code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name}-{self.index} {how}; its log is {self.log}"
+        return f"{self.name}-{self.index} {how_it_ended(self.process.returncode)}; its log is {self.log}"
 
 
 @dataclass

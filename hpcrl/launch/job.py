@@ -30,6 +30,7 @@ from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
@@ -175,7 +176,7 @@ def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobState
         if stop.requests:
             raise Stopped("stopped while preparing", f"continue with {backend.again(job.root)}")
         if process.returncode:
-            raise HpcrlError(f"prepare command {' '.join(command)} ended with exit code {process.returncode}", f"see {log}")
+            raise HpcrlError(f"prepare command {' '.join(command)} {how_it_ended(process.returncode)}", f"see {log}")
     done.touch()
 
 

@@ -29,6 +29,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.plan import Host, make_plan
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT
 from hpcrl.run.shipped_files import shipped
 
@@ -236,5 +237,5 @@ def _run(command: list[str], kind: str, agent: str) -> int:
         except subprocess.TimeoutExpired:
             continue
     if status < 0:
-        raise HpcrlError(f"mpirun was killed by {signal.Signals(-status).name}", "what it started has ended with it")
+        raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status
