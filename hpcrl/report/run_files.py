@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.report.metrics import parse_record
+from hpcrl.report.metrics import last_records
 from hpcrl.run.job_file import JOB, JobFile
 from hpcrl.run.recipe_file import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
@@ -112,7 +112,7 @@ class StageFiles:
 
     def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
         """The last records, `most` at most, that lie whole within the last `size` bytes of metrics.jsonl."""
-        return [row for line in end_of(self.root / "metrics.jsonl", size)[-most:] if (row := parse_record(line)) is not None]
+        return last_records(self.root / "metrics.jsonl", most, size)
 
 
 @dataclass
@@ -210,15 +210,3 @@ def entries(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def end_of(path: Path, size: int) -> list[bytes]:
-    """The whole lines within the last `size` bytes of a file; none if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            length = file.seek(0, os.SEEK_END)
-            file.seek(max(0, length - size))
-            lines = file.read(size).split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
-    except OSError:
-        return []
-    return lines[1:] if length > size else lines

@@ -30,6 +30,7 @@ from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
 from hpcrl.launch.local import spawn
 from hpcrl.launch.restart_policy import check_headway, margin
 from hpcrl.plan import Host, Plan
+from hpcrl.report.file_tail import last_lines
 from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
@@ -158,7 +159,7 @@ class Slurm:
 def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
     """HpcrlError with its last words if an srun could not start its tasks."""
     if any(step.poll() for step in steps):
-        said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line.lower()]
+        said = [text for line in last_lines(log) if "error: " in (text := line.decode(errors="replace")).lower()]
         ours = [line.partition("hpcrl: error: ")[2] for line in said if "hpcrl: error: " in line]
         why = (ours or said or ["srun gave no reason"])[0]
         raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")
