@@ -19,11 +19,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.flags import Recipe, Stage, load_recipe, resolve_options
+from hpcrl.config.option_rules import check_run_dir
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
@@ -49,10 +51,11 @@ class Job:
     root: Path
     identity: str  #: of this run alone, wherever its directory is moved
 
-    def options(self, stage: Stage) -> Options:
-        """The stage's options, with placeholders filled in."""
+    @cached_property
+    def stages(self) -> tuple[Options, ...]:
+        """The options of every stage, with placeholders filled in: resolved once, when they are first asked for."""
         places = {"run": str(self.root), "prepared": str(self.root / "prepared")}
-        return resolve_options(self.recipe, stage, self.overrides, places)
+        return resolve_stages(self.recipe, self.overrides, places)
 
     def directory(self, stage: Stage) -> Path:
         return self.root / stage.name if stage.name else self.root
@@ -122,8 +125,7 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made."""
     root = directory_of(recipe, overrides)
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
-    for stage in recipe.stages:
-        options = job.options(stage)
+    for options in job.stages:
         startable(make_plan(options, hosts(options), "check"))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
@@ -144,6 +146,7 @@ def startable(plan: Plan) -> None:
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would lie."""
     given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
+    check_run_dir(given)
     return Path(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).resolve()
 
 
@@ -222,7 +225,7 @@ def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options
     if (directory / "options.json").is_file():
         last = RunDir.latest(directory)
         return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
-    options = job.options(stage)
+    options = job.stages[job.recipe.stages.index(stage)]
     if directory == job.root:
         rundir = RunDir(directory)
     else:

@@ -22,8 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
@@ -132,10 +133,9 @@ def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | Non
         from hpcrl.launch.job import reopen_job
 
         assert resume is not None
-        job = reopen_job(resume)
-        return [job.options(stage) for stage in job.recipe.stages]
+        return list(reopen_job(resume).stages)
     places = {"run": "{run}", "prepared": "{run}/prepared"}
-    return [resolve_options(recipe, stage, overrides, places) for stage in recipe.stages]
+    return list(resolve_stages(recipe, overrides, places))
 
 
 def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:

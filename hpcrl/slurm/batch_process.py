@@ -291,7 +291,8 @@ def run_directory(root: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Start RECIPE in RUN, or go on with it if this job has been there before."""
-    from hpcrl.config.flags import load_recipe, parse_flags
+    from hpcrl.config.flags import parse_flags
+    from hpcrl.config.recipe import load_recipe
     from hpcrl.run.job_file import write_job
 
     try:

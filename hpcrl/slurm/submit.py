@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
@@ -108,7 +109,7 @@ def submit_again(root: Path, record: JobFile, own: dict[str, Any]) -> int:
     with held(job.root):
         pass
     site = from_flags(own, Site.model_validate(record.site))
-    stages = [job.options(stage) for stage in job.recipe.stages]
+    stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     request = make_request(stages, site, int(measured))
     _say(job, _send(job, stages, request, site), stages, request)
@@ -128,7 +129,7 @@ def _check_gone(record: JobFile, root: Path) -> None:
 
 def _stages(recipe: Recipe, overrides: dict[str, Any]) -> list[Options]:
     places = {"run": "{run}", "prepared": "{run}/prepared"}
-    return [resolve_options(recipe, stage, overrides, places) for stage in recipe.stages]
+    return list(resolve_stages(recipe, overrides, places))
 
 
 # ---- texts
