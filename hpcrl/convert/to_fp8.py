@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hpcrl.errors import DataError, UsageError
+from hpcrl.model_files.config_json import read_config, write_config
 from hpcrl.model_files.hf_writer import Tensor, copy_assets, directory, header
 from hpcrl.model_files.safetensors_headers import BYTES, INDEX, SINGLE, Entry, listing
 from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
@@ -74,7 +75,7 @@ def convert(
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
             (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         config["quantization_config"] = quantization_config(scheme, left(held, taken))
-        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_config(beside, config)
 
 
 def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Scheme) -> tuple[str, dict[str, int]]:
@@ -113,13 +114,7 @@ def _tensors(file: BinaryIO, entries: Mapping[str, Entry]) -> Stream:
 
 
 def _config(source: Path) -> dict[str, Any]:
-    path = source / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "--model-dir names a Hugging Face model directory") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} holds no JSON object")
+    config = read_config(source, "--model-dir")
     if found := config.get("quantization_config"):
         raise DataError(f"{source} is quantised already ({found.get('quant_method')})", "begin with the model in bf16")
     return config

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.doctor.findings import Finding, ask, count, last_line, size
+from hpcrl.errors import DataError
+from hpcrl.model_files.config_json import read_config
 
 SECONDS = 120.0
 MEND = "download or copy the model again"
@@ -22,8 +24,10 @@ _LOAD = "import sys; from hpcrl.rollout.tokenizer import load_tokenizer as f; pr
 def check_model_directory(directory: str, python: str = sys.executable, seconds: float = SECONDS) -> Iterator[Finding]:
     """Findings about --hf-checkpoint."""
     path = Path(directory)
-    if not (path / "config.json").is_file():
-        yield Finding("fail", "", f"--hf-checkpoint {directory}: no config.json there", "name a Hugging Face model directory")
+    try:
+        read_config(path)
+    except DataError as error:
+        yield Finding("fail", "", error.what, error.hint)
         return
     yield from files(path)
     answer = ask([python, "-c", _LOAD, str(path)], seconds)

@@ -6,17 +6,16 @@ by what is installed; flags that the run depends on cannot be overridden, and th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError, UsageError
+from hpcrl.errors import UsageError
+from hpcrl.model_files.config_json import read_config
 from hpcrl.plan import Plan, socket_names, visible_devices
 from hpcrl.weights.transports import Site, choose, find_way
 
@@ -74,21 +73,6 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate))).BACKEND
 
 
-def model_config(options: Options) -> dict[str, Any]:
-    """config.json of --hf-checkpoint.  DataError names the file if it is missing or unreadable."""
-    if options.hf_checkpoint is None:
-        raise UsageError("the engine has no model", "give --hf-checkpoint")
-    path = Path(options.hf_checkpoint) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise DataError(
-            f"--hf-checkpoint {options.hf_checkpoint}: no config.json there", "name a Hugging Face model directory"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"--hf-checkpoint: cannot read {path}: {error}") from error
-
-
 def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:
     """Bytes of KV cache for `sequences` full contexts, at least 64 MiB, at most a quarter of the available memory.
 
@@ -106,7 +90,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
 
     UsageError for a field that the run depends on.
     """
-    config = model_config(options)
+    config = read_config(options.hf_checkpoint)
     length = options.rollout_max_context_len
     ours: dict[str, Any] = {
         "model": options.hf_checkpoint,

@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.model_files.config_json import read_config, write_config
 from hpcrl.run.rundir import flush
 
 INDEX = "model.safetensors.index.json"
@@ -193,11 +194,5 @@ def copy_assets(origin: Path, output: Path, drop: Sequence[str] = ()) -> None:
     for path in sorted(origin.iterdir()):
         if path.is_file() and not path.name.endswith(weights) and not path.name.startswith("."):
             shutil.copyfile(path, output / path.name)
-    config = output / "config.json"
-    if drop and config.is_file():
-        try:
-            held = json.loads(config.read_text())
-        except ValueError as error:
-            raise DataError(f"{origin / 'config.json'} is no JSON: {error}") from error
-        if any(key in held for key in drop):
-            config.write_text(json.dumps({k: v for k, v in held.items() if k not in drop}, indent=2) + "\n")
+    if drop and any(key in (held := read_config(origin, "--origin-hf-dir")) for key in drop):
+        write_config(output, {k: v for k, v in held.items() if k not in drop})

@@ -10,7 +10,6 @@ not implement is an error, never ignored.
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,20 +150,6 @@ def check_spec(words: Sequence[str], config: Config) -> None:
         raise UsageError(f"{shown} names no model family", f"known: {'; '.join(known)}; or leave the flag out")
     if named != config.get("model_type"):
         raise UsageError(f"{shown} is a {named} model, config.json says {config.get('model_type')!r}", "leave the flag out")
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory.  DataError if it is not there or no JSON object."""
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", "--hf-checkpoint names a Hugging Face model directory") from error
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} holds no JSON object")
-    return config
 
 
 def tied(config: Config) -> bool:

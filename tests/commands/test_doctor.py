@@ -488,7 +488,7 @@ def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
     found = bad(examine(NodesJob([lost, dead], gpus=False, imports=False, seconds=1), tmp_path / "nodes", seconds=30))
     assert any(line.startswith("fail  node1: it does not see the run directory") for line in found)
     assert any("1 of 2 nodes reported (node1)" in line for line in found)
-    assert any("the step on the engine nodes: exit code 7: no such node" in line for line in found)
+    assert any("the step on the engine nodes ended with exit code 7: no such node" in line for line in found)
     slow = NodesJob([NodeStep("trainer", 1, 1, ["sleep", "60"])], gpus=False, imports=False)
     began = time.monotonic()
     assert "none of 1 nodes reported" in bad(examine(slow, tmp_path / "slow", seconds=0.5))[0]

@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.engine.crash_report import ServerLog, reason
 from hpcrl.engine.server import command_line
-from hpcrl.engine.server_settings import Build, backend, cpu_threads, flags, kv_cache_bytes, model_config, server_environment
+from hpcrl.engine.server_settings import Build, backend, cpu_threads, flags, kv_cache_bytes, server_environment
 from hpcrl.errors import DataError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan, visible_devices
 
@@ -88,13 +88,9 @@ def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> 
 
 
 def test_a_model_directory_that_is_none(tmp_path: Path) -> None:
+    o = options(str(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"--hf-checkpoint .*/nothing: no config.json there"):
-        model_config(options(str(tmp_path / "nothing")))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot read .*config.json"):
-        model_config(options(str(tmp_path)))
-    with pytest.raises(UsageError, match="give --hf-checkpoint"):
-        model_config(Options())
+        flags(o, plan(o), 0, 1, CPU)
 
 
 def test_size_of_the_kv_cache() -> None:

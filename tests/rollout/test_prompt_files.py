@@ -218,7 +218,7 @@ def test_directories_that_hold_no_tokenizer(model: Path, tmp_path: Path) -> None
         load_tokenizer(None)
     with pytest.raises(DataError, match="is no directory"):
         load_tokenizer(str(tmp_path / "absent"))
-    with pytest.raises(DataError, match=r"config\.json is missing"):
+    with pytest.raises(DataError, match="no config.json there"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     with pytest.raises(DataError, match="no usable tokenizer"):

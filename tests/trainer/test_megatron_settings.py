@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.flags import load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.option_rules import check_options
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
@@ -252,7 +253,7 @@ def elsewhere() -> dict[Any, dict[str, Any] | str]:
     asked[INTERLEAVED] = (read(INTERLEAVED), "GLM-4-9B-0414", {"transformer_engine"})
     for name, (model, _) in EXAMPLES.items():
         recipe = load_recipe(ROOT / "examples" / f"{name}.toml")
-        options = resolve_options(recipe, recipe.stages[0], {}, {"run": "/run", "prepared": "/run/prepared"})
+        options = resolve_stages(recipe, {}, {"run": "/run", "prepared": "/run/prepared"})[0]
         asked[name] = (options, model, {"transformer_engine", "deep_ep"})
     return dict(zip(asked, run_ranks(1, on_other_machines, list(asked.values()))[0], strict=True))
 

@@ -359,7 +359,7 @@ def test_damaged_directories_are_refused_before_any_work(
         assert not list(tmp_path.glob("*out*"))
 
     refused(converted["qwen3", "channel"], "is quantised already .compressed-tensors.")
-    refused(tmp_path / "nowhere", "config.json cannot be read")
+    refused(tmp_path / "nowhere", "no config.json there")
     for number, spoil in enumerate((truncate, drop_file, lie_in_index, no_header)):
         source = shutil.copytree(models["qwen3"], tmp_path / f"source{number}")
         refused(source, spoil(source))
