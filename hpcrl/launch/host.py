@@ -30,6 +30,7 @@ from hpcrl.plan import Plan
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, say
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import summary_of
 
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
@@ -159,7 +160,7 @@ def run_host(
 def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
     working = [r for r in roles if r.name != "engine"]
     close_by = quit_by = float("inf")
-    while any(r.status is None for r in working) or rundir.summary() is None:
+    while any(r.status is None for r in working) or summary_of(rundir) is None:
         turn()
         if rundir.end_requested() or rundir.superseded():
             return

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hpcrl.config.flags import Recipe, Stage, load_recipe, resolve_options
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, Stopped, UsageError
@@ -34,9 +32,11 @@ from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
 from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.process import adopt_orphans, end_descendants
+from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
+from hpcrl.run.summary import read_summary
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,7 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
         startable(make_plan(options, hosts(options), "check"))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
-    shutil.copyfile(recipe.path, root / "recipe.toml")
-    write_atomic(
-        root / "recipe.json", msgspec.json.encode({"path": str(recipe.path), "overrides": overrides, "identity": job.identity})
-    )
+    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides))
     return job
 
 
@@ -151,16 +148,9 @@ def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
 
 def reopen_job(root: Path) -> Job:
     """The job of an existing run directory."""
-    if not (root / "recipe.json").is_file():
-        raise UsageError(
-            f"--resume {root}: no run directory (it has no recipe.json)", "name the directory that hpcrl run printed"
-        )
-    try:
-        saved = msgspec.json.decode((root / "recipe.json").read_bytes())
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{root / 'recipe.json'} is damaged: {error}", "start the recipe anew") from error
-    recipe = load_recipe(root / "recipe.toml", origin=Path(saved["path"]))
-    return Job(recipe, saved["overrides"], root.resolve(), saved["identity"])
+    begun = read_recipe_file(root)
+    recipe = load_recipe(root / COPY, origin=Path(begun.path))
+    return Job(recipe, begun.overrides, root.resolve(), begun.identity)
 
 
 # ---- before the first stage
@@ -214,18 +204,16 @@ def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobSt
     finally:
         with contextlib.suppress(Exception):  # a picture must never hide how the run ended
             draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
-    if summary["status"] != "finished":
-        where = f"after {summary['rollout_id']} of {summary['total']} rollouts"
+    if not summary.finished:
+        where = f"after {summary.rollout_id} of {summary.total} rollouts"
         reason = f" ({stop.why})" if stop.why else ""
         raise Stopped(f"saved and stopped {where}{reason}", f"continue with {backend.again(job.root)}")
 
 
 def finished(directory: Path) -> bool:
     """Whether the stage has run to its end."""
-    try:
-        return msgspec.json.decode((directory / "summary.json").read_bytes()).get("status") == "finished"
-    except FileNotFoundError:
-        return False
+    summary = read_summary(directory)
+    return summary is not None and summary.finished
 
 
 def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options]:

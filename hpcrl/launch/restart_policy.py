@@ -15,6 +15,7 @@ import msgspec
 from hpcrl.errors import HpcrlError
 from hpcrl.report.metrics import parse_record
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import SUMMARY, read_summary
 
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
 RECENT = 20  #: steps that an estimate looks back on
@@ -43,9 +44,8 @@ def position(root: Path) -> list[str]:
     """What a job has saved so far: the tracker of every stage, and which stages are finished."""
     trackers = sorted(root.glob("**/latest_checkpointed_iteration.txt"))
     found = [f"{path.relative_to(root)} {path.read_text(errors='replace').strip()}" for path in trackers]
-    return found + [
-        str(path.relative_to(root)) for path in sorted(root.glob("**/summary.json")) if b'"finished"' in path.read_bytes()
-    ]
+    summaries = [path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished]
+    return found + [str(path.relative_to(root)) for path in summaries]
 
 
 def check_headway(root: Path, restarts: int) -> None:

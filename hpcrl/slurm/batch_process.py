@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hpcrl.config.options import Options
 from hpcrl.doctor.all_nodes import NodesJob as Look
 from hpcrl.doctor.all_nodes import NodeStep, examine
@@ -30,6 +32,7 @@ from hpcrl.launch.restart_policy import check_headway, margin
 from hpcrl.plan import Host, Plan
 from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import read_summary
 
 CALL = 30.0  #: seconds that a Slurm command may take
 
@@ -258,9 +261,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def final_summary(job: Job) -> dict[str, Any]:
     """The last stage's summary.json."""
-    import msgspec
-
-    return msgspec.json.decode((job.directory(job.recipe.stages[-1]) / "summary.json").read_bytes(), type=dict)
+    summary = read_summary(job.directory(job.recipe.stages[-1]))
+    return {} if summary is None else msgspec.to_builtins(summary)
 
 
 def requeue(job: Job, job_id: str, restarts: int, why: str) -> None:
