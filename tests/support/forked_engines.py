@@ -26,7 +26,8 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import KEY_FILE
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
+from hpcrl.model_files.config_json import read_config
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -150,7 +151,7 @@ def _serve(rundir: RunDir, sock: socket.socket) -> None:
 
         server_settings.EXTENSION = "tests.support.breakable.extension.Extension"
         options = Options.model_validate_json(rundir.options_file.read_bytes())
-        if "quantization_config" in model_config(options):
+        if "quantization_config" in read_config(options.hf_checkpoint):
             from tests.support.breakable.fp8_on_cpu import install
 
             install()
