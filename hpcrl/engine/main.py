@@ -28,6 +28,7 @@ from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_envir
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.gpu_environment import compile_caches
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -64,7 +65,7 @@ class EngineSupervisor:
             "TMPDIR": str(self.scratch),
             "VLLM_RPC_BASE_PATH": str(self.scratch),
         }
-        base.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        base |= compile_caches(base, spare=self.scratch)
         rundir = self.context.rundir
         command = [
             sys.executable,
@@ -123,21 +124,11 @@ class EngineSupervisor:
             "port": self.address.port,
             "model_len": model["max_model_len"],
             "vllm": ask(self.address, "GET", "/version", 60)["version"],
-            "weight_versions": self._has("/weight_info"),
             "backend": self.backend,
         }
         self.shared |= leftovers(descendants())
         self.context.rundir.publish("engine", self.context.index, **facts)
         say(f"{self.name} is up: {facts}")
-
-    def _has(self, path: str) -> bool:
-        try:
-            ask(self.address, "GET", path, 60)
-        except HttpError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
 
     def watch(self) -> None:
         """Return when told to stop; PeerError as soon as the server has died or answers no more."""

@@ -53,7 +53,6 @@ class WeightSender:
         peers = [rundir.wait_for("engine", i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
         engines = [FleetEngine(i, Address(peer["host"], peer["port"], http_key(rundir))) for i, peer in enumerate(peers)]
         self.fleet = Fleet(rundir, engines, options.update_timeout)
-        self.versioned = all(peer["weight_versions"] for peer in peers)
         self.fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
@@ -108,8 +107,7 @@ class WeightSender:
             self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
             self.transport.send()
-            body = {"weight_version": str(version)} if self.versioned else None
-            self.fleet.post("the weight update's finish", "/finish_weight_update", body)
+            self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             self._compare()
         except BaseException as error:
             self._put_right(error)

@@ -453,7 +453,6 @@ def test_what_supervised_tuning_cannot_use(change: dict[str, Any], message: str)
         {"min_lr": 1e-7},
         {"lr_decay_iters": 9},
         {"sequence_parallel": True},
-        {"rollout_seed": 1},
         {"skip_eval_before_train": True},
         {"eval_prompt_data": ["a", "p"]},
         {"disable_grpo_std_normalization": True, "disable_rewards_normalization": True},
@@ -462,6 +461,14 @@ def test_what_supervised_tuning_cannot_use(change: dict[str, Any], message: str)
 def test_an_option_without_effect_is_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"--{next(iter(change)).replace('_', '-')} has no effect here"):
         check_options(Options(**(GRPO | change)))
+
+
+def test_a_seed_without_anything_to_draw_is_an_error() -> None:
+    check_options(Options(**(GRPO | {"rollout_seed": 1})))  # every sample is drawn
+    with pytest.raises(
+        UsageError, match="--rollout-seed has no effect here: --rollout-shuffle is not given, and nothing is sampled"
+    ):
+        check_options(Options(**(SFT | {"rollout_num_gpus": 0, "rollout_seed": 1})))
 
 
 def test_saying_a_default_is_never_an_error() -> None:

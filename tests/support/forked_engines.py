@@ -112,7 +112,7 @@ def _publish(engines: Any) -> None:
             break
         except HttpError:
             time.sleep(0.05)
-    facts = {"host": address.host, "port": address.port, "weight_versions": True}
+    facts = {"host": address.host, "port": address.port}
     engines.rundir.publish("engine", 0, backend=backend(engines.options, engines.plan, True), **facts)
 
 

@@ -77,7 +77,7 @@ def test_every_unmasked_response_token_once_with_what_belongs_to_it(sizes: list,
         start, length = int(packed.bounds[number]), int(data.rows["length"][i])
         assert packed.tokens[0, start : start + length].tolist() == data.tokens[data.token_offsets[i] :][:length].tolist()
         assert packed.positions[0, start : start + length].tolist() == list(range(length))
-    assert packed.real.tolist() == np.cumsum([0, *data.rows["length"][rows]]).tolist()
+    assert packed.ends == tuple(packed.bounds.tolist()) and packed.samples == len(rows)
     assert packed.longest == np.diff(packed.bounds.numpy()).max()
 
 

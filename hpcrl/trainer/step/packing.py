@@ -32,8 +32,8 @@ class Packed:
     tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
     them labels: int64 [r], the token; advantages, rollout_logprobs: float32 [r]; share: float32 [r], 1 / the sample's
     mask sum, whatever rank its other tokens are on; old_logprobs: float32 [r], or None where the training forward's own
-    are the old ones.  real, bounds: int32 [samples + 1], where each sequence ends without and with padding, over all CP
-    ranks; longest: rows of the longest, with padding.  r may be 0.
+    are the old ones.  bounds: int32 [samples + 1], where each sequence ends with its padding, over all CP ranks; ends: the
+    same on the host; longest: rows of the longest, with padding.  r may be 0.
     """
 
     tokens: torch.Tensor
@@ -43,15 +43,15 @@ class Packed:
     advantages: torch.Tensor
     rollout_logprobs: torch.Tensor
     share: torch.Tensor
-    real: torch.Tensor
     bounds: torch.Tensor
+    ends: tuple[int, ...]
     longest: int
     old_logprobs: torch.Tensor | None = None
 
     @property
     def samples(self) -> int:
         """Samples in it, of which each CP rank has a part."""
-        return len(self.real) - 1
+        return len(self.ends) - 1
 
 
 def check_batch(batch: SampleBatch, vocab_size: int) -> None:
@@ -72,7 +72,7 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
     padded = _padded(lengths, ranks, sequence_parallel)
-    real, bounds = _offsets(lengths), _offsets(padded)
+    bounds = _offsets(padded)
     tokens = np.zeros(int(bounds[-1]), np.int64)
     tokens[_spans(bounds[:-1], lengths)] = batch.tokens[_spans(batch.token_offsets[rows], lengths)]
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
@@ -86,8 +86,8 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
         places, labels, *columns = (column[kept] for column in (at[places], labels, *columns))
         tokens, positions = tokens[part], positions[part]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
-    ends = (put(array.astype(np.int32)) for array in (real, bounds))
-    return Packed(put(tokens)[None], put(positions)[None], put(places), put(labels), *map(put, columns), *ends, int(padded.max()))
+    rows_of_it = (put(tokens)[None], put(positions)[None], put(places), put(labels), *map(put, columns))
+    return Packed(*rows_of_it, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()))
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hpcrl.config.options import Options
@@ -24,6 +23,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.optimizer import take_step
+from hpcrl.trainer.megatron.packed_attention import boundaries
 from hpcrl.trainer.megatron.sparse_logits import only_rows
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step import loss, packing
@@ -140,7 +140,9 @@ def _run(policy: Policy, micro_batches: list[Packed], body: Callable[..., Any], 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
         with only_rows(inner(model), packed.rows):
-            output = model(packed.tokens, packed.positions, None, packed_seq_params=_sequence(packed))
+            output = model(
+                packed.tokens, packed.positions, None, packed_seq_params=boundaries(packed.bounds, packed.ends, packed.longest)
+            )
         return output, partial(body, packed)
 
     return get_forward_backward_func()(
@@ -152,19 +154,6 @@ def _run(policy: Policy, micro_batches: list[Packed], body: Callable[..., Any], 
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
-    )
-
-
-def _sequence(packed: Packed) -> PackedSeqParams:
-    """The boundaries as Megatron's attention takes them: over all CP ranks."""
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=packed.real,
-        cu_seqlens_kv=packed.real,
-        cu_seqlens_q_padded=packed.bounds,
-        cu_seqlens_kv_padded=packed.bounds,
-        max_seqlen_q=packed.longest,
-        max_seqlen_kv=packed.longest,
     )
 
 
