@@ -97,8 +97,9 @@ def share_of(rank: int, ranks: int) -> Share:
 def bare_step(policy: Any, share: Share) -> Callable[[], None]:
     """One training step of nothing but Megatron-core."""
     import torch
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from hpcrl.trainer.megatron.packed_attention import boundaries
 
     split = policy.ranks.tp_size if policy.config.sequence_parallel else 1
 
@@ -118,9 +119,7 @@ def bare_step(policy: Any, share: Share) -> Callable[[], None]:
         ids, targets, mask = (torch.cat([*parts, parts[0].new_zeros(pad)])[None] for parts in (tokens, labels, weights))
         ends = torch.tensor(bounds, dtype=torch.int32)
         longest = int((ends[1:] - ends[:-1]).max())
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        params = PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **dict.fromkeys(names, ends))
-        return ids, torch.zeros_like(ids), targets, mask, params
+        return ids, torch.zeros_like(ids), targets, mask, boundaries(ends, tuple(bounds), longest)
 
     packed = [pack(rows) for rows in share.micro_batches[0]]
 

@@ -13,6 +13,9 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 
+#: values of CUDA_VISIBLE_DEVICES that hide all GPUs; the second is Slurm's
+NO_GPUS = ("", "NoDevFiles")
+
 
 class Host(msgspec.Struct, frozen=True):
     """A machine and the number of GPUs (or process slots) that the run may use there.
@@ -73,6 +76,11 @@ class Plan(msgspec.Struct, frozen=True):
         """The hosts with trainer ranks, in rank order."""
         return tuple(dict.fromkeys(place.host for place in self.trainers))
 
+    def slots_on(self, host: str) -> int:
+        """How many slots of a host there are, from 0 to the last that anything uses."""
+        places = (place for first in (*self.trainers, *self.engines) for place in (first, *first.also) if place.host == host)
+        return 1 + max((slot for place in places for slot in place.slots), default=-1)
+
     def ranks_on(self, host: str) -> tuple[int, ...]:
         """The trainer ranks of a host, in order."""
         return tuple(rank for rank, place in enumerate(self.trainers) if place.host == host)
@@ -91,23 +99,34 @@ class Plan(msgspec.Struct, frozen=True):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def visible_devices(inherited: str | None, slots: tuple[int, ...]) -> str:
-    """CUDA_VISIBLE_DEVICES of processes that own `slots` of their host.
+def visible_devices(inherited: str | None, slots: tuple[int, ...], on_host: int, own: tuple[int, ...] | None = None) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that owns `slots` of its host.
 
-    A list that we were started with holds either just these GPUs (a Slurm step of their own) or all of the run's on this
-    host, to be counted by slot.  UsageError if it has fewer.
+    inherited: the list that we were started with; None or empty: there is none.  on_host: how many slots the run has there,
+    counted from 0 to the last that anything uses.  own: in a task of one slot alone, the slots of what it starts; None in a
+    task of the whole host.
+
+    A list of at least `on_host` names holds all GPUs of the run, and is counted by slot.  A shorter one can only be a task's
+    own, to which the scheduler has bound its GPUs (--gpus-per-task).  UsageError for any other: counting in it, or taking it
+    as it is, would put two processes on one GPU.
     """
     if not inherited:
         return ",".join(map(str, slots))
     names = inherited.split(",")
-    if len(names) == len(slots):
+    if len(names) >= on_host:
+        return ",".join(names[slot] for slot in slots)
+    if own is not None and len(names) == len(own):
         return inherited
-    if len(names) <= max(slots):
+    if own is not None:
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={inherited} has no GPU number {max(slots)} of the plan",
-            "unset it, or list all GPUs of the run",
+            f"CUDA_VISIBLE_DEVICES={inherited} holds {len(names)} GPUs bound to this task, {len(own)} are needed: slots"
+            f" {_range(own)} of the plan",
+            "let each task see all GPUs of its node: --gpus-per-node without --gpus-per-task, --gpu-bind=none",
         )
-    return ",".join(names[slot] for slot in slots)
+    raise UsageError(
+        f"CUDA_VISIBLE_DEVICES={inherited} holds {len(names)} GPUs, the plan uses {on_host} slots of this host",
+        "unset it, or list all GPUs of the run",
+    )
 
 
 def socket_names(place: Place) -> dict[str, str]:

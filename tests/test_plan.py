@@ -120,9 +120,42 @@ def test_a_plan_survives_json_and_prints_every_process() -> None:
     ]  # fmt: skip
 
 
-def test_visible_devices_count_in_what_was_inherited() -> None:
-    assert visible_devices(None, (2, 3)) == "2,3"
-    assert visible_devices("4,5,6,7", (2, 3)) == "6,7"
-    assert visible_devices("6,7", (2, 3)) == "6,7"  # a step of their own
-    with pytest.raises(UsageError, match="no GPU number 3"):
-        visible_devices("0", (2, 3))
+@pytest.mark.parametrize(
+    ("inherited", "slots", "own", "found"),
+    [
+        (None, (2, 3), None, "2,3"),
+        ("", (0,), None, "0"),
+        ("4,5,6,7", (2, 3), None, "6,7"),
+        ("0,1,2,3,4,5,6,7", (2, 3), None, "2,3"),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", (1,), None, "GPU-b"),
+        ("4,5,6,7", (0, 1, 2, 3), (2,), "4,5,6,7"),  # a task of slot 2 that sees the whole host
+        ("0", (0, 1, 2, 3), (2,), "0"),  # one that sees its own, under whatever number
+        ("6", (0, 1, 2, 3), (2,), "6"),
+        ("0,1", (2, 3), (2, 3), "0,1"),
+    ],
+)
+def test_visible_devices_count_in_what_was_inherited(
+    inherited: str | None, slots: tuple[int, ...], own: tuple[int, ...] | None, found: str
+) -> None:
+    assert visible_devices(inherited, slots, 4, own) == found
+
+
+@pytest.mark.parametrize(
+    ("inherited", "slots", "own", "error"),
+    [
+        ("0,1", (2, 3), None, "CUDA_VISIBLE_DEVICES=0,1 holds 2 GPUs, the plan uses 4 slots of this host; unset it"),
+        ("0,1", (0, 1), None, "holds 2 GPUs, the plan uses 4 slots"),
+        ("0", (0, 1), None, "holds 1 GPUs"),
+        ("0", (2, 3), (2, 3), "holds 1 GPUs bound to this task, 2 are needed: slots 2-3 of the plan; let each task see all GPUs"),
+    ],
+)
+def test_no_process_takes_the_gpus_of_another(
+    inherited: str, slots: tuple[int, ...], own: tuple[int, ...] | None, error: str
+) -> None:
+    with pytest.raises(UsageError, match=error):
+        visible_devices(inherited, slots, 4, own)
+
+
+def test_slots_of_a_host_are_counted_to_the_last_one_in_use() -> None:
+    plan = make_plan(options(4, 8, 4, nodes=2), [Host("a", 16), Host("b", 8), Host("c", 0)], "r")
+    assert [plan.slots_on(host) for host in "abc"] == [12, 4, 0]

@@ -245,5 +245,5 @@ def _inert_in_training(o: Options) -> Iterator[tuple[str, str]]:
         yield "balance_data", "there is one data-parallel rank"
     if o.tensor_model_parallel_size == 1:
         yield "sequence_parallel", "--tensor-model-parallel-size is 1"
-    if not o.rollout_shuffle and not o.deterministic_mode:
-        yield "rollout_seed", "neither --rollout-shuffle nor --deterministic-mode is given"
+    if not o.rollout_shuffle and not o.needs_engines:
+        yield "rollout_seed", "--rollout-shuffle is not given, and nothing is sampled"

@@ -29,7 +29,10 @@ class RunOptions(Base):
     num_rollout: int | None = opt(None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0)
     num_epoch: int | None = opt(None, "passes over the prompts; read when --num-rollout is not given", "slime", ge=1)
     deterministic_mode: bool = opt(
-        False, "same seed, same bits: losses and samples repeat exactly, also across a resume", "megatron"
+        False,
+        "same seed, same bits: losses and samples repeat exactly, also across a resume; on GPUs as far as vLLM's and Transformer "
+        "Engine's own such modes hold",
+        "megatron",
     )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
@@ -96,7 +99,7 @@ class DataOptions(Base):
     metadata_key: str = opt("metadata", "key of an object that is kept with the sample", "slime")
     apply_chat_template: bool = opt(False, "render the prompt with the tokenizer's chat template", "slime")
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
-    rollout_seed: int = opt(42, "seed of the shuffle and, in deterministic mode, of every sample", "slime")
+    rollout_seed: int = opt(42, "seed of the shuffle and of every sample", "slime")
 
 
 class RolloutOptions(Base):
@@ -279,9 +282,7 @@ class WeightOptions(Base):
     """weight updates"""
 
     update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
-    weight_transfer: Literal["auto", "shm", "gloo", "nccl"] = opt(
-        "auto", "auto: nccl with CUDA, else shm on one host, gloo over several"
-    )
+    weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
     check_weight_update_equal: bool = opt(
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
     )

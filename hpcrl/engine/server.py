@@ -3,7 +3,7 @@
     HPCRL_LISTEN_FD=N python -m hpcrl.engine.server RUN --attempt N --index I
 
 Invariants: what is served is vLLM's own application, behind our guard; an argument that vLLM does not know is an error
-that names the nearest.  vLLM 0.26 (CUDA with torch 2.11) and 0.32 differ in where the pieces lie, and only here.
+that names the nearest.
 """
 
 from __future__ import annotations
@@ -26,21 +26,16 @@ from hpcrl.run.role import RoleContext, open_role, say
 if TYPE_CHECKING:
     from argparse import Action, ArgumentParser
 
-#: ours where the installed vLLM has it, and no loss where it has not
-OPTIONAL = {"enable_scale_out", "disable_uvicorn_access_log"}
-
 
 def command_line(parser: ArgumentParser, values: Mapping[str, Any]) -> list[str]:
     """Fields and values as the flags of vLLM's own parser.
 
-    UsageError for a field that it does not have, unless that is one of OPTIONAL.
+    UsageError for a field that it does not have.
     """
     known = {action.dest: action for action in parser._actions if action.option_strings}
     line: list[str] = []
     for name, value in values.items():
         if name not in known:
-            if name in OPTIONAL:
-                continue
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean --vllm-{near[0].replace('_', '-')}?" if near else ""
             raise UsageError(f"--vllm-{name.replace('_', '-')}: the installed vLLM has no such argument", hint)
@@ -63,12 +58,8 @@ def _spell(action: Action, value: Any) -> list[str]:
 
 def parse(values: Mapping[str, Any]) -> Namespace:
     """vLLM's arguments from our fields, checked by its own parser."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    except ImportError:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -82,10 +73,7 @@ def parse(values: Mapping[str, Any]) -> Namespace:
 
 async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
     """Run vLLM's API server on a bound socket until it is told to end."""
-    try:
-        from vllm.entrypoints.launchers.api_server import entry
-    except ImportError:
-        from vllm.entrypoints.openai import api_server as entry
+    from vllm.entrypoints.launchers.api_server import entry
 
     address = "http://{}:{}".format(*sock.getsockname()[:2])
     if not fork:

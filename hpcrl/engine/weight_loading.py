@@ -132,11 +132,6 @@ class Receiver(WeightTransferEngine):
     def shutdown(self) -> None:
         self.account = None
 
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in vLLM up to 0.26; our sender does not use it."""
-        raise NotImplementedError
-
     def _open_account(self) -> Account:
         if self.account is None:
             raise UpdateRejected("no update was started")

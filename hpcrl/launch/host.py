@@ -12,12 +12,13 @@ has done its part only when the trainer has said that the run is over and every 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,12 +27,16 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
-from hpcrl.plan import Plan
+from hpcrl.plan import NO_GPUS, Plan, visible_devices
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, say
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import summary_of
 
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
+#: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
+GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
@@ -50,9 +55,7 @@ class Role:
 
     def epitaph(self) -> str:
         """How it ended, for a user."""
-        code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name}-{self.index} {how}; its log is {self.log}"
+        return f"{self.name}-{self.index} {how_it_ended(self.process.returncode)}; its log is {self.log}"
 
 
 @dataclass
@@ -108,8 +111,23 @@ def _lowest(plan: Plan, host: str) -> int:
     return min((slot for place in places for slot in place.slots), default=0)
 
 
-def start(role: str, index: int, command: list[str], rundir: RunDir) -> Role:
-    """Start one role in a session of its own, its output going to its log."""
+def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inherited: str | None) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of a role, as `visible_devices`; nothing where there are no GPUs, or the role needs none.
+
+    inherited: the variable as this process has it.  One of NO_GPUS, it says that there are none: the run is on CPUs.
+    Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
+    """
+    if role == "rollout" or inherited in NO_GPUS or (inherited is None and not any(map(glob.glob, GPUS))):
+        return {}
+    place = plan.engines[index] if role == "engine" else plan.trainers[index]
+    together = [place] if role == "engine" else [plan.trainers[rank] for rank in plan.ranks_on(host)]
+    slots = tuple(number for one in together for number in one.slots)
+    own = None if slot is None else place.slots
+    return {"CUDA_VISIBLE_DEVICES": visible_devices(inherited, slots, plan.slots_on(host), own)}
+
+
+def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
+    """Start one role in a session of its own, its output going to its log; variables: beside those of every role."""
     log = rundir.logs / f"{role}-{index}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -118,7 +136,7 @@ def start(role: str, index: int, command: list[str], rundir: RunDir) -> Role:
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=role_environment(),
+            env={**role_environment(), **variables},
         )
     return Role(role, index, process, log)
 
@@ -149,7 +167,8 @@ def run_host(
     roles: list[Role] = []
     try:
         for name, index, command in commands(options, plan, rundir, host, slot):
-            roles.append(start(name, index, command, rundir))
+            gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            roles.append(start(name, index, command, rundir, gpus))
         _watch(roles, options, rundir, host, told, turn)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
@@ -159,7 +178,7 @@ def run_host(
 def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
     working = [r for r in roles if r.name != "engine"]
     close_by = quit_by = float("inf")
-    while any(r.status is None for r in working) or rundir.summary() is None:
+    while any(r.status is None for r in working) or summary_of(rundir) is None:
         turn()
         if rundir.end_requested() or rundir.superseded():
             return

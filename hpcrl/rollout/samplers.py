@@ -1,7 +1,8 @@
 """Makers of samples: from a group's prompt to one finished sample, with an engine or from the label.
 
-Invariant: in deterministic mode a sample depends on the weights, the prompt, and a seed made of run seed, rollout,
-group and index; not on which engine answered, or what else was in flight.
+Invariant: every request brings a seed made of --rollout-seed, rollout, group and index, so that no two samples share their
+noise, whichever engine answers.  In deterministic mode a sample depends on that seed, the weights and the prompt alone, and not
+on what else was in flight.
 """
 
 from __future__ import annotations
@@ -35,12 +36,11 @@ class EngineSampler:
 
     def __init__(self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grader: Grader) -> None:
         self._sampling = Sampling.of(options, tokenizer)
-        self._seed = options.rollout_seed if options.deterministic_mode else None
+        self._seed = options.rollout_seed
         self._file, self._tokenizer, self._generator, self._grader = file, tokenizer, generator, grader
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
-        # without deterministic mode no seed: a generator of its own for every request slows a GPU engine's sampler down
-        seed = None if self._seed is None else seed_of("train", self._seed, rollout_id, group.number, index)
+        seed = seed_of("train", self._seed, rollout_id, group.number, index)
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
         completion = await self._generator.complete(group.prompt.tokens, sampling, seed, version)
         response = self._tokenizer.decode(completion.tokens, frozenset(self._sampling.stop_token_ids))

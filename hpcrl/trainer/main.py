@@ -14,12 +14,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-
-import msgspec
+from typing import Literal
 
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
-from hpcrl.run.rundir import write_atomic
+from hpcrl.run.summary import Summary, write_summary
 
 
 class Crank:
@@ -152,20 +151,14 @@ class Crank:
         if self.driver:
             say(f"{'saving' if self.saver.pending else 'saved'} {path}")
 
-    def _finish(self, status: str, started: float) -> None:
+    def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
         if self.driver:
             self.log.close()
             self.sender and self.sender.close()
-            summary = {
-                "status": status,
-                "attempt": self.context.rundir.attempt,
-                "rollout_id": self.at.rollout_id,
-                "total": self.total,
-                "policy_version": self.at.version,
-                "seconds": time.monotonic() - started,
-            }
-            write_atomic(self.context.rundir.root / "summary.json", msgspec.json.encode(summary))
+            rundir, seconds = self.context.rundir, time.monotonic() - started
+            last = Summary(status, rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
+            write_summary(rundir.root, last)
 
     def _ask(self, method: str, **params: object) -> dict:
         """Rank 0 asks the rollout process; every rank gets the answer."""

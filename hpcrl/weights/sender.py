@@ -6,7 +6,7 @@ One update goes through vLLM's own phases, on all engines at the same time:
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
-that it is not.  Nothing is pickled.  Memory: see transports.py.
+that it is not.  Nothing is pickled.  Memory: see transports/.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpcrl.weights.digest import cut, digest
 from hpcrl.weights.engine_fleet import Fleet, FleetEngine
 from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.transports import GlooTransport, ShmTransport, Stream, Transport
+from hpcrl.weights.transports import Link, Stream, Transport, make_transport
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,6 @@ class WeightSender:
         peers = [rundir.wait_for("engine", i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
         engines = [FleetEngine(i, Address(peer["host"], peer["port"], http_key(rundir))) for i, peer in enumerate(peers)]
         self.fleet = Fleet(rundir, engines, options.update_timeout)
-        self.versioned = all(peer["weight_versions"] for peer in peers)
         self.fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
@@ -85,14 +84,7 @@ class WeightSender:
     def _transport(self, host: str) -> Transport:
         assert self.fleet is not None
         limit, workers = self.options.update_weight_buffer_size, [len(found) for found in self.manifests]
-        kind = self.manifests[0][0]["backend"]
-        if kind == "hpcrl_shm":
-            return ShmTransport(self.fleet, limit)
-        if kind == "hpcrl_gloo":
-            return GlooTransport(self.fleet, limit, host, workers)
-        from hpcrl.weights.nccl import NcclTransport
-
-        return NcclTransport(self.fleet, limit, host, workers)
+        return make_transport(self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers))
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
@@ -115,8 +107,7 @@ class WeightSender:
             self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
             self.transport.send()
-            body = {"weight_version": str(version)} if self.versioned else None
-            self.fleet.post("the weight update's finish", "/finish_weight_update", body)
+            self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             self._compare()
         except BaseException as error:
             self._put_right(error)

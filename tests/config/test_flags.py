@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.config import passthrough
-from hpcrl.config.flags import Recipe, Stage, changed, load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.option_rules import check_options, inert
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import kind_of_field
 from hpcrl.errors import UsageError
 
@@ -93,7 +94,7 @@ def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
 def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
     layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
     one = recipe(GRPO | layers[0], Stage("s", layers[1]))
-    options = resolve_options(one, one.stages[0], layers[2], PLACES)
+    options = resolve_stages(one, layers[2], PLACES)[0]
     for name in ("lr", "seed", "n_samples_per_prompt"):
         wanted = next((layer[name] for layer in reversed(layers) if name in layer), Options.model_fields[name].default)
         assert getattr(options, name) == wanted
@@ -102,7 +103,7 @@ def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dic
 def test_tables_are_merged_field_by_field() -> None:
     top = {"vllm": {"max_num_seqs": 1, "enforce_eager": True}, "megatron": {"optimizer": "sgd"}}
     one = recipe(GRPO | top, Stage("s", {"vllm": {"max_num_seqs": 2, "block_size": 16}}))
-    options = resolve_options(one, one.stages[0], {"vllm": {"block_size": 32}}, PLACES)
+    options = resolve_stages(one, {"vllm": {"block_size": 32}}, PLACES)[0]
     assert options.vllm == {"max_num_seqs": 2, "enforce_eager": True, "block_size": 32}
     assert options.megatron == {"optimizer": "sgd"}
 
@@ -284,7 +285,7 @@ def test_a_wrong_command_line_says_flag_value_and_what_was_expected(words: str, 
     [
         ("num_rolout = 3", r"recipe.toml: num_rolout is an unknown option; did you mean num_rollout\?"),
         ("num-rollout = 3", r"num-rollout is an unknown option; did you mean num_rollout\?"),
-        ("no_bf16 = true", r"no_bf16 is an unknown option; did you mean bf16\?"),
+        ("no_bf16 = true", r"no_bf16 is an unknown option; write bf16 = false"),
         ("stages = 3", r"stages is an unknown option; did you mean stage\?"),
         ('num_rollout = "3"', r'num_rollout = "3": expected a whole number >= 0'),
         ("bf16 = 1", "bf16 = 1: expected true or false"),
@@ -331,11 +332,11 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
 def test_a_value_out_of_bounds_names_its_origin(overrides: dict[str, Any], values: dict[str, Any], message: str) -> None:
     one = recipe(GRPO | values)
     with pytest.raises(UsageError, match=message):
-        resolve_options(one, one.stages[0], overrides, PLACES)
+        resolve_stages(one, overrides, PLACES)[0]
     staged = recipe(GRPO, Stage("s", values))
     if values and "run_dir" not in values:
         with pytest.raises(UsageError, match="^r.toml: stage s: "):
-            resolve_options(staged, staged.stages[0], {}, PLACES)
+            resolve_stages(staged, {}, PLACES)
 
 
 # ---- recipes
@@ -350,7 +351,7 @@ def test_placeholders_are_filled_in_text_alone(tmp_path: Path) -> None:
         "run_dir": "runs/{name}-{time}",
     }
     file = write(tmp_path, values)
-    options = resolve_options(read := load_recipe(file), read.stages[0], {"load": "{run}/sft/checkpoints"}, PLACES)
+    options = resolve_stages(load_recipe(file), {"load": "{run}/sft/checkpoints"}, PLACES)[0]
     assert options.hf_checkpoint == "/run/prepared/model" and options.load == "/run/sft/checkpoints"
     assert options.prompt_data == f"{tmp_path}/p.jsonl"
     assert options.rollout_stop == ["/run", "{x}", "{"] and options.train_env_vars == {"D": "/run/d"}
@@ -384,7 +385,7 @@ def test_stages_come_in_order_with_tables_of_their_own(tmp_path: Path) -> None:
 
 def test_what_differs_from_the_defaults() -> None:
     one = recipe(GRPO | {"vllm": {"max_num_seqs": 2}})
-    shown = dict(changed(resolve_options(one, one.stages[0], {"bf16": False}, PLACES)))
+    shown = dict(changed(resolve_stages(one, {"bf16": False}, PLACES)[0]))
     assert shown == GRPO | {"name": "r", "bf16": False, "vllm.max_num_seqs": 2}
 
 
@@ -456,7 +457,6 @@ def test_what_supervised_tuning_cannot_use(change: dict[str, Any], message: str)
         {"min_lr": 1e-7},
         {"lr_decay_iters": 9},
         {"sequence_parallel": True},
-        {"rollout_seed": 1},
         {"skip_eval_before_train": True},
         {"eval_prompt_data": ["a", "p"]},
         {"disable_grpo_std_normalization": True, "disable_rewards_normalization": True},
@@ -465,6 +465,14 @@ def test_what_supervised_tuning_cannot_use(change: dict[str, Any], message: str)
 def test_an_option_without_effect_is_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"--{next(iter(change)).replace('_', '-')} has no effect here"):
         check_options(Options(**(GRPO | change)))
+
+
+def test_a_seed_without_anything_to_draw_is_an_error() -> None:
+    check_options(Options(**(GRPO | {"rollout_seed": 1})))  # every sample is drawn
+    with pytest.raises(
+        UsageError, match="--rollout-seed has no effect here: --rollout-shuffle is not given, and nothing is sampled"
+    ):
+        check_options(Options(**(SFT | {"rollout_num_gpus": 0, "rollout_seed": 1})))
 
 
 def test_saying_a_default_is_never_an_error() -> None:
@@ -485,10 +493,10 @@ def test_options_said_to_be_inert_exist() -> None:
 def test_what_all_stages_share_must_have_an_effect_in_one_of_them() -> None:
     shared = {k: v for k, v in GRPO.items() if k != "num_rollout"}
     two = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2}), Stage("grpo", {"num_rollout": 3}))
-    first, second = (resolve_options(two, stage, {"eps_clip": 0.3, "rollout_num_gpus": 2}, PLACES) for stage in two.stages)
+    first, second = resolve_stages(two, {"eps_clip": 0.3, "rollout_num_gpus": 2}, PLACES)
     assert (first.num_engines, second.num_engines) == (0, 2)
     with pytest.raises(UsageError, match="^stage sft: --max-tokens-per-gpu has no effect here"):
-        resolve_options(two, two.stages[0], {"max_tokens_per_gpu": 9}, PLACES)
+        resolve_stages(two, {"max_tokens_per_gpu": 9}, PLACES)
     own = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2, "eps_clip": 0.3}), two.stages[1])
     with pytest.raises(UsageError, match="^stage sft: --eps-clip has no effect here"):
-        resolve_options(own, own.stages[0], {}, PLACES)
+        resolve_stages(own, {}, PLACES)

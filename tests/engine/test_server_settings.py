@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,20 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.engine.crash_report import ServerLog, reason
 from hpcrl.engine.server import command_line
-from hpcrl.engine.server_settings import Build, backend, cpu_threads, flags, kv_cache_bytes, model_config, server_environment
+from hpcrl.engine.server_settings import (
+    Build,
+    backend,
+    check_version,
+    cpu_threads,
+    flags,
+    kv_cache_bytes,
+    server_environment,
+)
 from hpcrl.errors import DataError, UsageError
-from hpcrl.plan import Host, Plan, local_hosts, make_plan, visible_devices
+from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.trainer.start.environment import for_megatron
 
-CPU, CUDA = Build("0.32.0", True), Build("0.26.0", False)
+CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
 
 
@@ -66,7 +76,7 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     cpu = flags(o, plan(o), 1, 4711, CPU)
     assert cpu["dtype"] == "float32"
     assert cpu["port"] == 4711 and cpu["host"] == "127.0.0.1"
-    assert cpu["max_model_len"] == 512 and cpu["seed"] == 5
+    assert cpu["max_model_len"] == 512 and cpu["seed"] == 6
     assert cpu["enforce_eager"] is True and cpu["distributed_executor_backend"] == "uni"
     assert cpu["max_num_seqs"] == 9 and cpu["swap_space"] == 1, "the user's come last"
     assert cpu["logprobs_mode"] == "processed_logprobs"
@@ -88,13 +98,9 @@ def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> 
 
 
 def test_a_model_directory_that_is_none(tmp_path: Path) -> None:
+    o = options(str(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"--hf-checkpoint .*/nothing: no config.json there"):
-        model_config(options(str(tmp_path / "nothing")))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot read .*config.json"):
-        model_config(options(str(tmp_path)))
-    with pytest.raises(UsageError, match="give --hf-checkpoint"):
-        model_config(Options())
+        flags(o, plan(o), 0, 1, CPU)
 
 
 def test_size_of_the_kv_cache() -> None:
@@ -113,7 +119,7 @@ def test_environment_of_a_server(model: str) -> None:
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_HOST_IP": "10.0.0.1",
         "OMP_NUM_THREADS": "3",
-        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+        "CUDA_VISIBLE_DEVICES": "7",
     }
     cpu = server_environment(o, plan(o), 0, base, CPU)
     assert cpu["VLLM_HOST_IP"] == "127.0.0.1" and cpu["GLOO_SOCKET_IFNAME"] == "lo"
@@ -124,6 +130,16 @@ def test_environment_of_a_server(model: str) -> None:
     cuda = server_environment(o, plan(o, Host("gpu1", 4)), 1, base, CUDA)
     assert cuda["CUDA_VISIBLE_DEVICES"] == "7" and cuda["VLLM_HOST_IP"] == "gpu1"
     assert not {"VLLM_TARGET_DEVICE", "GLOO_SOCKET_IFNAME"} & set(cuda)
+    assert cuda["VLLM_BATCH_INVARIANT"] == "1"
+    assert cuda["NCCL_ALGO"] == for_megatron(o)["NCCL_ALGO"], "trainer and engines have a communicator in common"
+    plain = server_environment(options(model), plan(options(model), Host("gpu1", 4)), 1, base, CUDA)
+    assert not {"VLLM_BATCH_INVARIANT", "NCCL_ALGO"} & (set(plain) | set(cpu))
+
+
+def test_every_engine_has_a_seed_of_its_own(model: str) -> None:
+    o = options(model, rollout_num_gpus=8, seed=2**32 - 3)
+    seeds = [flags(o, plan(o), index, 1, CUDA)["seed"] for index in range(8)]
+    assert len(set(seeds)) == 8 and all(0 <= seed < 2**32 for seed in seeds)
 
 
 def test_threads_of_a_cpu_engine(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,22 +150,14 @@ def test_threads_of_a_cpu_engine(model: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("inherited", "slots", "found"),
-    [
-        (None, (2, 3), "2,3"),
-        ("", (0,), "0"),
-        ("4,5,6,7", (2, 3), "6,7"),
-        ("6,7", (2, 3), "6,7"),
-        ("GPU-a,GPU-b,GPU-c", (1,), "GPU-b"),
-    ],
+    ("found", "good"), [("0.32.0", 1), ("0.32.1+cu130", 1), ("0.33.0rc1", 1), ("1.0.0", 1), ("0.31.9", 0), ("0.26.0+cpu", 0)]
 )
-def test_gpus_of_an_engine(inherited: str | None, slots: tuple[int, ...], found: str) -> None:
-    assert visible_devices(inherited, slots) == found
-
-
-def test_too_few_gpus() -> None:
-    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0,1 has no GPU number 3"):
-        visible_devices("0,1", (3,))
+def test_an_older_vllm_is_refused(found: str, good: int) -> None:
+    if good:
+        check_version(found)
+    else:
+        with pytest.raises(UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32 is the oldest that hpcrl works with"):
+            check_version(found)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -173,7 +181,6 @@ def test_fields_become_the_servers_own_flags() -> None:
         "allowed_origins": ["x"],
         "weight_transfer_config": {"backend": "nccl"},
         "middleware": "m.C",
-        "enable_scale_out": True,  # not in this version: left out
     }
     args = vars(parser().parse_args(command_line(parser(), values)))
     assert args == {

@@ -64,10 +64,9 @@ def pair(started: dict[str, Engines]) -> Iterator[Side]:
 
 def test_an_engine_tells_the_run_about_itself(shm: Side) -> None:
     found = shm.engines.wait()
-    assert {key: found[key] for key in ("host", "model_len", "weight_versions", "backend")} == {
+    assert {key: found[key] for key in ("host", "model_len", "backend")} == {
         "host": "127.0.0.1",
         "model_len": 1024,
-        "weight_versions": True,
         "backend": "hpcrl_shm",
     }
     assert shm.engines.key not in json.dumps(found)

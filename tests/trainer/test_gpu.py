@@ -57,11 +57,11 @@ def on_rank(models: list[Path], loss: dict[str, Any]) -> list[tuple[torch.Tensor
 
 def logits(policy: Any) -> torch.Tensor:
     """[rows of all padded sequences, vocabulary], fp32."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from hpcrl.trainer.megatron.packed_attention import boundaries
 
     ids, packed = parity.pack(parity.sequences(policy.vocab_size), 1, 0)
     cu = packed.cu_seqlens_q.to(policy.ranks.device)
-    packed = PackedSeqParams("thd", cu, cu, cu, cu, packed.max_seqlen_q, packed.max_seqlen_q)
+    packed = boundaries(cu, packed.ends, packed.max_seqlen_q)
     with torch.no_grad():
         out = parity.schedule(policy, ids.to(policy.ranks.device), packed, lambda out, non_loss_data: out, True)
     return out[0][0][:, : policy.vocab_size].float().cpu()

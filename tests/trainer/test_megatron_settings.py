@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.flags import load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.option_rules import check_options
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
@@ -137,7 +138,7 @@ def resolved_on_rank(every: list[Options]) -> list[dict[str, Any] | str]:
     from megatron.core.transformer import TransformerConfig
 
     from hpcrl.trainer.megatron.settings import construct
-    from hpcrl.trainer.megatron.settings import resolve_options as settings_of
+    from hpcrl.trainer.megatron.settings import resolve_settings as settings_of
 
     found: list[dict[str, Any] | str] = []
     for options in every:
@@ -197,6 +198,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_precision_aware_optimizer": True,
             "moe_token_dispatcher_type": "flex",
             "moe_enable_deepep": True,
+            "moe_grouped_gemm": True,
             "moe_router_num_groups": None,
             "apply_rope_fusion": True,
         },
@@ -212,13 +214,22 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("", "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"): "",
     ("", "--attention-backend flash"): "flash-attn or Transformer Engine, which is not installed",
     ("flash_attn", "--attention-backend flash"): "",
-    ("", "--gradient-accumulation-fusion"): "Apex or Transformer Engine",
+    ("transformer_engine", "--gradient-accumulation-fusion"): "--gradient-accumulation-fusion needs Apex",
     ("apex", "--gradient-accumulation-fusion"): "",
+    ("transformer_engine", "--tp-comm-overlap"): "hpcrl does not set up Transformer Engine's user buffers",
+    ("transformer_engine", "--tp-comm-bootstrap-backend gloo"): "has no effect without --tp-comm-overlap",
     ("transformer_engine", "--moe-token-dispatcher-type flex"): "needs DeepEP",
     ("", "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"): "",
 }
 
 
+#: packages beside CUDA, a command line -> whether all experts of a layer share a GEMM
+GROUPED = {
+    ("", ""): False,
+    ("transformer_engine", ""): True,
+    ("transformer_engine", "--no-moe-grouped-gemm"): False,
+    ("transformer_engine", "--transformer-impl local"): False,
+}
 #: what the kernel for packed sequences would do wrong, without a word, with GLM-4-0414's neighbouring columns
 INTERLEAVED = "--apply-rope-fusion"
 
@@ -227,7 +238,7 @@ def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[s
     """For (options, published model or "", packages beside CUDA) all settings by name, or the error."""
     from hpcrl.models.family import find_family
     from hpcrl.trainer.megatron.capabilities import Machine
-    from hpcrl.trainer.megatron.settings import resolve_options as settings_of
+    from hpcrl.trainer.megatron.settings import resolve_settings as settings_of
 
     found: list[dict[str, Any] | str] = []
     for options, name, packages in every:
@@ -248,11 +259,13 @@ def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[s
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[Any, dict[str, Any] | str]:
     """What EXAMPLES and ELSEWHERE come to."""
-    asked: dict[Any, tuple[Options, str, set[str]]] = {key: (read(key[1]), "", set(key[0].split())) for key in ELSEWHERE}
+    asked: dict[Any, tuple[Options, str, set[str]]] = {
+        key: (read(key[1]), "", set(key[0].split())) for key in (*ELSEWHERE, *GROUPED)
+    }
     asked[INTERLEAVED] = (read(INTERLEAVED), "GLM-4-9B-0414", {"transformer_engine"})
     for name, (model, _) in EXAMPLES.items():
         recipe = load_recipe(ROOT / "examples" / f"{name}.toml")
-        options = resolve_options(recipe, recipe.stages[0], {}, {"run": "/run", "prepared": "/run/prepared"})
+        options = resolve_stages(recipe, {}, {"run": "/run", "prepared": "/run/prepared"})[0]
         asked[name] = (options, model, {"transformer_engine", "deep_ep"})
     return dict(zip(asked, run_ranks(1, on_other_machines, list(asked.values()))[0], strict=True))
 
@@ -272,6 +285,11 @@ def test_what_a_machine_with_cuda_takes_depends_on_what_is_installed(elsewhere: 
     else:
         assert isinstance(elsewhere[key], str), "it was taken"
         assert ELSEWHERE[key] in elsewhere[key]
+
+
+def test_experts_are_grouped_where_transformer_engine_does_it(elsewhere: dict[Any, Any]) -> None:
+    grouped = {key: found["moe_grouped_gemm"] for key, found in elsewhere.items() if key in GROUPED}
+    assert grouped == GROUPED
 
 
 def test_no_kernel_rotates_other_columns_than_the_model(elsewhere: dict[Any, Any]) -> None:

@@ -90,16 +90,15 @@ def weights_of_loss(vocab: int) -> list[torch.Tensor]:
 
 
 def pack(parts: list[torch.Tensor], cp_size: int, cp_rank: int) -> tuple[torch.Tensor, Any]:
-    """Rows of all sequences [1, t / cp, ...], each padded with zeros to PAD, and Megatron's PackedSeqParams."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
+    """Rows of all sequences [1, t / cp, ...], each padded with zeros to PAD, and their boundaries."""
+    from hpcrl.trainer.megatron.packed_attention import boundaries
     from hpcrl.trainer.megatron.thd import cp_indices
 
     padded = [torch.cat([p, p.new_zeros(-len(p) % PAD, *p.shape[1:])]) for p in parts]
     cu = torch.tensor([0] + [len(p) for p in padded]).cumsum(0).int()
     longest = max(len(p) for p in padded)
     rows = torch.cat(padded)[cp_indices(cu.tolist(), cp_size, cp_rank)][None]
-    return rows, PackedSeqParams("thd", cu, cu, cu, cu, longest, longest)
+    return rows, boundaries(cu, tuple(cu.tolist()), longest)
 
 
 def start(opts: Options, ranks: Any = None) -> Any:

@@ -83,6 +83,29 @@ def test_batching_changes_neither_outputs_nor_gradients(lengths: list[int], call
     close(backward(thd.attend(*inputs, plan, 0.2), inputs), backward(naive(*inputs, cu, 0.2), inputs))
 
 
+def test_padding_behind_a_sequence_changes_nothing_of_its_tokens() -> None:
+    """Attention is told of the padded bounds alone: rows of padding may hold anything."""
+    lengths, multiple = LAYOUTS["short"], 8
+    cu, real = (
+        bounds(rounded(lengths, multiple)),
+        torch.cat([torch.arange(n) + a for a, n in zip(bounds(rounded(lengths, multiple)), lengths, strict=False)]),
+    )
+    found = []
+    for seed in (0, 1):
+        inputs = [x.detach().clone() for x in leaves(cu[-1])]
+        other = leaves(cu[-1], seed=seed + 10)
+        padding = torch.ones(cu[-1], dtype=torch.bool)
+        padding[real] = False
+        for x, y in zip(inputs, other, strict=True):
+            x[padding] = y.detach()[padding]
+            x.requires_grad_()
+        out = thd.attend(*inputs, thd.plan(cu, 96), 0.2)[real]
+        found.append([out.detach(), *(g[real] for g in backward(out, inputs)[1:])])
+    alone = [x.detach()[real].requires_grad_() for x in leaves(cu[-1])]
+    close(found[0], found[1])
+    close(found[0], backward(naive(*alone, bounds(lengths), 0.2), alone))
+
+
 @pytest.mark.parametrize("cp", [2, 3])
 @pytest.mark.parametrize("call", [-1.0, 150.0, 1e9], ids=["each alone", "by cost", "all together"])
 def test_context_parallel_ranks_together_compute_the_same(cp: int, call: float, monkeypatch: pytest.MonkeyPatch) -> None:

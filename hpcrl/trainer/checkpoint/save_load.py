@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -120,9 +121,10 @@ def write(state: dict[str, Any], beside: Path, *, later: bool = False) -> Any:
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )  # what data-parallel ranks hold alike is divided among them
-    return agree(
-        lambda: dist_checkpointing.save(state, str(beside), strategy, content_metadata=dict(SHARDING), async_sharded_save=later)
-    )
+    how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": later}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17, where another is the default
+        how["async_strategy"] = "mcore"
+    return agree(lambda: dist_checkpointing.save(state, str(beside), strategy, **how))
 
 
 def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:

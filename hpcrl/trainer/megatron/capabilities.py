@@ -20,7 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "Transformer Engine": ("transformer_engine",),
     "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),
     "DeepEP": ("deep_ep",),
-    "Apex or Transformer Engine": ("apex", "transformer_engine"),
+    "Apex": ("apex",),
 }
 
 
@@ -48,20 +48,20 @@ class Machine:
 
 
 _CUDA = """
-fp8 fp4 gradient_accumulation_fusion nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
+fp8 fp4 nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
 pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
 """
 _ENGINE = """
 apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading fp8_param
 fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion moe_router_fusion qk_clip
-tp_comm_overlap use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
+use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
 """
 #: a setting that is on -> the part that it needs ("" is CUDA alone)
 NEEDS: dict[str, str] = (
     dict.fromkeys(_CUDA.split(), "")
     | dict.fromkeys(_ENGINE.split(), "Transformer Engine")
     | {
-        "gradient_accumulation_fusion": "Apex or Transformer Engine",
+        "gradient_accumulation_fusion": "Apex",  # the output layer is Megatron's own, whatever the others are
         "moe_enable_deepep": "DeepEP",
         "persist_layer_norm": "Transformer Engine",
     }
@@ -81,6 +81,7 @@ _GRAPH = "packed micro-batches differ in length, so none could replay another's 
 _PARAMETERS = "the engines get the weights right after each step, so that there is nothing to overlap with"
 _WRAPPER = "the model is wrapped in Megatron's DistributedDataParallel"
 _SCALE = "there is no fp16 training"
+_BUFFERS = "hpcrl does not set up Transformer Engine's user buffers"
 _PLAN = "hpcrl's forward step gives no schedule plan"
 _TOGETHER = {
     _INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication symmetric_ar_type "
@@ -90,6 +91,7 @@ _TOGETHER = {
     _WRAPPER: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer "
     "init_model_with_meta_device fsdp_manual_registration",
     _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    _BUFFERS: "tp_comm_overlap",
     _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
     "the loss is computed by hpcrl, of the rows that are trained on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     "multi-token prediction is not trained": "mtp_standalone",
@@ -116,6 +118,10 @@ ARCHITECTURE = {
     "mrope_section",
     "window_attn_skip_freq",
 }
+_OVERLAPS = """
+tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag
+tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
+"""
 #: a setting -> (what it modifies, that setting's value) without which nothing reads it
 WITHOUT: dict[str, tuple[str, Any]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload", True),
@@ -123,6 +129,7 @@ WITHOUT: dict[str, tuple[str, Any]] = {
     "use_torch_optimizer_for_cpu_offload": ("optimizer_cpu_offload", True),
     "pin_cpu_grads": ("optimizer_cpu_offload", True),
     "pin_cpu_params": ("optimizer_cpu_offload", True),
+    **dict.fromkeys(_OVERLAPS.split(), ("tp_comm_overlap", True)),
     "store_param_remainders": ("use_precision_aware_optimizer", True),
     "recompute_method": ("recompute_granularity", "full"),
     "recompute_num_layers": ("recompute_granularity", "full"),

@@ -3,7 +3,7 @@
 Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
 "cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` is the first thing a rank process calls.
 
-Invariants: where CUDA is present nothing of torch or of Megatron's computing is touched; every replacement below says
+Invariants: where CUDA is present nothing of torch or of Megatron's computing is replaced; every replacement below says
 what breaks without it; no other module of hpcrl replaces anything in a third-party package of the trainer.
 """
 
@@ -59,11 +59,13 @@ def install() -> None:
     _done.append(True)
     _quiet()
     if not torch.cuda.is_available():
+        _quiet_on_cpu()
         # Megatron's jit_fuser is torch.compile: on a CPU it would start a C++ compiler for functions of a few lines.
         # To be set before torch._dynamo is imported, which the lines above do not do.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _torch_cuda_is_the_cpu()
         _megatron_on_cpu()
+    _router_repair()
     _checkpoint_repairs()
 
 
@@ -72,12 +74,18 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # Megatron's collectives
     warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
     warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
-    warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)  # of CUDA streams
-    warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)  # of CUDA streams
     warnings.filterwarnings("ignore", "If you are using transformer_engine as the transformer impl", UserWarning)  # recompute
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)  # its zero_grad
     warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
+    saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
+    saving.addFilter(lambda record: "async save is deprecated" not in record.getMessage())  # the other is no part of Megatron
+
+
+def _quiet_on_cpu() -> None:
+    """Advice on CUDA streams, which start/environment.py follows where there are any."""
+    warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)
+    warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)
 
 
 # ---- torch.cuda
@@ -151,9 +159,6 @@ def _megatron_on_cpu() -> None:
     # ... and warns on leaving each fork, because the CPU generator moved: it is the one it was to move.
     logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
-    # The router names te_general_gemm without looking whether Transformer Engine is there: NameError in every MoE forward.
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None
     # For a CPU tensor the stock function forgets as_numpy: all_to_all_single gets tensors for split sizes, TypeError.
     moe.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
@@ -214,6 +219,18 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     import torch
 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+# ---- with CUDA too
+
+
+def _router_repair() -> None:
+    """Up to 0.16 the router names te_general_gemm whether or not Transformer Engine is there: NameError in every MoE forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):
+        moe.te_general_gemm = None
 
 
 # ---- checkpoints of Megatron's optimizers whose Adam is torch.optim.AdamW (no Transformer Engine, no apex)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,26 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hpcrl.trainer.megatron import thd
 from hpcrl.trainer.megatron.checkpoint_keys import name_as_elsewhere
+
+
+@dataclass
+class Boundaries(PackedSeqParams):
+    """Megatron's own, with the boundaries on the host as well: asking the GPU for them would stop it in every layer."""
+
+    ends: tuple[int, ...] = ()
+
+
+def boundaries(bounds: torch.Tensor, ends: tuple[int, ...], longest: int) -> Boundaries:
+    """What attention and rotary embedding are to know of packed sequences, padding included, over all CP ranks.
+
+    bounds: int32 [sequences + 1], 0 and where each ends; ends: the same on the host; longest: rows of the longest.
+
+    Without `cu_seqlens_*_padded`, by which Transformer Engine would tell padding from tokens: it then has no FlashAttention 2
+    and no attention of its own left, and in deterministic mode on an H100 none at all for long sequences.  Padding may be
+    taken for tokens: it lies behind them, where causal attention never looks, and nothing is trained on it.
+    """
+    return Boundaries("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, ends=ends)
+
 
 Adapt = Callable[[ModuleSpec, type, TransformerConfig], None]
 
@@ -104,29 +125,30 @@ class PackedAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: Boundaries | None = None,
     ) -> torch.Tensor:
         """query [t, heads, d], key and value [t, groups, d] of this CP rank's rows -> [t, heads * d]."""
         assert packed_seq_params is not None, "sequences are always packed"
-        cu = packed_seq_params.cu_seqlens_q_padded
-        cu = packed_seq_params.cu_seqlens_q if cu is None else cu
         size, rank = self.cp_group.size(), self.cp_group.rank()
         if size == 1 and use_flash_attention(query):
-            return _flash(query, key, value, cu, packed_seq_params.max_seqlen_q, self.scale)
+            return _flash(query, key, value, packed_seq_params, self.scale, self.config.deterministic_mode)
         if size > 1:
             # forward: everybody's keys and values; backward: their gradients, summed over the ranks
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
             )
             key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
-        plan = thd.plan(tuple(cu.tolist()), query.size(1) * query.size(2), size, rank, query.device)
+        plan = thd.plan(packed_seq_params.ends, query.size(1) * query.size(2), size, rank, query.device)
         return thd.attend(query, key, value, plan, self.scale).flatten(1)
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Boundaries, scale: float, deterministic: bool
 ) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    out = flash_attn_varlen_func(query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True)
+    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    out = flash_attn_varlen_func(
+        query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, deterministic=deterministic
+    )
     return out.flatten(1)

@@ -24,12 +24,16 @@ def packed(
     cu_seqlens: Any,
     freqs: Any,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    multi_latent_attention: bool | None = None,
     mscale: float = 1.0,
     cp_group: Any = None,
+    mla_rotary_interleaved: bool = False,
 ) -> Any:
-    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by CP."""
-    assert not multi_latent_attention, "multi-latent attention takes another path"
+    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by CP.
+
+    What is said of multi-latent attention has one name up to Megatron-core 0.18, and another from 0.19 on.
+    """
+    assert not (multi_latent_attention or mla_rotary_interleaved), "multi-latent attention takes another path"
     rows = positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
     cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
     rotated, rest = t[..., : cos.size(-1)], t[..., cos.size(-1) :]

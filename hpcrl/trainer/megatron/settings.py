@@ -62,7 +62,7 @@ def resolve_settings(
     for name in given.keys() & fixed.keys():
         if given[name] != fixed[name]:
             raise UsageError(f"--{_flag(name)} {given[name]} cannot be: hpcrl needs {fixed[name]}")
-    merged = {**_defaults(machine), "apply_rope_fusion": fused, **model, **given, **fixed}
+    merged = {**_defaults(machine, given), "apply_rope_fusion": fused, **model, **given, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
     return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES))
 
@@ -87,7 +87,7 @@ def refusals(what: str) -> Iterator[None]:
 # ---- what hpcrl sets
 
 
-def _defaults(machine: Machine) -> dict[str, Any]:
+def _defaults(machine: Machine, given: Mapping[str, Any]) -> dict[str, Any]:
     """Ours where the user says nothing: slime's where it sets them, else what runs."""
     return {
         "attention_softmax_in_fp32": True,
@@ -100,12 +100,14 @@ def _defaults(machine: Machine) -> dict[str, Any]:
         "use_cpu_initialization": False,
         "cuda_graph_scope": [],  # the default is deprecated, and says so on every rank
         "grad_reduce_in_fp32": True,  # Megatron-LM turns it on for bf16
-        "check_for_nan_in_grad": False,  # it ends one rank with a traceback; step.py checks the norm on all, and names the step
+        "check_for_nan_in_grad": False,  # it ends one rank with a traceback; step/train_batch.py checks the norm on all, and names the step
         "use_distributed_optimizer": True,
         "optimizer": "adam",
         "decoupled_weight_decay": True,
         "optimizer_offload_fraction": 1.0,  # as Megatron-LM: --optimizer-cpu-offload moves all of it
         "transformer_impl": "transformer_engine" if machine.engine else "local",
+        # one GEMM for all experts of a layer, where they are Transformer Engine's; else one after another
+        "moe_grouped_gemm": machine.engine and given.get("transformer_impl") != "local",
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",

@@ -21,6 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from hpcrl.config.option_rules import expert_layout
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.plan import NO_GPUS
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,13 @@ class Ranks:
 def initialize(options: Options) -> Ranks:
     """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
 
-    UsageError if the world is not what the options ask for; HpcrlError if torchrun's variables are missing.
+    UsageError if the world is not what the options ask for, or there are GPUs that torch cannot use; HpcrlError if
+    torchrun's variables are missing.
     """
     rank, world, local = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     check_world(options, world)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    cuda = cuda_is_there(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    device = torch.device("cuda", device_index(local, torch.cuda.device_count())) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
@@ -104,6 +106,33 @@ def initialize(options: Options) -> Ranks:
     if options.deterministic_mode:
         _deterministic()
     return ranks
+
+
+def cuda_is_there(visible: str | None) -> bool:
+    """Whether to compute on GPUs.
+
+    visible: CUDA_VISIBLE_DEVICES.  UsageError, with torch's own reason, if it names GPUs, torch is a CUDA build, and yet
+    none can be used, as with too old a driver: the run would go on, a thousand times slower.
+    """
+    if torch.cuda.is_available():
+        return True
+    if torch.version.cuda and visible is not None and visible not in NO_GPUS:
+        try:
+            torch.cuda.init()
+            reason = "torch finds no device"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} cannot use them:"
+            f" {reason}",
+            "does nvidia-smi work here, and is its driver new enough (docs/install.md)? CUDA_VISIBLE_DEVICES= runs on the CPU",
+        )
+    return False
+
+
+def device_index(local: int, count: int) -> int:
+    """The number of a rank's GPU among the `count` that it sees: its local rank, or 0 where it is bound to its own."""
+    return 0 if count == 1 else local
 
 
 def shutdown() -> None:
@@ -200,8 +229,6 @@ def _seed(seed: int, ranks: Ranks) -> None:
 
 
 def _deterministic() -> None:
-    """Same input, same bits: only algorithms that torch knows to be so, and one order of summing."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
+    """Same input, same bits: only algorithms that torch knows to be so.  start/environment.py has told the libraries."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -32,8 +32,9 @@ class Packed:
     tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
     them labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
     the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of each
-    sample, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  real, bounds: int32 [m + 1], where each
-    sequence ends without and with padding, over all CP ranks; longest: rows of the longest, with padding.  r may be 0.
+    sample, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
+    sequence ends with its padding, over all CP ranks; ends: the same on the host; longest: rows of the longest, with padding.
+    r may be 0.
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
     reference, the reference model's; advantages.
@@ -49,8 +50,8 @@ class Packed:
     counts: torch.Tensor
     group: torch.Tensor
     reward: torch.Tensor
-    real: torch.Tensor
     bounds: torch.Tensor
+    ends: tuple[int, ...]
     longest: int
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
@@ -80,7 +81,7 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
     padded = _padded(lengths, ranks, sequence_parallel)
-    real, bounds = _offsets(lengths), _offsets(padded)
+    bounds = _offsets(padded)
     tokens = np.zeros(int(bounds[-1]), np.int64)
     tokens[_spans(bounds[:-1], lengths)] = batch.tokens[_spans(batch.token_offsets[rows], lengths)]
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
@@ -96,10 +97,8 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
         tokens, positions = tokens[part], positions[part]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
     of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)
-    ends = (array.astype(np.int32) for array in (real, bounds))
-    return Packed(
-        put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples, *ends)), longest=int(padded.max())
-    )
+    of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples))
+    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()))
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:

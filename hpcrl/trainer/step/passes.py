@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hpcrl.config.options import Options
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.output_head import Head, apart
+from hpcrl.trainer.megatron.packed_attention import boundaries
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.token_logprobs import Tokens, Vocabulary, tokens_of
 
@@ -30,7 +30,8 @@ def run(policy: Policy, micro_batches: Sequence[Packed], body: Callable[..., Any
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
         with apart(inner(model), packed.rows) as head:
-            output = model(packed.tokens, packed.positions, None, packed_seq_params=_sequence(packed))
+            sequences = boundaries(packed.bounds, packed.ends, packed.longest)
+            output = model(packed.tokens, packed.positions, None, packed_seq_params=sequences)
         return output, partial(body, packed, head)
 
     return get_forward_backward_func()(
@@ -63,16 +64,3 @@ def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed]) 
 
     found = run(policy, micro_batches, body, forward_only=True)
     return found if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
-
-
-def _sequence(packed: Packed) -> PackedSeqParams:
-    """The boundaries as Megatron's attention takes them: over all CP ranks."""
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=packed.real,
-        cu_seqlens_kv=packed.real,
-        cu_seqlens_q_padded=packed.bounds,
-        cu_seqlens_kv_padded=packed.bounds,
-        max_seqlen_q=packed.longest,
-        max_seqlen_kv=packed.longest,
-    )

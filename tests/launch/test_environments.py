@@ -1,0 +1,153 @@
+"""What roles find in their environment: whose GPUs they see, and what their libraries are told before they are imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+from hpcrl.launch import host
+from hpcrl.launch.host import devices
+from hpcrl.plan import Host, Plan, make_plan
+from hpcrl.run import gpu_environment
+from hpcrl.run.gpu_environment import CACHES, compile_caches, private_directory
+from hpcrl.run.role import RoleContext
+from hpcrl.run.rundir import RunDir
+from hpcrl.trainer.start.environment import cpu_threads, for_megatron, prepare_environment
+
+
+def options(**values: Any) -> Options:
+    return Options(**({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2} | values))
+
+
+def plan(**values: Any) -> Plan:
+    return make_plan(options(**values), [Host("a", 4, "10.0.0.1", "ib0")], "run")
+
+
+def shown(role: str, index: int, inherited: str | None, slot: int | None = None, **values: Any) -> str | None:
+    return devices(plan(**values), role, index, "a", slot, inherited).get("CUDA_VISIBLE_DEVICES")
+
+
+# ---- GPUs
+
+
+def test_roles_of_a_host_share_its_gpus_out() -> None:
+    assert shown("trainer", 0, "4,5,6,7") == shown("trainer", 1, "4,5,6,7") == "4,5", "all of the trainer's, as under torchrun"
+    assert [shown("engine", index, "4,5,6,7") for index in (0, 1)] == ["6", "7"]
+    assert shown("rollout", 0, "4,5,6,7") is None
+
+
+def test_an_engine_never_takes_the_trainers_gpus_for_its_own() -> None:
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0,1 holds 2 GPUs, the plan uses 4 slots of this host"):
+        shown("engine", 0, "0,1", rollout_num_gpus_per_engine=2)
+
+
+def test_gpus_that_are_bound_to_tasks() -> None:
+    """srun --gpus-per-task=1: every task sees one GPU, under the number 0 or its own."""
+    ranks = {"rank_launcher": "ranks"}
+    assert [shown("trainer", index, "0", slot=index, **ranks) for index in (0, 1)] == ["0", "0"]
+    assert [shown("engine", index, str(2 + index), slot=2 + index, **ranks) for index in (0, 1)] == ["2", "3"]
+    assert shown("trainer", 1, "0,1,2,3", slot=1, **ranks) == "0,1", "tasks that see all of the host's"
+    with pytest.raises(UsageError, match=r"holds 1 GPUs bound to this task, 2 are needed: slots 2-3 .* --gpu-bind=none"):
+        shown("engine", 0, "0", slot=2, rollout_num_gpus_per_engine=2, **ranks)
+
+
+def test_a_machine_without_gpus_is_told_of_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "GPUS", (str(tmp_path / "nvidia[0-9]*"),))
+    assert shown("trainer", 0, None) is None and shown("engine", 0, None) is None
+    (tmp_path / "nvidia0").touch()
+    assert shown("trainer", 0, None) == "0,1" and shown("engine", 1, None) == "3"
+    assert shown("trainer", 0, "") is None and shown("engine", 0, "NoDevFiles") is None, "hidden: the run is on CPUs"
+
+
+# ---- what Megatron and the CUDA libraries read
+
+
+def test_one_hardware_queue_where_megatron_counts_on_it() -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert for_megatron(options()) == {}
+    assert for_megatron(options(tensor_model_parallel_size=2))[name] == "1"
+    assert for_megatron(options(context_parallel_size=2))[name] == "1"
+    assert name not in for_megatron(options(pipeline_model_parallel_size=2, expert_model_parallel_size=2))
+
+
+def test_determinism_is_asked_of_every_library() -> None:
+    assert for_megatron(options(deterministic_mode=True)) == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "NCCL_ALGO": "Ring",
+    }
+
+
+def test_threads_of_a_rank_whose_adam_is_on_the_cpu() -> None:
+    offload = {"megatron": {"optimizer_cpu_offload": True}}
+    assert cpu_threads(options(), 64, 8) == 1
+    assert cpu_threads(options(trainer_threads=3), 64, 8) == 3
+    assert cpu_threads(options(**offload), 64, 8) == 8
+    assert cpu_threads(options(**offload, trainer_threads=12), 64, 8) == 12
+    assert cpu_threads(options(**offload), 4, 8) == 1
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opts = options(tensor_model_parallel_size=2, train_env_vars={"NCCL_DEBUG": "INFO"})
+    for name in (*CACHES, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "mine")  # so that all are put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
+    monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    context = RoleContext(RunDir.create(tmp_path / "run"), opts, make_plan(opts, [Host("a", 4, "10.0.0.1", "ib0")], "run"), 0)
+    prepare_environment(context, (0, 1))
+    expected = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "OMP_NUM_THREADS": "5",
+        "TRITON_CACHE_DIR": "/fast/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/hpcrl-cache-{os.getuid()}/inductor",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "=ib0",
+        "NCCL_DEBUG": "INFO",
+    }
+    assert {name: os.environ.get(name) for name in expected} == expected
+
+
+# ---- compile caches
+
+
+def test_compile_caches_are_of_this_node_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = compile_caches({"VLLM_CACHE_ROOT": "/mine"})
+    root = tmp_path / f"hpcrl-cache-{os.getuid()}"
+    assert found == {name: str(root / folder) for name, folder in CACHES.items() if name != "VLLM_CACHE_ROOT"}
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert compile_caches({}) == {name: str(root / folder) for name, folder in CACHES.items()}, "the same in the next run"
+    assert compile_caches(dict.fromkeys(CACHES, "x")) == {}
+
+
+@pytest.mark.parametrize("what", ["open to others", "a link", "a file"])
+def test_a_directory_that_another_could_have_filled_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    root, spare = tmp_path / f"hpcrl-cache-{os.getuid()}", tmp_path / "spare"
+    if what == "open to others":
+        root.mkdir()
+        root.chmod(0o755)
+    elif what == "a link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        root.symlink_to(tmp_path / "theirs")
+    else:
+        root.touch()
+    assert not private_directory(root)
+    assert set(compile_caches({}, spare).values()) == {str(spare / folder) for folder in CACHES.values()}
+
+
+def test_another_users_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = os.getuid()
+    assert private_directory(tmp_path / "cache")
+    monkeypatch.setattr(gpu_environment.os, "getuid", lambda: mine + 1)
+    assert not private_directory(tmp_path / "cache")
