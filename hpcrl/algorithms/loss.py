@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hpcrl.algorithms.corrections import importance_report
 from hpcrl.algorithms.interface import Loss, Report, TokenBatch
-from hpcrl.algorithms.kl.low_var_kl import bounded
 from hpcrl.algorithms.mismatch import mismatch_report, off_policy_mask
 from hpcrl.algorithms.preference import dpo_loss
 from hpcrl.algorithms.registry import find, find_function
@@ -83,19 +82,15 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
 def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
     """[r]: the KL estimate of --kl-loss-type between policy and reference, with its gradient.
 
-    --use-unbiased-kl multiplies it by the ratio to the old policy, with the ratio's gradient (DeepSeek-V3.2,
-    arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
+    With --use-unbiased-kl (or the estimator unbiased) weighted by the ratio to the old policy, with the ratio's gradient
+    (DeepSeek-V3.2, arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
     """
     if tokens.reference is None:
         raise UsageError("--use-kl-loss needs the log-probs of the reference, here are none", "give --ref-load")
     logprobs = tokens.logprobs if options.kl_loss_coef else tokens.logprobs.detach()
-    ratio = (logprobs - tokens.old).exp()
-    kl = find("kl", options.kl_loss_type, "--kl-loss-type")(logprobs - tokens.reference, ratio)
-    if options.use_unbiased_kl:
-        kl = ratio * kl
-        if options.kl_loss_type == "low_var_kl":  # the product is what is bounded, as slime does it
-            kl = bounded(kl)
-    return kl
+    weighted = options.use_unbiased_kl or options.kl_loss_type == "unbiased"
+    ratio = (logprobs - tokens.old).exp() if weighted else torch.ones_like(logprobs)
+    return find("kl", options.kl_loss_type, "--kl-loss-type")(logprobs - tokens.reference, ratio)
 
 
 def sft_loss(tokens: TokenBatch, options: Options) -> Loss:

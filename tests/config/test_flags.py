@@ -62,7 +62,7 @@ def example(name: str) -> Any:
     one = {
         "bool": not value,
         "int": 4096,
-        "float": 0.5 if "beta" in name or "fraction" in name else 1.5,
+        "float": 0.5 if "beta" in name or "fraction" in name or name in ("gamma", "lambd") else 1.5,
         "str": "some text",
         "object": {},
     }[kind.base]
@@ -90,12 +90,12 @@ def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
     assert read.name == value if name == "name" else read.values == {name: value}
 
 
-@given(st.dictionaries(st.sampled_from(["lr", "seed", "n_samples_per_prompt"]), st.lists(st.booleans(), min_size=3, max_size=3)))
+@given(st.dictionaries(st.sampled_from(["lr", "seed", "save_interval"]), st.lists(st.booleans(), min_size=3, max_size=3)))
 def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
     layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
     one = recipe(GRPO | layers[0], Stage("s", layers[1]))
     options = resolve_stages(one, layers[2], PLACES)[0]
-    for name in ("lr", "seed", "n_samples_per_prompt"):
+    for name in ("lr", "seed", "save_interval"):
         wanted = next((layer[name] for layer in reversed(layers) if name in layer), Options.model_fields[name].default)
         assert getattr(options, name) == wanted
 

@@ -2,5 +2,6 @@
 
 Each file holds `kl(difference, ratio) -> Tensor`, all [any], float:
     difference: log-prob under the policy minus log-prob under the reference, of tokens that the policy sampled.
-    ratio: probability under the policy over that under the old policy that sampled; 1 where they are the same.
+    ratio: what each estimate is weighted by: with --use-unbiased-kl (and for `unbiased`) the probability under the policy
+        over that under the old policy that sampled, else 1.
 """

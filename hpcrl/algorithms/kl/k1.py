@@ -1,6 +1,6 @@
 """The log-ratio itself: unbiased, negative as often as not.
 
-    k1 = d,   d = log p - log p_ref
+    k1 = r d,   d = log p - log p_ref,   r: 1, or the importance ratio (--use-unbiased-kl)
 
 Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.  Its gradient as a loss term has
 mean zero: use it in the reward (--kl-coef), not in the loss.
@@ -13,4 +13,4 @@ from torch import Tensor
 
 def kl(difference: Tensor, ratio: Tensor) -> Tensor:
     """k1 of each token."""
-    return difference
+    return ratio * difference

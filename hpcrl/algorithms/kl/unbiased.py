@@ -2,14 +2,11 @@
 
     unbiased = r (exp(-d) - 1 + d),   d = log p - log p_ref,   r = p / p_old
 
-Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, 3.1.  --use-unbiased-kl does the same to another estimator.
+Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, 3.1.  The same as k3 with --use-unbiased-kl.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from hpcrl.algorithms.kl.k3 import kl
 
-
-def kl(difference: Tensor, ratio: Tensor) -> Tensor:
-    """r k3 of each token."""
-    return ratio * ((-difference).exp() - 1 + difference)
+__all__ = ["kl"]
