@@ -62,7 +62,7 @@ def example(name: str) -> Any:
     one = {
         "bool": not value,
         "int": 4096,
-        "float": 0.5 if "beta" in name or "fraction" in name or name in ("gamma", "lambd") else 1.5,
+        "float": 0.5 if "beta" in name or "fraction" in name or name in ("gamma", "lambd", "ref_update_weight") else 1.5,
         "str": "some text",
         "object": {},
     }[kind.base]
