@@ -176,6 +176,20 @@ def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[S
             assert share.table["reward"].tolist() == [row["reward"] for row in rows], "every rank knows all rewards"
 
 
+def test_a_greedy_response_to_each_prompt_is_what_its_samples_are_compared_with(tmp_path: Path, model: Path) -> None:
+    with Attempt(tmp_path / "run", model, None, advantage_estimator="remax", eval_interval=None) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        bodies = [body["sampling_params"] for engine in attempt.engines for body in engine.bodies]
+        assert sorted(body["temperature"] for body in bodies) == [0.0] * GROUPS + [1.0] * GROUPS * EACH
+        table = shares[0].table
+        assert len(table) == GROUPS * EACH and not np.isnan(table["baseline"]).any()
+        for group in table["baseline"].reshape(GROUPS, EACH):
+            assert len(set(group)) == 1
+        written = attempt.samples()["00000000.jsonl"]
+        assert [row["baseline"] for row in written] == table["baseline"].tolist()
+
+
 def test_every_sample_has_its_own_seed(uncut: tuple[Attempt, Any, Any]) -> None:
     bodies = [body for engine in uncut[0].engines for body in engine.bodies]
     train = [body["sampling_params"]["seed"] for body in bodies if body["sampling_params"].get("logprobs") == 0]

@@ -158,7 +158,7 @@ def test_a_reference_that_is_only_measured_changes_nothing(model: Path, other: P
     without, beside = run_ranks(n, metrics_on_rank, [alone, measured])[0]
     for one, row in zip(without, beside, strict=True):
         assert {name: row[name] for name in one} == one
-        assert set(row) - set(one) == {"train/kl_loss"}
+        assert set(row) - set(one) == {"train/kl_loss", "rollout/ref_log_probs"}
     assert beside[0]["train/kl_loss"] > 0.01
 
 
