@@ -18,7 +18,7 @@ from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import ENDINGS, OVER, WORKING, Status
-from hpcrl.report.status_text import short
+from hpcrl.report.status_text import shorten_path
 from hpcrl.run.rundir import write_atomic
 from hpcrl.slurm import squeue
 
@@ -40,7 +40,7 @@ def stop(argv: list[str]) -> int:
     run = _one("stop", "Let a run finish its step, save a checkpoint and end; hpcrl resume goes on with it.", argv)
     jobs = Jobs([run])
     found = look_at_run(run, jobs)
-    name = short(str(run.root))
+    name = shorten_path(str(run.root))
     if found.stop_asked:
         print(f"{name} has been asked to stop already; to end it at once: hpcrl cancel {name}")
         return 0
@@ -82,7 +82,7 @@ def cancel(argv: list[str]) -> int:
 
 
 def _cancel_job(run: Run) -> int:
-    name, job = short(str(run.root)), run.job
+    name, job = shorten_path(str(run.root)), run.job
     assert job is not None
     if not job.job_id:
         raise HpcrlError(f"{name} was never given a job number", f"see {run.root / 'job.json'}")
@@ -120,7 +120,7 @@ def _record(run: Run, message: str) -> None:
 
 def _end_process(run: Run) -> int:
     """SIGTERM twice to the launcher on this host; it ends all its processes."""
-    name = short(str(run.root))
+    name = shorten_path(str(run.root))
     process = owner(run.root)
     if process is None:
         found = look_at_run(run)
