@@ -39,7 +39,7 @@ endef
 ENV := $(HPCRL_VENV)/.installed
 $(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
-	@echo "making the environment in $(HPCRL_VENV), 2 GB, some minutes; log: $(LOG)"
+	@echo "making the environment in $(HPCRL_VENV), 2 GB (6 with torch's CUDA build), some minutes; log: $(LOG)"
 	@$(PYTHON) -m venv $(HPCRL_VENV)
 	@: > $(LOG)
 	$(call pip,torch,$(shell grep '^torch==' requirements/cpu.txt))
