@@ -97,7 +97,7 @@ def _serve() -> None:
     from hpcrl.trainer.megatron import cpu_shim
 
     cpu_shim.install()
-    for module in ("hf", "megatron", "model", "checkpoint"):
+    for module in ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load"):
         importlib.import_module(f"hpcrl.trainer.{module}")
     while True:
         try:
