@@ -62,7 +62,11 @@ class ClusterOptions(Base):
     )
     interface: str | None = opt(None, "network interface that hosts talk through, such as ib0; default: the only one they share")
     launch_timeout: float = opt(60.0, "seconds until every host must have answered", gt=0)
-    trainer_threads: int = opt(1, "CPU threads of one trainer rank (OMP_NUM_THREADS)", ge=1)
+    trainer_threads: int = opt(
+        1,
+        "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if that is more",
+        ge=1,
+    )
     train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
 
 
