@@ -5,7 +5,7 @@ Two backends of vLLM's own weight-transfer phases (init, start, update, finish),
     hpcrl_gloo   one update a bucket, broadcast by trainer rank 0
 and a few calls for POST /collective_rpc: what the engine holds, whether it holds what was sent, giving up an update.
 
-Invariants: those of reload.py; nothing from the wire is unpickled or imported by name; no worker outlives its server.
+Invariants: those of weight_loading.py; importing this does nothing; nothing from the wire is unpickled or imported by name; no worker outlives its server.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, stock
 from hpcrl.run.process import PARENT, die_with_parent
@@ -28,10 +27,6 @@ from hpcrl.weights import gloo
 from hpcrl.weights.bucket import Bucket, views
 from hpcrl.weights.digest import digest
 from hpcrl.weights.shared_memory import open_region
-
-if os.environ.get(KEY_FILE):  # in an engine, not in a test that imports this
-    os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
-    die_with_parent()  # a worker never outlives who started it, however that one ends
 
 
 @dataclass
@@ -142,13 +137,27 @@ class GlooReceiver(Receiver):
 
 
 BACKENDS: dict[str, type[Receiver]] = {"hpcrl_shm": ShmReceiver, "hpcrl_gloo": GlooReceiver}
-for _name, _class in BACKENDS.items():
-    if _name not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(_name, _class)
+
+
+def register_backends() -> None:
+    """Make our backends known to vLLM in this process."""
+    for name, receiver in BACKENDS.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, receiver)
 
 
 class WorkerExtension:
-    """Methods of each worker for POST /collective_rpc; only text and plain values cross."""
+    """Methods of each worker for POST /collective_rpc; only text and plain values cross.
+
+    vLLM makes it a base of its worker's class, so that `__new__` runs once in every worker's process: when the worker is
+    made, before it has a model or a weight-transfer engine.  (Its own `__init__` would not be called.)
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        register_backends()
+        os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
+        die_with_parent()  # a worker never outlives who started it, however that one ends
+        return super().__new__(cls)
 
     model_runner: Any
     rank: int

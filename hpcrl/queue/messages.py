@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, Stopped, UsageError
+from hpcrl import errors
+from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.queue.share_format import Buffer, Count, WireError
 
 #: number of this protocol; both sides must speak the same
@@ -171,9 +172,7 @@ def _read(decode: Any, frame: Buffer) -> Any:
 
 # ---- errors
 
-_KINDS: dict[str, type[HpcrlError]] = {
-    kind.__name__: kind for kind in (UsageError, DataError, DeadlineError, PeerError, Stopped, WireError)
-}
+_KINDS: dict[str, type[HpcrlError]] = {**errors.KINDS, WireError.__name__: WireError}
 
 
 def failed(error: HpcrlError, call_id: int | None = None, rollout_id: int | None = None) -> Failed:

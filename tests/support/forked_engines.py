@@ -151,14 +151,14 @@ def _serve(rundir: RunDir, sock: socket.socket) -> None:
         server_settings.EXTENSION = "tests.support.breakable.extension.Extension"
         options = Options.model_validate_json(rundir.options_file.read_bytes())
         if "quantization_config" in model_config(options):
-            from tests.breakable.fp8_on_cpu import install
+            from tests.support.breakable.fp8_on_cpu import install
 
             install()
         with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
             base = dict(os.environ) | {KEY_FILE: str(rundir.keys / "http.key"), "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
             base[LISTEN_FD] = str(os.dup(sock.fileno()))
             sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", "0"]
-            context = server.open_seat()
+            context = server.open_role()
             os.environ.update(server_environment(options, context.plan, 0, base, build()))
             sock.close()
             code = server.main()
