@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -26,6 +25,7 @@ from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -116,17 +116,16 @@ class EngineSupervisor:
     def publish(self) -> None:
         """Tell the run where the engine is and what it can do."""
         model = ask(self.address, "GET", "/v1/models", 60)["data"][0]
-        facts: dict[str, Any] = {
-            "host": self.address.host,
-            "port": self.address.port,
-            "model_len": model["max_model_len"],
-            "vllm": ask(self.address, "GET", "/version", 60)["version"],
-            "weight_versions": self._has("/weight_info"),
-            "backend": self.backend,
-        }
+        peer = EnginePeer(
+            host=self.address.host,
+            port=self.address.port,
+            weight_versions=self._has("/weight_info"),
+            model_len=model["max_model_len"],
+        )
         self.shared |= leftovers(descendants())
-        self.context.rundir.publish("engine", self.context.index, **facts)
-        say(f"{self.name} is up: {facts}")
+        publish(self.context.rundir, peer, self.context.index)
+        version = ask(self.address, "GET", "/version", 60)["version"]
+        say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
 
     def _has(self, path: str) -> bool:
         try:

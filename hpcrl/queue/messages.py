@@ -172,7 +172,8 @@ def _read(decode: Any, frame: Buffer) -> Any:
 
 # ---- errors
 
-_KINDS: dict[str, type[HpcrlError]] = {**errors.KINDS, WireError.__name__: WireError}
+#: what is of none of these kinds came from a peer, and nothing more is known of it
+_KINDS = {name: kind for name, kind in errors.KINDS.items() if kind is not HpcrlError} | {WireError.__name__: WireError}
 
 
 def failed(error: HpcrlError, call_id: int | None = None, rollout_id: int | None = None) -> Failed:

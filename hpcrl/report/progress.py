@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hpcrl.report.metrics import parse_record
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
@@ -85,8 +86,8 @@ class Progress:
             if "train/loss" in row:
                 self.latest, self.done = row, row["rollout_id"] + 1
             self.accuracy |= {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
-        if not self._working and (trainer := self.rundir.find("trainer", 0)):
-            self._working, self.total, self.start = True, trainer["total"], trainer["start"]
+        if not self._working and (trainer := find(self.rundir, TrainerPeer)):
+            self._working, self.total, self.start = True, trainer.total, trainer.start
             self.done = max(self.done, self.start)
 
     def _draw(self, bar: tqdm) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
@@ -59,7 +60,7 @@ class Crank:
         self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
-            context.rundir.publish("trainer", 0, start=self.at.rollout_id, total=self.total)
+            publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
 
     @property

@@ -26,7 +26,8 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import KEY_FILE
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, build, model_config, server_environment
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -111,8 +112,7 @@ def _publish(engines: Any) -> None:
             break
         except HttpError:
             time.sleep(0.05)
-    facts = {"host": address.host, "port": address.port, "weight_versions": True}
-    engines.rundir.publish("engine", 0, backend=backend(engines.options, engines.plan, True), **facts)
+    publish(engines.rundir, EnginePeer(host=address.host, port=address.port, weight_versions=True))
 
 
 # ---- in the nursery
