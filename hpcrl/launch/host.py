@@ -21,14 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
-from hpcrl.run.role import read_options, say
+from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
 
@@ -210,8 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     rundir = RunDir(args.run, args.attempt)
     try:
         with Told() as told:
-            plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
-            run_host(read_options(rundir), plan, rundir, args.host, args.slot, told)
+            run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"host {args.host}: {error}")
         rundir.fail("host", 0, f"on {args.host}: {error}")  # unless a role has said more already

@@ -28,7 +28,7 @@ from hpcrl.slurm.batch_process import Clock, _alone, read_groups
 def machine(name: str, **networks: str) -> Report:
     """networks: interface=address/prefix."""
     found = [Network(i.rstrip("_"), a.split("/")[0], int(a.split("/")[1]), 0) for i, a in networks.items()]
-    return Report(name, name, tuple(found), True, 0.0, 8, 10**9, 1)
+    return Report(name, name, tuple(found), True, 0.0, 8, 10**9)
 
 
 # ---- networks

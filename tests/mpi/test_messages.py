@@ -31,7 +31,7 @@ from hpcrl.mpi.messages import (
     unpack,
 )
 
-REPORT = Report("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40, 7)
+REPORT = Report("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
 LAUNCHER: list[Message] = [Beat(), Look("/run/plan.json"), Begin("/run", 3, {"options.json": b"\xff\x00"}), Files({}), Quit(-9)]
 HOST: list[Message] = [Beat(), Sees(False), Files({"attempts/0/end": b""}), Ended("/run", 3, -15), Bye()]
 
