@@ -19,7 +19,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import ENDINGS, OVER, WORKING, Status
 from hpcrl.report.status_text import shorten_path
-from hpcrl.run.rundir import write_atomic
+from hpcrl.run.job_state import JobState, write_state
 from hpcrl.slurm import squeue
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
@@ -111,11 +111,8 @@ def _cancel_job(run: Run) -> int:
 
 def _record(run: Run, message: str) -> None:
     """The last word on a run whose launcher never was, or is gone, and could not know that it was cancelled."""
-    state = run.state
-    fields = msgspec.structs.asdict(state) if state else {"stage": "", "attempt": 0, "restarts": 0, "host": "", "pid": 0}
-    fields |= {"phase": "cancelled", "message": message, "time": time.time(), "ends": None}
-    with contextlib.suppress(OSError, HpcrlError):
-        write_atomic(run.root / "state.json", msgspec.json.encode(fields))
+    last = run.state or JobState("cancelled", 0.0)
+    write_state(run.root, msgspec.structs.replace(last, phase="cancelled", message=message, time=time.time(), ends=None))
 
 
 def _end_process(run: Run) -> int:
