@@ -2,7 +2,7 @@
 
 Invariant: an option that exists here has an effect.  Names and meanings are slime's or Megatron's where one exists
 (`source` says which).  Settings of Megatron's and vLLM's own dataclasses are not repeated here: they arrive in
-`megatron` and `vllm`, checked against the installed packages by `flags.py`.
+`megatron` and `vllm`, checked against the installed packages by `setting_names.py`.
 """
 
 from __future__ import annotations
