@@ -78,7 +78,7 @@ class Fetch(_Message, tag="fetch"):
 class Part(_Message, tag="part"):
     """One part of a share; its pieces follow as frames.
 
-    parts: number of parts; sizes: bytes of each frame of the whole share (`wire.encode`), whose concatenation the pieces
+    parts: number of parts; sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation the pieces
     of all parts, in order, make up.
     """
 
