@@ -131,7 +131,8 @@ def run(argv: list[str]) -> int:
         print(RUN_HELP)
         print(run_help())
         return 0
-    from hpcrl.config.flags import load_recipe, parse_flags
+    from hpcrl.config.flags import parse_flags
+    from hpcrl.config.recipe import load_recipe
     from hpcrl.config.value_types import Kind
 
     overrides, own, words = parse_flags(argv, {"resume": Kind("str"), "dry-run": Kind("bool"), "help": Kind("bool")})
@@ -143,9 +144,8 @@ def run(argv: list[str]) -> int:
         raise UsageError(f"more than one recipe: {' '.join(words)}", "flags that take one value take no more")
     recipe = load_recipe(words[0])
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
-    shown = preview(recipe, overrides)  # checks every stage, before anything is made
     if own.get("dry-run"):
-        print(shown)
+        print(preview(recipe, overrides))
         return 0
     from hpcrl.launch.local import run_recipe
 
@@ -166,13 +166,13 @@ def resume(directory: Path, overrides: dict[str, Any], words: list[str], own: di
 
 def preview(recipe: Any, overrides: dict[str, Any]) -> str:
     """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
-    from hpcrl.config.flags import changed, resolve_options
+    from hpcrl.config.recipe import changed, resolve_stages
     from hpcrl.config.setting_names import spell
     from hpcrl.plan import local_hosts, make_plan
 
     parts = []
-    for stage in recipe.stages:
-        resolved = resolve_options(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    for stage, resolved in zip(recipe.stages, options, strict=True):
         plan = make_plan(resolved, local_hosts(resolved), "dry-run")
         rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
@@ -208,7 +208,8 @@ def plan(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print("usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]\n\nOptions are those of hpcrl run.")
         return 0
-    from hpcrl.config.flags import load_recipe, parse_flags, resolve_options
+    from hpcrl.config.flags import parse_flags
+    from hpcrl.config.recipe import load_recipe, resolve_stages
     from hpcrl.config.value_types import Kind
     from hpcrl.groups import describe
     from hpcrl.plan import local_hosts, make_plan
@@ -225,8 +226,8 @@ def plan(argv: list[str]) -> int:
         hosts = list(found.hosts)
         for note in found.notes:
             print(f"hpcrl: note: {note}", file=sys.stderr)
-    for stage in recipe.stages:
-        resolved = resolve_options(recipe, stage, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")

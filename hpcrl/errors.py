@@ -6,6 +6,8 @@ the flag, file, host or role at fault and, where one is known, the hint.  A trac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HpcrlError(Exception):
     """One clear message for the user.
@@ -24,6 +26,21 @@ class UsageError(HpcrlError):
     """The command line, a recipe or an option's value is wrong: nothing was started."""
 
     exit_code = 2
+
+
+class UsageErrors(UsageError):
+    """Several of them, one a line.  parts: each of them."""
+
+    def __init__(self, parts: Sequence[UsageError]) -> None:
+        self.parts = tuple(parts)
+        super().__init__("\n".join([f"{len(parts)} things are wrong:", *(f"  {part}" for part in parts)]))
+
+
+def raise_together(errors: Sequence[UsageError]) -> None:
+    """Raise what was found wrong, all of it at once; returns if nothing was."""
+    parts = [part for error in errors for part in (error.parts if isinstance(error, UsageErrors) else [error])]
+    if parts:
+        raise parts[0] if len(parts) == 1 else UsageErrors(parts)
 
 
 class DataError(HpcrlError):

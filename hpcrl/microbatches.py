@@ -7,7 +7,7 @@ what the pipeline asks for, none empty; the same lengths give the same schedule.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
@@ -16,6 +16,7 @@ from itertools import pairwise
 from hpcrl.errors import UsageError
 
 MicroBatch = tuple[int, ...]
+FEW = 8  #: samples a micro-batch up to which a second way to pack is worth its time; of more, small ones fill any gap
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,9 @@ def _packed(sizes: Sequence[int], dp: int, limit: int, multiple: int, balance: b
     parts = [sorted(part, key=sizes.__getitem__, reverse=True) for part in parts]
     over = dp // len(parts)  # ranks that share the samples of one part
     most = len(sizes) // dp
-    filled = max(sum(min(sizes[i], limit) for i in part) for part in parts)
-    # about half the smallest sample is left over in each, which shows where there are many: else m would grow in more turns
-    waste = min(sizes) / 2 if min(sizes) < limit else 0.0
-    least = max(1, math.ceil(filled / (limit * over)), int(filled / ((limit - waste) * over)))
-    count = min(most, _up(least, multiple))
+    count = min(most, _up(max(-(-_least(sizes, part, limit) // over) for part in parts), multiple))
     while True:
-        bins = [_longest_first(sizes, part, count * over, limit) for part in parts]
+        bins = [_longest_first(sizes, part, count * over, limit) or _best_fit(sizes, part, count * over, limit) for part in parts]
         if all(found is not None for found in bins):
             break
         count = min(most, _up(max(count + 1, count * 101 // 100), multiple))
@@ -99,6 +96,26 @@ def _packed(sizes: Sequence[int], dp: int, limit: int, multiple: int, balance: b
     (found,) = bins
     ranks = spread([sum(sizes[i] for i in micro) for micro in found], dp, count)
     return [_largest_first(sizes, [found[number] for number in rank]) for rank in ranks]
+
+
+def _pack(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
+    """`order`, sorted by falling size, in `count` parts of about equal sum; None if one would exceed the limit."""
+    found = _longest_first(sizes, order, count, limit)
+    if found is None and len(order) <= FEW * count:
+        return _best_fit(sizes, order, count, limit)
+    return found
+
+
+def _least(sizes: Sequence[int], order: Sequence[int], limit: int) -> int:
+    """A number of micro-batches below which the samples of `order`, sorted by falling size, cannot be packed, at least 1.
+
+    Their sum; how many of the smallest fit into one; and that of those larger than half the limit no two share one
+    (Martello and Toth 1990, lower bounds for bin packing).
+    """
+    filled = sum(min(sizes[i], limit) for i in order)
+    together = max(1, limit // max(sizes[order[-1]], 1))
+    large = sum(2 * sizes[i] > limit for i in order)
+    return max(1, -(-filled // limit), -(-len(order) // together), large)
 
 
 def _largest_first(sizes: Sequence[int], micros: list[list[int]]) -> list[list[int]]:
@@ -126,6 +143,23 @@ def _longest_first(sizes: Sequence[int], order: Sequence[int], count: int, limit
             return None
         found[loaded % count].append(index)
         heapreplace(heap, loaded)
+    return found
+
+
+def _best_fit(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
+    """`order`, sorted by falling size, in `count` parts, each sample into the fullest that can take it; None if one cannot.
+
+    Less even than `_longest_first`, and now and then possible where that is not.
+    """
+    found: list[list[int]] = [[i] for i in order[:count]]
+    loads = sorted((sizes[i], part) for part, i in enumerate(order[:count]))
+    for index in order[count:]:
+        at = bisect_right(loads, (limit - sizes[index], count)) - 1
+        if at < 0:
+            return None
+        load, part = loads.pop(at)
+        found[part].append(index)
+        insort(loads, (load + sizes[index], part))
     return found
 
 

@@ -1,7 +1,7 @@
 """The data: a sample (prompt + response), and a batch of samples as columns.
 
 Invariant: a `SampleBatch` is a handful of contiguous numpy arrays, whatever the number of samples; the wire carries
-these arrays as they lie (see `queue/wire.py`), so no per-token Python object exists between engine and trainer.
+these arrays as they lie (see `queue/share_format.py`), so no per-token Python object exists between engine and trainer.
 """
 
 from __future__ import annotations

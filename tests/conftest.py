@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
+
+# a loaded machine is slow, not wrong; and an example that failed is printed, whoever's machine it was
+hypothesis.settings.register_profile("hpcrl", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("hpcrl")
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ name = "grpo"
 load = "{run}/sft/checkpoints"
 num_rollout = 3
 rm_type = "exact"
+n_samples_per_prompt = 4
 """
 
 
@@ -151,6 +152,23 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
     assert "seed" not in out and runner == []
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-model-parallel-size 2", "stage sft: 1 trainer ranks"),
+        ("--run-dir {x}", "--run-dir {x}: only {name} and {time}"),
+        ("--lr -1", "--lr -1.0: expected a number >= 0"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_made(
+    words: str, message: str, more: list[str], recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    assert main(["run", str(recipe), *words.split(), *more]) == 2
+    assert message in said(capsys) and [p.name for p in recipe.parent.iterdir()] == [recipe.name]
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
@@ -159,9 +177,7 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
         (["run", "RECIPE", "--num-rolout", "3"], 2, "did you mean --num-rollout?"),
-        (["run", "RECIPE", "--tensor-model-parallel-size", "2"], 2, "stage sft: 1 trainer ranks"),
         (["run", "RECIPE", "--dry-rum"], 2, "did you mean --dry-run?"),
-        (["run", "RECIPE", "--run-dir", "{x}"], 2, "--run-dir {x}: only {name} and {time}"),
         (["run", "--resume"], 2, "--resume: expected text, got nothing"),
         (["options", "--wrte", "x"], 2, "unrecognized arguments: --wrte x; see hpcrl options --help"),
         (["options", "--write", "/nowhere/x"], 2, "cannot write /nowhere/x: No such file"),

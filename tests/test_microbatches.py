@@ -77,6 +77,42 @@ def test_micro_batches_that_a_multiple_asks_for() -> None:
         make_schedule([10] * 6, dp=1, max_tokens_per_gpu=30, multiple=4)
 
 
+def test_a_micro_batch_may_reach_the_limit_and_not_exceed_it() -> None:
+    assert make_schedule([50, 50], dp=1, max_tokens_per_gpu=100).steps == ((((0, 1),),),)
+    (steps,) = make_schedule([6, 7, 3, 8, 6], dp=1, max_tokens_per_gpu=12).steps  # 6 + 6 reaches it: the rest is even
+    assert [sum([6, 7, 3, 8, 6][i] for i in micro) for micro in steps[0]] == [12, 10, 8]
+    assert make_schedule([50, 51], dp=1, max_tokens_per_gpu=100).steps == ((((1,), (0,)),),)
+
+
+def test_context_parallel_ranks_hold_a_micro_batch_together() -> None:
+    assert len(make_schedule([50, 50], dp=1, max_tokens_per_gpu=50).steps[0][0]) == 2
+    assert len(make_schedule([50, 50], dp=1, cp=2, max_tokens_per_gpu=50).steps[0][0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dp", "limit", "count"),
+    [
+        ([4096] * 512, 8, 8192, 32),  # exactly two in each
+        ([6, 5, 4, 3, 2], 1, 10, 2),  # 6 4 | 5 3 2; by the emptiest alone it would be three
+        ([7, 7, 7, 3, 3, 3], 1, 10, 3),
+        ([60] * 6 + [40] * 6, 2, 100, 3),
+        ([51] * 4, 1, 100, 4),  # no two together
+    ],
+)
+def test_as_few_micro_batches_as_can_be(lengths: list[int], dp: int, limit: int, count: int) -> None:
+    found = make_schedule(lengths, dp=dp, max_tokens_per_gpu=limit)
+    assert [len(rank[0]) for rank in found.steps] == [count] * dp
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_every_rank_begins_with_its_largest_micro_batch(balance: bool) -> None:
+    rng = random.Random(3)
+    lengths = [rng.randrange(1, 100) for _ in range(64)]
+    for rank in make_schedule(lengths, dp=2, max_tokens_per_gpu=250, balance=balance).steps:
+        loads = [sum(lengths[i] for i in micro) for micro in rank[0]]
+        assert len(set(loads)) > 1 and loads == sorted(loads, reverse=True)
+
+
 @pytest.mark.parametrize(("count", "dp", "steps"), [(10, 3, 1), (8, 2, 3), (0, 1, 1), (6, 4, 2)])
 def test_what_does_not_divide_is_refused(count: int, dp: int, steps: int) -> None:
     with pytest.raises(UsageError, match="do not divide"):

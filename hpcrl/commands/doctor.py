@@ -22,8 +22,9 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor import model_directory, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
@@ -113,7 +114,7 @@ def _stages(recipe: Recipe | None, overrides: dict[str, Any]) -> tuple[tuple[Opt
     if recipe is None:
         return (), directory
     places = {"run": str(directory), "prepared": str(directory / "prepared")}
-    return tuple(resolve_options(recipe, stage, overrides, places) for stage in recipe.stages), directory
+    return resolve_stages(recipe, overrides, places), directory
 
 
 # ---- the login node

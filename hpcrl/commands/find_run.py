@@ -18,7 +18,8 @@ from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, OVER, WORKING, Queued, Status, judge_run
 from hpcrl.report.status_text import forgive
-from hpcrl.run.registry import is_run, known
+from hpcrl.run.recipe_file import is_run
+from hpcrl.run.registry import known
 from hpcrl.slurm import squeue
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hpcrl.commands.find_run import Ending, Jobs, Parser, find_run, look_at_run
 from hpcrl.errors import UsageError
+from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
 from hpcrl.report.status_text import plain
 
@@ -26,7 +27,6 @@ ROLES = ("trainer", "engine", "rollout", "job")
 GLANCE = 0.3  #: seconds between looks at the files
 EVERY = 1.0  #: seconds between looks at the run's state
 SETTLE = 2.0  #: seconds without a new line after which the log of a run that has ended is done
-BLOCK, MOST = 1 << 16, 1 << 23  #: bytes read at once, from the end and of what is new
 LINES = 20
 _NAME = re.compile(r"(trainer|engine|rollout)-(\d+)\.log\Z")
 
@@ -61,12 +61,12 @@ def logs(argv: list[str]) -> int:
     if args.host is not None and args.host not in (hosts := hosts_of(run, every)):
         raise UsageError(f"--host {args.host}: no process of the run is there", f"there are {', '.join(hosts) or 'none yet'}")
     width = max((len(log.label) for log in shown), default=0)
-    tails = {log.path: LogTail(log.path) for log in shown}
+    tails = {log.path: FileTail(log.path) for log in shown}
     for log in shown:
         tail = tails[log.path]
         lines = tail.last(args.lines)
         if tail.rest and not args.follow and args.lines:
-            lines = [*lines, tail.rest.decode(errors="replace")][-args.lines :]
+            lines = [*lines, tail.rest][-args.lines :]
         for text in lines:
             print(f"{log.label:{width}} | {clean(text)}", flush=args.follow)
     if args.follow:
@@ -161,49 +161,12 @@ def hosts_of(run: Run, every: Iterable[RoleLog]) -> list[str]:
 # ---- their lines
 
 
-class LogTail:
-    """The last lines of a file, and then those that come."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.at, self.rest = path, 0, b""
-
-    def last(self, count: int) -> list[str]:
-        """The last `count` whole lines; what follows them is `rest`."""
-        blocks: list[bytes] = []
-        try:
-            with self.path.open("rb") as file:
-                at = self.at = file.seek(0, 2)
-                while at > 0 and sum(block.count(b"\n") for block in blocks) <= count:
-                    size = min(BLOCK, at)
-                    at -= size
-                    file.seek(at)
-                    blocks.append(file.read(size))
-        except OSError:
-            return []
-        *lines, self.rest = b"".join(reversed(blocks)).split(b"\n")
-        return [line.decode(errors="replace") for line in lines[len(lines) - min(count, len(lines)) :]]
-
-    def new(self) -> list[str]:
-        """What has come, whole lines only; from the beginning if the file was cut."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self.at:
-                    self.at, self.rest = 0, b""
-                file.seek(self.at)
-                data = file.read(MOST)
-        except OSError:
-            return []
-        self.at += len(data)
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
-
-
-def clean(text: str) -> str:
+def clean(text: bytes) -> str:
     """A line as it stands after what a progress bar has written over it, with nothing in it that a terminal obeys."""
-    return plain(text.rstrip("\r").rsplit("\r", 1)[-1])
+    return plain(text.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
 
 
-def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, LogTail], old: set[Path]) -> None:
+def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, FileTail], old: set[Path]) -> None:
     """Print what is written from now on, also to files that appear later, until the run has ended and is silent.
 
     tails: the files whose last lines are shown already; old: all that were there then.
@@ -216,7 +179,7 @@ def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, Log
         run, now = Run(root), time.monotonic()
         for log in chosen(logs_of(run), role, host):
             if log.path not in old:
-                tails.setdefault(log.path, LogTail(log.path))
+                tails.setdefault(log.path, FileTail(log.path))
             for text in tails[log.path].new() if log.path in tails else ():
                 width, quiet = max(width, len(log.label)), now
                 print(f"{log.label:{width}} | {clean(text)}", flush=True)

@@ -39,13 +39,13 @@ def resume(argv: list[str]) -> int:
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", "start another run to train on")
     record = read_job(root)
-    if record.get("scheduler") == "mpirun":
+    if record.scheduler == "mpirun":
         raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
-    if record.get("scheduler") == "slurm" and "site" not in record:
+    if record.scheduler == "slurm" and record.site is None:
         raise UsageError(
             f"{root} was started from a script", f"write --run-dir {root} into its last line, and give it to sbatch again"
         )
-    if record.get("scheduler") == "slurm":
+    if record.scheduler == "slurm":
         from hpcrl.slurm.submit import submit_again
 
         return submit_again(root, record, own)

@@ -1,105 +1,70 @@
-"""Command line and recipe -> Options.
+"""A command line -> options by name, as a recipe has them.
 
-    name = "quickstart"                      # keys are options, spelled with underscores; [megatron] and [vllm] are tables
-    prepare = ["{python}", "{recipe}/arithmetic.py", "--out", "{prepared}"]
-    lr = 1e-5
-    [[stage]]                                # stages run one after another, each in RUN/<name>/
-    name = "sft"
-    loss_type = "sft_loss"
-
-A flag goes before the stage's table, which goes before the top of the recipe.  Placeholders in text: {prepared} is
-RUN/prepared, {recipe} the recipe's directory, {run} the run directory, {python} this interpreter; in `prepare` also
-any option by its name, such as {seed}.  Invariant: pure functions; whatever they return has been checked as a whole.
+Invariant: every word has been understood: what is unknown, refused or mistyped is told at once, all of it in one error.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from hpcrl.config.option_rules import check_options, check_run_dir, flag, inert
-from hpcrl.config.options import Options
-from hpcrl.config.setting_names import find_flag, find_in, gather, kind_of_field, own, put, spell
+from hpcrl.config.setting_names import find_flag, find_in, put
 from hpcrl.config.value_types import Kind
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, raise_together
 
-_STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are no options
-_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
-_TAKEN = {"prepared", "keys", "attempts", "logs", "checkpoints", "samples", "tensorboard"}  #: names inside a run directory
 _NUMBER = re.compile(r"-\.?\d")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a recipe: its name ("" in a recipe without stages) and the options that it sets."""
-
-    name: str
-    values: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe: where it came from (absolute), the options for all stages, the commands to run first, the stages."""
-
-    name: str
-    path: Path
-    values: dict[str, Any]
-    prepare: tuple[tuple[str, ...], ...]
-    stages: tuple[Stage, ...]
-
-    def prepare_commands(self, run: Path, overrides: Mapping[str, Any]) -> list[list[str]]:
-        """The prepare commands for the run directory `run`, placeholders filled in."""
-        known = {name: field.get_default(call_default_factory=True) for name, field in Options.model_fields.items()}
-        known |= {**self.values, "name": self.name, **overrides}
-        places = {k: str(v) for k, v in known.items() if isinstance(v, (str, int, float))}
-        places |= self.places({"run": str(run), "prepared": str(run / "prepared")})
-        return [[_fill(word, places) for word in command] for command in self.prepare]
-
-    def places(self, given: Mapping[str, str]) -> dict[str, str]:
-        """All placeholders, given those that depend on the run."""
-        return {**given, "recipe": str(self.path.parent), "python": sys.executable}
-
-
-# ---- the command line
 
 
 def parse_flags(argv: Sequence[str], extra: Mapping[str, Kind] | None = None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A command line -> (options that flags set, the command's own flags named in `extra`, the other words).
 
     Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; of a flag given twice the later
-    counts.  UsageError: an unknown flag, a missing, superfluous or mistyped value.
+    counts.  UsageError: unknown flags, missing, superfluous or mistyped values, all that there are.
     """
     overrides: dict[str, Any] = {}
     command: dict[str, Any] = {}
     rest: list[str] = []
+    wrong: list[UsageError] = []
     words = list(argv)
     while words:
         word = words.pop(0)
-        if not word.startswith("--"):
-            if word.startswith("-") and not _NUMBER.match(word):
-                raise UsageError(f"{word} is an unknown option", "flags begin with two dashes; see hpcrl run --help")
+        if not _is_flag(word):
             rest.append(word)
             continue
-        name, inline, value = word.removeprefix("--").partition("=")
-        if extra and name in extra:
-            command[name] = _read(name, extra[name], _values(words, extra[name], value if inline else None))
-            continue
-        target = find_flag(name, extra or ())
-        if target.fixed is not None:
-            _read(name, Kind("bool"), [value] if inline else [])
-            _store(overrides, target.table, target.field, target.fixed)
-            continue
-        read = _read(name, target.kind, _values(words, target.kind, value if inline else None))
-        _store(overrides, target.table, target.field, read)
+        try:
+            _take(word, words, extra or {}, overrides, command)
+        except UsageError as error:
+            wrong.append(error)
+            while words and not _is_flag(words[0]):  # whatever its values were
+                words.pop(0)
+    raise_together(wrong)
     return overrides, command, rest
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not _NUMBER.match(word)
+
+
+def _take(word: str, words: list[str], extra: Mapping[str, Kind], overrides: dict[str, Any], command: dict[str, Any]) -> None:
+    """Store what the flag `word` says, its values taken from `words`."""
+    if not word.startswith("--"):
+        raise UsageError(f"{word} is an unknown option", "flags begin with two dashes; see hpcrl run --help")
+    name, inline, value = word.removeprefix("--").partition("=")
+    if name in extra:
+        command[name] = _read(name, extra[name], _values(words, extra[name], value if inline else None))
+        return
+    target = find_flag(name, extra)
+    if target.fixed is not None:
+        _read(name, Kind("bool"), [value] if inline else [])
+        _store(overrides, target.table, target.field, target.fixed)
+    else:
+        _store(
+            overrides,
+            target.table,
+            target.field,
+            _read(name, target.kind, _values(words, target.kind, value if inline else None)),
+        )
 
 
 def _values(words: list[str], kind: Kind, inline: str | None) -> list[str]:
@@ -133,131 +98,3 @@ def _store(overrides: dict[str, Any], table: str, field: str, value: Any) -> Non
             put(overrides, find_in(field, key, f"--{field}"), item, f"--{field}: {key}")
     else:
         overrides[field] = value
-
-
-# ---- the recipe
-
-
-def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
-    """Read a recipe; every name and type in it is checked.
-
-    origin: where the recipe was, if `path` is a copy of it: {recipe} is its directory.  UsageError names file and key.
-    """
-    file = Path(path)
-    try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is not TOML: {error}") from error
-    top = {key: value for key, value in document.items() if key not in _STRUCTURE}
-    values = gather(top, file.name, _STRUCTURE)
-    source = Path(origin or file).resolve()
-    name = values.pop("name", source.stem)
-    prepare = tuple(_prepare(document.get("prepare", []), file.name))
-    stages = tuple(_stages(document.get("stage", []), file.name))
-    return Recipe(name, source, values, prepare, stages or (Stage("", {}),))
-
-
-def _prepare(value: Any, where: str) -> Iterator[tuple[str, ...]]:
-    """A command, or a list of commands."""
-    commands = [value] if isinstance(value, list) and value and isinstance(value[0], str) else value
-    if not isinstance(commands, list):
-        raise UsageError(f"{where}: prepare = {spell(value)}: expected a command, or a list of commands, each a list of words")
-    for command in commands:
-        if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
-            raise UsageError(f"{where}: prepare: {spell(command)} is no command", "write it as a list of words")
-        yield tuple(command)
-
-
-def _stages(value: Any, where: str) -> Iterator[Stage]:
-    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        raise UsageError(f"{where}: stage is no list of tables", "begin each stage with [[stage]]")
-    seen: set[str] = set()
-    for number, table in enumerate(value, 1):
-        name = table.get("name")
-        if not isinstance(name, str) or not _STAGE_NAME.match(name) or name in _TAKEN or name in seen:
-            shown = "has no name" if name is None else f"cannot be named {spell(name)}"
-            raise UsageError(
-                f"{where}: stage {number} {shown}", "every stage needs a name of its own, good for a directory of the run"
-            )
-        seen.add(name)
-        if "run_dir" in table:
-            raise UsageError(
-                f"{where}: stage {name}: run_dir has no effect", "a stage lies in the run's directory, under its own name"
-            )
-        yield Stage(name, gather({k: v for k, v in table.items() if k != "name"}, f"{where}: stage {name}"))
-
-
-# ---- together
-
-
-def resolve_options(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: Mapping[str, str]) -> Options:
-    """The options of one stage, checked, with placeholders filled in.
-
-    overrides: what the flags set; places: values of {run} and {prepared}.  An option that has no effect is an error if
-    the stage itself sets it, or if it is set for all stages and has an effect in none of them.
-    """
-    build = partial(_build, recipe, overrides=overrides, places=recipe.places(places))
-    options = build(stage)
-    shared = {*recipe.values, *overrides}
-    for other in recipe.stages:
-        shared &= set(inert(build(other)))
-    try:
-        check_options(options, [*stage.values, *sorted(shared)])
-    except UsageError as error:
-        raise (UsageError(f"stage {stage.name}: {error.what}", error.hint) if stage.name else error) from None
-    return options
-
-
-def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: Mapping[str, str]) -> Options:
-    """Merge and validate, without looking at what options say together."""
-    merged: dict[str, Any] = {"name": recipe.name}
-    for values in (recipe.values, stage.values, overrides):
-        tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
-        merged |= {**values, **tables}
-    if isinstance(merged.get("run_dir"), str):
-        check_run_dir(merged["run_dir"])
-    try:
-        return Options.model_validate(_expand(merged, places), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        wrong = first["msg"] if len(first["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
-        raise UsageError(f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}: {wrong}") from None
-
-
-def _origin(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], name: str) -> str:
-    """Where the value of an option comes from, for an error."""
-    if name in overrides:
-        return flag(name)
-    inside = f": stage {stage.name}" if name in stage.values else ""
-    return f"{recipe.path.name}{inside}: {name} ="
-
-
-def _fill(text: str, places: Mapping[str, str]) -> str:
-    """Replace the known placeholders; other braces stay as they are."""
-    return re.sub(r"\{(\w+)\}", lambda match: places.get(match[1], match[0]), text)
-
-
-def _expand(value: Any, places: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return _fill(value, places)
-    if isinstance(value, list):
-        return [_expand(item, places) for item in value]
-    if isinstance(value, dict):
-        return {key: _expand(item, places) for key, item in value.items()}
-    return value
-
-
-def changed(options: Options) -> Iterable[tuple[str, Any]]:
-    """The options that differ from their defaults, in the order of options.py, with the tables' fields last."""
-    for target in own().values():
-        value = getattr(options, target.field)
-        default = Options.model_fields[target.field].get_default(call_default_factory=True)
-        if target.fixed is False or value == default:
-            continue
-        if target.field in ("megatron", "vllm"):
-            yield from ((f"{target.field}.{key}", item) for key, item in value.items())
-        else:
-            yield target.field, value

@@ -10,7 +10,11 @@ from collections.abc import Collection, Iterator
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.schedules import check_schedules
 from hpcrl.errors import UsageError
+
+#: estimators whose advantage is a response's reward beside those of the other responses to the same prompt
+NEEDS_GROUPS = {"grpo"}
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
@@ -127,15 +131,12 @@ def _batches(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    if o.loss_type == "sft_loss" and o.label_key is None:
-        raise UsageError("--loss-type sft_loss learns the label", "give --label-key")
+    label_key(o, evaluation=False)
     if o.needs_engines:
         if o.rm_type is None and o.custom_rm_path is None:
             raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
         if o.rm_type and o.custom_rm_path:
             raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
-        if o.rm_type and o.loss_type == "policy_loss" and o.label_key is None:
-            raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --label-key")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
@@ -153,36 +154,38 @@ def _evaluation(o: Options) -> None:
         return
     if not names:
         raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH")
-    if o.rm_type and o.label_key is None and o.eval_label_key is None:
-        raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --eval-label-key or --label-key")
+    label_key(o, evaluation=True)
+
+
+def label_key(o: Options, evaluation: bool) -> str | None:
+    """The key of the label in the training prompts, or in the held-out ones; None where no label is wanted.
+
+    UsageError if the loss or the reward needs one and no key is given.
+    """
+    key = (o.eval_label_key if evaluation else None) or o.label_key
+    if key is None and o.loss_type == "sft_loss" and not evaluation:
+        raise UsageError("--loss-type sft_loss learns the label", "give --label-key")
+    if key is None and o.rm_type and (evaluation or o.loss_type == "policy_loss"):
+        where = "--eval-label-key or --label-key" if evaluation else "--label-key"
+        raise UsageError(f"--rm-type {o.rm_type} compares with the label", f"give {where}")
+    return key
 
 
 def _algorithm(o: Options) -> None:
     if o.eps_clip_high is not None and o.eps_clip_high < o.eps_clip:
         raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
-    if o.min_lr > o.lr and o.lr_decay_style != "constant":
-        raise UsageError(f"--min-lr {o.min_lr:g} is higher than --lr {o.lr:g}")
-    _schedules(o)
+    groups_of_one(o)
+    check_schedules(o)
 
 
-def _schedules(o: Options) -> None:
-    """Of learning rate and weight decay."""
-    if o.lr_warmup_iters and o.lr_warmup_fraction is not None:
-        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction exclude each other", "leave one of them out")
-    if o.lr_warmup_init > o.lr:
-        raise UsageError(f"--lr-warmup-init {o.lr_warmup_init:g} is higher than --lr {o.lr:g}")
-    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
-        raise UsageError("--lr-decay-style WSD needs the length of its decay", "give --lr-wsd-decay-iters")
-    if o.weight_decay_incr_style == "constant":
-        return
-    if o.start_weight_decay is None or o.end_weight_decay is None:
+def groups_of_one(o: Options) -> None:
+    """UsageError if an estimator that compares the responses to one prompt would have nothing to compare."""
+    trains = o.loss_type == "policy_loss" and o.num_rollout != 0
+    if trains and o.n_samples_per_prompt == 1 and o.advantage_estimator in NEEDS_GROUPS and not o.disable_rewards_normalization:
         raise UsageError(
-            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs both ends",
-            "give --start-weight-decay and --end-weight-decay",
-        )
-    if o.start_weight_decay > o.end_weight_decay:
-        raise UsageError(
-            f"--start-weight-decay {o.start_weight_decay:g} is higher than --end-weight-decay {o.end_weight_decay:g}"
+            f"--advantage-estimator {o.advantage_estimator} compares the responses to one prompt, and --n-samples-per-prompt is 1: "
+            "every advantage would be 0",
+            "give --n-samples-per-prompt 8 or more",
         )
 
 

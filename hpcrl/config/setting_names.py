@@ -6,9 +6,8 @@ Megatron's, so no setting can be reached in two places.
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,8 +18,9 @@ from pydantic.fields import FieldInfo
 from hpcrl.config import passthrough
 from hpcrl.config.options import SECTIONS, Options
 from hpcrl.config.passthrough import Target, dashed
+from hpcrl.config.unknown_names import advice, elsewhere, nearest
 from hpcrl.config.value_types import Kind, kind_of
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, raise_together
 
 _BOUNDS = {
     annotated_types.Ge: ("ge", ">="),
@@ -28,7 +28,6 @@ _BOUNDS = {
     annotated_types.Le: ("le", "<="),
     annotated_types.Lt: ("lt", "<"),
 }
-_SURE = 0.8  #: how alike a misspelt own flag must be, to be told from one of a package that is not installed here
 
 
 def kind_of_field(field: FieldInfo) -> Kind:
@@ -60,12 +59,6 @@ def own() -> dict[str, Target]:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`, if any is."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
 def _foreign(*tables: passthrough.Table) -> list[str]:
     """Flags of these packages that may be given: those that an error may propose."""
     return [
@@ -74,37 +67,36 @@ def _foreign(*tables: passthrough.Table) -> list[str]:
 
 
 def find_flag(flag: str, extra: Iterable[str] = ()) -> Target:
-    """Where `--flag` leads.  UsageError names the nearest of all known flags (and of `extra`, the command's own)."""
+    """Where `--flag` leads.  UsageError says what may have been meant: one of all known flags (and of `extra`, the command's own)."""
     if target := own().get(flag):
         return target
     table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
     mine = [*own(), *extra]
-    if passthrough.settings(table) is None and table == "megatron" and difflib.get_close_matches(flag, mine, n=1, cutoff=_SURE):
-        raise _unknown(f"--{flag}", nearest(flag, mine), "--")
-    if target := passthrough.find_setting(table, flag, f"--{flag}"):
+    if (_taken_for_ours(flag, table, mine) is False) and (target := passthrough.find_setting(table, flag, f"--{flag}")):
         return target
-    raise _unknown(f"--{flag}", nearest(flag, [*mine, *_foreign("megatron", "vllm")]), "--")
+    raise UsageError(
+        f"--{flag} is an unknown option", advice(flag, [*mine, *_foreign("megatron", "vllm")], lambda name: f"--{name}")
+    )
 
 
 def find_key(key: str, where: str, extra: Iterable[str] = ()) -> Target:
     """Where a key at the top of a recipe, or of a stage, leads; keys are spelled with underscores.
 
-    UsageError names the place `where` and the nearest known key.
+    UsageError names the place `where` and what may have been meant.
     """
     flag = dashed(key)
     keys = {f: t for f, t in own().items() if t.fixed is not False}  # off is `x = false`, not a name of its own
     if flag in keys and "-" not in key:
         return keys[flag]
+    mine = [*keys, *extra]
     if "-" not in key and flag not in own():
         table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
-        certain = passthrough.settings(table) is not None or not difflib.get_close_matches(
-            flag, [*keys, *extra], n=1, cutoff=_SURE
-        )
-        if certain and (target := passthrough.find_setting(table, flag, f"{where}: {key}")):
+        if not _taken_for_ours(flag, table, mine) and (target := passthrough.find_setting(table, flag, f"{where}: {key}")):
             return target
-    known = [*keys, *extra, *_foreign("megatron", "vllm")]
-    found = nearest(flag, known)
-    raise _unknown(f"{where}: {key}", found.replace("-", "_") if found else None, "")
+    unknown = f"{where}: {key} is an unknown option"
+    if flag in own() and "-" not in key:
+        raise UsageError(unknown, f"write {key.removeprefix('no_')} = false")
+    raise UsageError(unknown, advice(flag, [*mine, *_foreign("megatron", "vllm")], _as_key))
 
 
 def find_in(table: passthrough.Table, key: str, where: str) -> Target:
@@ -114,13 +106,17 @@ def find_in(table: passthrough.Table, key: str, where: str) -> Target:
         raise UsageError(f"{shown} is an option of hpcrl's own", f"write {mine.field} outside the table")
     if "-" not in key and (target := passthrough.find_setting(table, flag, shown)):
         return target
-    found = nearest(flag, _foreign(table))
-    raise _unknown(shown, found.removeprefix("vllm-").replace("-", "_") if found else None, "")
+    hint = advice(flag, _foreign(table), lambda name: _as_key(name.removeprefix("vllm-")))
+    raise UsageError(f"{shown} is an unknown option", hint)
 
 
-def _unknown(shown: str, found: str | None, prefix: str) -> UsageError:
-    hint = f"did you mean {prefix}{found}?" if found else "see hpcrl run --help"
-    return UsageError(f"{shown} is an unknown option", hint)
+def _as_key(flag: str) -> str:
+    return flag.replace("-", "_")
+
+
+def _taken_for_ours(flag: str, table: passthrough.Table, mine: Collection[str]) -> bool:
+    """Whether an unknown name must be a slip, although the package is not installed here that could tell."""
+    return table == "megatron" and passthrough.settings(table) is None and bool(nearest(flag, mine) or elsewhere(flag, mine))
 
 
 def settle_value(target: Target, value: Any, shown: str) -> Any:
@@ -142,18 +138,35 @@ def spell(value: Any) -> str:
 def gather(values: Mapping[str, Any], where: str, extra: Iterable[str] = ()) -> dict[str, Any]:
     """Keys and values of a file -> own options by name, and the tables "megatron" and "vllm" by field; all checked.
 
-    Bounds, and what options say together, are left to `resolve`.
+    Bounds, and what options say together, are left to `recipe.resolve_stages`.  UsageError: all that is wrong with them.
     """
     found: dict[str, Any] = {}
+    wrong: list[UsageError] = []
     for key, value in values.items():
-        if key in ("megatron", "vllm"):
-            if not isinstance(value, dict):
+        try:
+            if key not in ("megatron", "vllm"):
+                put(found, find_key(key, where, extra), value, f"{where}: {key}")
+            elif isinstance(value, dict):
+                found.setdefault(key, {}).update(gather_table(key, value, f"{where}: [{key}]"))
+            else:
                 raise UsageError(f"{where}: {key} = {spell(value)}: expected a table")
-            for inner, item in value.items():
-                put(found, find_in(key, inner, f"{where}: [{key}]"), item, f"{where}: [{key}] {inner}")
-        else:
-            put(found, find_key(key, where, extra), value, f"{where}: {key}")
+        except UsageError as error:
+            wrong.append(error)
+    raise_together(wrong)
     return found
+
+
+def gather_table(table: passthrough.Table, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Keys and values of [megatron] or [vllm] -> values by field, checked; values by field come back as they are."""
+    found: dict[str, Any] = {table: {}}
+    wrong: list[UsageError] = []
+    for key, value in values.items():
+        try:
+            put(found, find_in(table, key, where), value, f"{where} {key}")
+        except UsageError as error:
+            wrong.append(error)
+    raise_together(wrong)
+    return found[table]
 
 
 def put(found: dict[str, Any], target: Target, value: Any, shown: str) -> None:

@@ -24,13 +24,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from hpcrl.errors import DataError, UsageError
+from hpcrl.model_files.config_json import read_config, write_config
 from hpcrl.model_files.hf_writer import Tensor, copy_assets, directory, header
-from hpcrl.model_files.safetensors_headers import BYTES, INDEX, SINGLE, Entry, listing
+from hpcrl.model_files.safetensors_headers import DTYPES, INDEX, SINGLE, Entry, listing, open_file
 from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -74,7 +76,7 @@ def convert(
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
             (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         config["quantization_config"] = quantization_config(scheme, left(held, taken))
-        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_config(beside, config)
 
 
 def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Scheme) -> tuple[str, dict[str, int]]:
@@ -86,9 +88,9 @@ def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Sche
     plan.sort(key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     head = header(plan)
     places = dict(zip((tensor.name for tensor in plan), accumulate((t.size for t in plan), initial=len(head)), strict=False))
-    with source.open("rb") as file, output.open("wb") as out:
+    with output.open("wb") as out:
         out.write(head)
-        for name, tensor in quantized(_tensors(file, entries), scheme):
+        for name, tensor in quantized(_tensors(source, entries.keys()), scheme):
             out.seek(places[name])
             out.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
     return output.name, {tensor.name: tensor.size for tensor in plan}
@@ -102,24 +104,18 @@ def _outcome(name: str, entry: Entry, scheme: Scheme) -> list[Tensor]:
     return [Tensor(name, FP8, entry.shape), scales]
 
 
-def _tensors(file: BinaryIO, entries: Mapping[str, Entry]) -> Stream:
-    """The tensors of a file, one after the other; read and not mapped, so that they do not stay in memory."""
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
-        buffer = bytearray(entry.nbytes)
-        file.seek(entry.offset)
-        file.readinto(buffer)
-        dtype = getattr(torch, entry.dtype)
-        yield name, (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).view(entry.shape)
+def _tensors(path: Path, names: Set[str]) -> Stream:
+    """These tensors of a file, as they lie in it; read and not mapped, so that they do not stay in memory."""
+    with open_file(path, "pt", backend="pread") as file:
+        for name in (name for name in file.offset_keys() if name in names):
+            try:
+                yield name, file.get_tensor(name)
+            except SafetensorError as error:
+                raise DataError(f"{path}: {name} cannot be read: {error}") from error
 
 
 def _config(source: Path) -> dict[str, Any]:
-    path = source / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "--model-dir names a Hugging Face model directory") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} holds no JSON object")
+    config = read_config(source, "--model-dir")
     if found := config.get("quantization_config"):
         raise DataError(f"{source} is quantised already ({found.get('quant_method')})", "begin with the model in bf16")
     return config
@@ -128,7 +124,7 @@ def _config(source: Path) -> dict[str, Any]:
 def _taken(source: Path, held: dict[str, Entry], scheme: Scheme) -> frozenset[str]:
     """The matrices that are to be quantised."""
     taken = frozenset(name for name, entry in held.items() if scheme.takes(name, entry.shape))
-    if odd := [name for name, entry in held.items() if entry.dtype not in BYTES]:
+    if odd := [name for name, entry in held.items() if entry.dtype not in DTYPES.values()]:
         raise DataError(f"{source}: {odd[0]} has the unknown dtype {held[odd[0]].dtype}")
     for name in taken:
         if held[name].dtype not in ("float32", "bfloat16", "float16", "float64"):

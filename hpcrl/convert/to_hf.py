@@ -27,10 +27,11 @@ from tqdm import tqdm
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files import torch_dist
+from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_reader import Files
 from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_assets, directory, split
 from hpcrl.model_files.torch_dist import TorchDist
-from hpcrl.models.family import Config, Family, Rule, find_family, read_config, tied
+from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
@@ -68,7 +69,7 @@ def convert(
     add_missing: tensors of the origin that the checkpoint has none for are copied.  save_workers: files that are written at once, each by a
     thread that holds one tensor; load_workers: those of them that read at once.  DataError, UsageError: see above.
     """
-    config = read_config(origin)
+    config = read_config(origin, "--origin-hf-dir")
     family = find_family(config, origin)
     stored = TorchDist(torch_dist.find_checkpoint(source, None, "--input-dir"))
     jobs = plan(stored, family, config)
@@ -250,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
         if (count := getattr(args, f"{flag}_max_workers")) is not None and count < 1:
             raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
     save = args.save_max_workers or args.load_max_workers or 1
-    _check_flags(args, read_config(args.origin_hf_dir))
+    _check_flags(args, read_config(args.origin_hf_dir, "--origin-hf-dir"))
     torch.set_grad_enabled(False)
     convert(
         args.input_dir,

@@ -77,7 +77,7 @@ def read_options(argv: Sequence[str], world: int) -> Options:
     """Options for `world` ranks; UsageError for what does not belong here."""
     from hpcrl.config.flags import parse_flags
     from hpcrl.config.value_types import Kind
-    from hpcrl.models.family import read_config
+    from hpcrl.model_files.config_json import read_config
 
     own = {name: Kind("bool") for name in UNUSED} | {
         "padded-vocab-size": Kind("int"),

@@ -24,6 +24,7 @@ import msgspec
 
 from hpcrl.doctor.findings import Finding, failed, last_line
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import write_atomic
 
@@ -71,8 +72,8 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
         found = read(out)
         reports += found
         if process.returncode or len(found) < step.nodes:
-            how = f"exit code {process.returncode}" if process.returncode else f"{len(found)} of {step.nodes} nodes reported"
-            findings.append(Finding("fail", "", f"the step on the {step.role} nodes: {how}: {_telling(err or out)}", "see above"))
+            how = how_it_ended(process.returncode) if process.returncode else f"brought {len(found)} of {step.nodes} reports"
+            findings.append(Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out)}", "see above"))
     wanted = {step.role: step.slots for step in job.steps} if job.gpus else {}
     return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
 

@@ -78,7 +78,7 @@ class ServerLog:
     def explain(self) -> str:
         """The line that says why, as well as that can be told."""
         recent = [line for when, line in list(self.lines) if when > self.healthy - RECENT]
-        return reason(recent) or "its log does not say why (it may have been killed)"
+        return reason(recent) or "its log does not say why"
 
 
 def bare(line: str) -> str:

@@ -24,8 +24,10 @@ import psutil
 
 from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.model_files.config_json import read_config
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -46,7 +48,7 @@ class EngineSupervisor:
         self.found = build()
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
-        model_config(context.options)
+        read_config(context.options.hf_checkpoint)
         os.environ[KEY_FILE] = str(context.rundir.keys / "http.key")
         self.key = read_key().decode()
         self.scratch = Path(tempfile.mkdtemp(prefix="hpcrl-engine-", dir=_short_temporary()))
@@ -160,8 +162,7 @@ class EngineSupervisor:
         if (code := self.child.poll()) is None or self.stopped.is_set():
             return
         self.log.finish(2)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise PeerError(f"{self.name}: its vLLM server {how}; {self.log.explain()}")
+        raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code)}; {self.log.explain()}")
 
     def end(self) -> None:
         """End the server and all that it started, and remove what it left on this host."""

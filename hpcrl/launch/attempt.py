@@ -22,8 +22,10 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped
 from hpcrl.launch.host import GRACE
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.summary import Summary, summary_of
 
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
 
@@ -108,9 +110,7 @@ class Backend(Protocol):
         """Start a command that makes what the run needs, once, where the run's software is."""
 
 
-def run_attempt(
-    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]
-) -> dict[str, object]:
+def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
     """Run one attempt to its end and return its summary.
 
     poll is called about five times a second.  PeerError names the role that failed; DeadlineError says that a stop was
@@ -131,7 +131,7 @@ def run_attempt(
         raise
     finally:
         _part(members, rundir, poll)
-    summary = rundir.summary()
+    summary = summary_of(rundir)
     assert summary is not None  # _watch does not return without it
     return summary
 
@@ -139,7 +139,7 @@ def run_attempt(
 def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:
     """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone wrong."""
     stop_by = float("inf")
-    while any(m.status is None for m in members) or rundir.summary() is None:
+    while any(m.status is None for m in members) or summary_of(rundir) is None:
         poll()
         _check(members, rundir)
         now = time.monotonic()
@@ -153,7 +153,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             stop_by = now + options.stop_timeout
         if stop.requests > 1:
             raise HpcrlError("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
-        if now > stop_by and rundir.summary() is None:
+        if now > stop_by and summary_of(rundir) is None:
             raise DeadlineError(
                 f"the run did not save and end within --stop-timeout {options.stop_timeout:.0f} s", "it was ended"
             )
@@ -163,19 +163,19 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
 
 def _check(members: list[Watched], rundir: RunDir) -> None:
     """PeerError if a member has failed, or has ended, however well, before the run did."""
-    over = rundir.summary() is not None
+    over = summary_of(rundir) is not None
     gone = [m for m in members if m.status is not None and (m.status != 0 or not over)]
     if not gone:
         rundir.check()
         return
     end_of_wait = time.monotonic() + 3.0  # the host that knows why may be about to say so
     while rundir.failure() is None and time.monotonic() < end_of_wait:
-        if rundir.summary() is not None and all(m.status == 0 for m in gone):
+        if summary_of(rundir) is not None and all(m.status == 0 for m in gone):
             return  # it had ended after all, and its last word has only now come to us
         time.sleep(0.05)
     rundir.check()
-    code = gone[0].status
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    assert gone[0].status is not None
+    how = how_it_ended(gone[0].status)
     message = f"{gone[0].name} {how} before the run was over; a host may have failed; its log is {gone[0].log}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)

@@ -28,9 +28,11 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, say
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import summary_of
 
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 #: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
@@ -53,9 +55,7 @@ class Role:
 
     def epitaph(self) -> str:
         """How it ended, for a user."""
-        code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name}-{self.index} {how}; its log is {self.log}"
+        return f"{self.name}-{self.index} {how_it_ended(self.process.returncode)}; its log is {self.log}"
 
 
 @dataclass
@@ -178,7 +178,7 @@ def run_host(
 def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
     working = [r for r in roles if r.name != "engine"]
     close_by = quit_by = float("inf")
-    while any(r.status is None for r in working) or rundir.summary() is None:
+    while any(r.status is None for r in working) or summary_of(rundir) is None:
         turn()
         if rundir.end_requested() or rundir.superseded():
             return

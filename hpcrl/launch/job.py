@@ -19,24 +19,27 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from hpcrl.config.flags import Recipe, Stage, load_recipe, resolve_options
+from hpcrl.config.option_rules import check_run_dir
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.process import adopt_orphans, end_descendants
+from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
+from hpcrl.run.summary import read_summary
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Job:
     root: Path
     identity: str  #: of this run alone, wherever its directory is moved
 
-    def options(self, stage: Stage) -> Options:
-        """The stage's options, with placeholders filled in."""
+    @cached_property
+    def stages(self) -> tuple[Options, ...]:
+        """The options of every stage, with placeholders filled in: resolved once, when they are first asked for."""
         places = {"run": str(self.root), "prepared": str(self.root / "prepared")}
-        return resolve_options(self.recipe, stage, self.overrides, places)
+        return resolve_stages(self.recipe, self.overrides, places)
 
     def directory(self, stage: Stage) -> Path:
         return self.root / stage.name if stage.name else self.root
@@ -121,15 +125,11 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made."""
     root = directory_of(recipe, overrides)
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
-    for stage in recipe.stages:
-        options = job.options(stage)
+    for options in job.stages:
         startable(make_plan(options, hosts(options), "check"))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
-    shutil.copyfile(recipe.path, root / "recipe.toml")
-    write_atomic(
-        root / "recipe.json", msgspec.json.encode({"path": str(recipe.path), "overrides": overrides, "identity": job.identity})
-    )
+    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides))
     return job
 
 
@@ -146,21 +146,15 @@ def startable(plan: Plan) -> None:
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would lie."""
     given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
+    check_run_dir(given)
     return Path(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).resolve()
 
 
 def reopen_job(root: Path) -> Job:
     """The job of an existing run directory."""
-    if not (root / "recipe.json").is_file():
-        raise UsageError(
-            f"--resume {root}: no run directory (it has no recipe.json)", "name the directory that hpcrl run printed"
-        )
-    try:
-        saved = msgspec.json.decode((root / "recipe.json").read_bytes())
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{root / 'recipe.json'} is damaged: {error}", "start the recipe anew") from error
-    recipe = load_recipe(root / "recipe.toml", origin=Path(saved["path"]))
-    return Job(recipe, saved["overrides"], root.resolve(), saved["identity"])
+    begun = read_recipe_file(root)
+    recipe = load_recipe(root / COPY, origin=Path(begun.path))
+    return Job(recipe, begun.overrides, root.resolve(), begun.identity)
 
 
 # ---- before the first stage
@@ -185,7 +179,7 @@ def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobState
         if stop.requests:
             raise Stopped("stopped while preparing", f"continue with {backend.again(job.root)}")
         if process.returncode:
-            raise HpcrlError(f"prepare command {' '.join(command)} ended with exit code {process.returncode}", f"see {log}")
+            raise HpcrlError(f"prepare command {' '.join(command)} {how_it_ended(process.returncode)}", f"see {log}")
     done.touch()
 
 
@@ -214,18 +208,16 @@ def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobSt
     finally:
         with contextlib.suppress(Exception):  # a picture must never hide how the run ended
             draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
-    if summary["status"] != "finished":
-        where = f"after {summary['rollout_id']} of {summary['total']} rollouts"
+    if not summary.finished:
+        where = f"after {summary.rollout_id} of {summary.total} rollouts"
         reason = f" ({stop.why})" if stop.why else ""
         raise Stopped(f"saved and stopped {where}{reason}", f"continue with {backend.again(job.root)}")
 
 
 def finished(directory: Path) -> bool:
     """Whether the stage has run to its end."""
-    try:
-        return msgspec.json.decode((directory / "summary.json").read_bytes()).get("status") == "finished"
-    except FileNotFoundError:
-        return False
+    summary = read_summary(directory)
+    return summary is not None and summary.finished
 
 
 def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options]:
@@ -233,7 +225,7 @@ def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options
     if (directory / "options.json").is_file():
         last = RunDir.latest(directory)
         return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
-    options = job.options(stage)
+    options = job.stages[job.recipe.stages.index(stage)]
     if directory == job.root:
         rundir = RunDir(directory)
     else:

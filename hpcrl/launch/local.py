@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.flags import Recipe
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe
 from hpcrl.launch.attempt import Member
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.job import begin_job, reopen_job, run_job

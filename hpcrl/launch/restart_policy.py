@@ -8,44 +8,34 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.report.metrics import parse_record
+from hpcrl.report.metrics import last_records
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import SUMMARY, read_summary
 
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
-RECENT = 20  #: steps that an estimate looks back on
+RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save
 
 
 def margin(rundir: RunDir, floor: float) -> float:
     """Seconds before the time limit at which to stop: two steps, the slowest save, and slack; at least `floor`."""
-    rows = steps(rundir.metrics_file)[-RECENT:]
+    rows = last_records(rundir.metrics_file, RECENT)
     step = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
     save = [row["perf/save_time"] for row in rows if "perf/save_time" in row]
     measured = 2 * statistics.median(step) + max(save, default=0.0) + SLACK if step else 0.0
     return max(floor, measured)
 
 
-def steps(file: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl that are whole."""
-    try:
-        lines = file.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    return [row for line in lines if (row := parse_record(line)) is not None]
-
-
 def position(root: Path) -> list[str]:
     """What a job has saved so far: the tracker of every stage, and which stages are finished."""
     trackers = sorted(root.glob("**/latest_checkpointed_iteration.txt"))
     found = [f"{path.relative_to(root)} {path.read_text(errors='replace').strip()}" for path in trackers]
-    return found + [
-        str(path.relative_to(root)) for path in sorted(root.glob("**/summary.json")) if b'"finished"' in path.read_bytes()
-    ]
+    summaries = [path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished]
+    return found + [str(path.relative_to(root)) for path in summaries]
 
 
 def check_headway(root: Path, restarts: int) -> None:

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from hpcrl.errors import DataError
+from hpcrl.model_files.safetensors_headers import SINGLE, open_file, read_index
 
 
 class Files:
@@ -22,24 +22,12 @@ class Files:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self.stack = directory, stack
         self.opened: dict[str, Any] = {}
-        index = directory / "model.safetensors.index.json"
-        try:
-            if index.is_file():
-                self.where = msgspec.json.decode(index.read_bytes())["weight_map"]
-            else:
-                self.where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise DataError(f"{index} is no index of safetensors: {error!r}") from error
+        where = read_index(directory)
+        self.where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE) if where is None else where
 
     def _open(self, name: str) -> Any:
         if name not in self.opened:
-            path = self.directory / name
-            if not path.is_file():
-                raise DataError(f"{path} is not there", "--hf-checkpoint needs safetensors weights")
-            try:
-                self.opened[name] = self.stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise DataError(f"{path} cannot be read: {error}", "is it complete?") from error
+            self.opened[name] = self.stack.enter_context(open_file(self.directory / name, "pt"))
         return self.opened[name]
 
     def slice(self, name: str) -> Any:

@@ -25,25 +25,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.model_files import safetensors_headers
+from hpcrl.model_files.config_json import read_config, write_config
+from hpcrl.model_files.safetensors_headers import INDEX, SINGLE
 from hpcrl.run.rundir import flush
 
-INDEX = "model.safetensors.index.json"
 #: torch's dtypes by safetensors' names
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in safetensors_headers.DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -91,7 +80,7 @@ class SafetensorsWriter:
         total = len(plan)
         self.files = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
         if total == 1:
-            self.files = ["model.safetensors"]
+            self.files = [SINGLE]
         self.names = [tensor.name for file in plan for tensor in file]
         self._file = {tensor.name: i for i, file in enumerate(plan) for tensor in file}
         self._left = [deque(file) for file in plan]
@@ -193,11 +182,5 @@ def copy_assets(origin: Path, output: Path, drop: Sequence[str] = ()) -> None:
     for path in sorted(origin.iterdir()):
         if path.is_file() and not path.name.endswith(weights) and not path.name.startswith("."):
             shutil.copyfile(path, output / path.name)
-    config = output / "config.json"
-    if drop and config.is_file():
-        try:
-            held = json.loads(config.read_text())
-        except ValueError as error:
-            raise DataError(f"{origin / 'config.json'} is no JSON: {error}") from error
-        if any(key in held for key in drop):
-            config.write_text(json.dumps({k: v for k, v in held.items() if k not in drop}, indent=2) + "\n")
+    if drop and any(key in (held := read_config(origin, "--origin-hf-dir")) for key in drop):
+        write_config(output, {k: v for k, v in held.items() if k not in drop})

@@ -10,7 +10,6 @@ not implement is an error, never ignored.
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ class Rule:
     """One Megatron parameter or buffer and the Hugging Face tensors that it is made of.
 
     megatron: its name, with {layer} for the number of the layer and {expert} for that of the expert in the whole model.
-    kind: how it is cut over tensor-parallel ranks (`trainer/slicing.py` does it).
+    kind: how it is cut over tensor-parallel ranks (`slicing.py` does it).
         same     every rank holds the whole          row     columns are cut (RowParallelLinear)
         column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
         qkv      three tensors, interleaved by key-value group, rows cut
@@ -65,7 +64,7 @@ class Family:
     rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's layers
     may stand here.  ignored: patterns of tensors that files may hold in excess.  adapt: changes a layer's spec in place,
     given the spec, the norm class and the TransformerConfig.  facts: what Megatron's own flags may say of the model
-    beyond these fields (`flags.py` compares them).  specs: words of slime's --spec that stand for the family.
+    beyond these fields (`model_args.py` compares them).  specs: words of slime's --spec that stand for the family.
     """
 
     model_type: str
@@ -151,20 +150,6 @@ def check_spec(words: Sequence[str], config: Config) -> None:
         raise UsageError(f"{shown} names no model family", f"known: {'; '.join(known)}; or leave the flag out")
     if named != config.get("model_type"):
         raise UsageError(f"{shown} is a {named} model, config.json says {config.get('model_type')!r}", "leave the flag out")
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory.  DataError if it is not there or no JSON object."""
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", "--hf-checkpoint names a Hugging Face model directory") from error
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} holds no JSON object")
-    return config
 
 
 def tied(config: Config) -> bool:

@@ -12,8 +12,9 @@ from pathlib import PurePosixPath
 
 from hpcrl.errors import PeerError
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.summary import SUMMARY, summary_of
 
-ALLOWED = ("attempts", "keys", "options.json", "summary.json")
+ALLOWED = ("attempts", "keys", "options.json", SUMMARY)
 
 
 class FileSync:
@@ -26,8 +27,8 @@ class FileSync:
         """Files that have appeared since the last look, as text that JSON can carry, by path."""
         here = self.rundir.here
         found = [*here.glob("peers/*.json"), here / "error.json", here / "stop", here / "end"]
-        if self.rundir.summary() is not None:
-            found.append(self.rundir.root / "summary.json")
+        if summary_of(self.rundir) is not None:
+            found.append(self.rundir.root / SUMMARY)
         names = [str(p.relative_to(self.rundir.root)) for p in found if not p.name.startswith(".") and p.exists()]
         fresh = [name for name in names if name not in self.seen]
         self.seen.update(fresh)
@@ -51,7 +52,7 @@ def unpack_files(rundir: RunDir, files: dict[str, str]) -> None:
         if path.is_absolute() or ".." in path.parts or path.parts[0] not in ALLOWED:
             raise PeerError(f"another host sent {name}, which is no file of an attempt")
         target = rundir.root / path
-        if target.exists() and name != "summary.json":
+        if target.exists() and name != SUMMARY:
             continue
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomic(target, base64.b64decode(text))

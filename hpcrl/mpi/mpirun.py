@@ -22,13 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.plan import Host, make_plan
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT
 from hpcrl.run.shipped_files import shipped
 
@@ -131,10 +133,9 @@ def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | Non
         from hpcrl.launch.job import reopen_job
 
         assert resume is not None
-        job = reopen_job(resume)
-        return [job.options(stage) for stage in job.recipe.stages]
+        return list(reopen_job(resume).stages)
     places = {"run": "{run}", "prepared": "{run}/prepared"}
-    return [resolve_options(recipe, stage, overrides, places) for stage in recipe.stages]
+    return list(resolve_stages(recipe, overrides, places))
 
 
 def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
@@ -236,5 +237,5 @@ def _run(command: list[str], kind: str, agent: str) -> int:
         except subprocess.TimeoutExpired:
             continue
     if status < 0:
-        raise HpcrlError(f"mpirun was killed by {signal.Signals(-status).name}", "what it started has ended with it")
+        raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

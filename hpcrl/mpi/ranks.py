@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from hpcrl.config.flags import Recipe
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempt import Member, Stop, Watched

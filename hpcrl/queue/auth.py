@@ -12,8 +12,6 @@ that rank comes from the key it holds, never from what it says.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +20,13 @@ from typing import TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, write_atomic
 
-ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"hpcrl.queue"
+ZAP_DOMAIN = b"hpcrl.queue"
 _USER = "dp-"
 
 
@@ -133,45 +132,35 @@ def rank_of(frame: zmq.Frame) -> int:
     return int(str(frame.get("User-Id")).removeprefix(_USER))
 
 
-class Doorkeeper:
-    """Answers libzmq's question, for every connection to the sockets of `context`, whether it may come in."""
+class Doorkeeper(AsyncioAuthenticator):
+    """Answers libzmq's question, for every connection to the sockets of `context`, whether it may come in.
+
+    pyzmq serves the question (ZAP) in the running event loop, from now until `stop`; which keys are admitted, and that
+    nobody is without one, is said here.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys, say: Callable[[str], None]) -> None:
-        self._ranks = {key: rank for rank, key in enumerate(keys.clients)}
-        self._say = say
-        self._socket = context.socket(zmq.REP)
-        self._socket.bind(ZAP_ENDPOINT)
-        self._task = asyncio.get_running_loop().create_task(self._work())
+        super().__init__(context)
+        self._ranks = {key.encode(): rank for rank, key in enumerate(keys.clients)}
+        self._say, self._address = say, "?"
+        self.configure_curve_callback(ZAP_DOMAIN.decode(), self)
+        self.start()
 
-    async def close(self) -> None:
-        """Admit nobody any more."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-        self._socket.close(linger=0)
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        """Answer one request: status 200 and the user id `dp-R` for the key of rank R, else status 400."""
+        if len(msg) == 7 and msg[5] == b"CURVE" and len(msg[6]) == 32:
+            self._address = msg[3].decode(errors="replace")
+            await super().handle_zap_message(msg)
+        else:  # pyzmq admits a peer that needs no key (NULL, GSSAPI), and calls it anonymous
+            self._send_zap_reply(msg[1] if len(msg) > 1 else b"", b"400", b"no key of this attempt")
 
-    async def _work(self) -> None:
-        while True:
-            request = await self._socket.recv_multipart()
-            await self._socket.send_multipart(self.answer(request))
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the peer that proved to hold `key` (Z85) may come in: pyzmq asks it of a credentials provider."""
+        known = key in self._ranks
+        if not known:
+            self._say(f"queue: refused a peer at {self._address}: it holds no key of this attempt")
+        return known
 
-    def answer(self, request: list[bytes]) -> list[bytes]:
-        """The ZAP reply: status 200 and the user id `dp-R` for the key of rank R, else status 400."""
-        number = request[1] if len(request) > 1 else b""
-        rank = self._rank(request)
-        if rank is None:
-            address = request[3].decode(errors="replace") if len(request) > 3 else "?"
-            self._say(f"queue: refused a peer at {address}: it holds no key of this attempt")
-            return [ZAP_VERSION, number, b"400", b"no key of this attempt", b"", b""]
-        return [ZAP_VERSION, number, b"200", b"OK", f"{_USER}{rank}".encode(), b""]
-
-    def _rank(self, request: list[bytes]) -> int | None:
-        if (
-            len(request) != 7
-            or request[0] != ZAP_VERSION
-            or request[2] != ZAP_DOMAIN
-            or request[5] != b"CURVE"
-            or len(request[6]) != 32
-        ):
-            return None
-        return self._ranks.get(z85.encode(request[6]).decode())
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        """What messages of the peer that was let in bear as its user id; its key comes as 32 bytes."""
+        return f"{_USER}{self._ranks[z85.encode(client_public_key)]}"

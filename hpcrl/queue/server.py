@@ -88,7 +88,7 @@ class QueueServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._door:
-            await self._door.close()
+            self._door.stop()
         self._socket.close()
         await asyncio.to_thread(self._context.term)
         self._context = None

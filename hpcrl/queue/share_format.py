@@ -55,6 +55,7 @@ class Share:
     batch: the rank's samples; micro_batches[optimizer step][micro-batch]: rows of `batch`, each row in exactly one;
     step_samples: samples of each optimizer step over all ranks; step_tokens: sum of the loss mask of each step over all
     ranks; version: the policy version that the batch is meant for; metrics: numbers about the rollout, to be logged.
+    frames: the bytes that it was decoded from, for handing them on as they are; none where the share was made.
     """
 
     rollout_id: int
@@ -64,6 +65,7 @@ class Share:
     step_samples: list[int]
     step_tokens: list[int]
     metrics: dict[str, float] = field(default_factory=dict)
+    frames: Sequence[Buffer] = field(default=(), repr=False, compare=False)
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -144,7 +146,14 @@ def decode(frames: Sequence[Buffer]) -> Share:
     batch = SampleBatch(rows, tokens, _unpack_mask(bits, len(logprobs)), logprobs, _spread(runs, len(logprobs)))
     _check(header, batch)
     return Share(
-        header.rollout_id, header.version, batch, header.micro_batches, header.step_samples, header.step_tokens, header.metrics
+        header.rollout_id,
+        header.version,
+        batch,
+        header.micro_batches,
+        header.step_samples,
+        header.step_tokens,
+        header.metrics,
+        frames,
     )
 
 

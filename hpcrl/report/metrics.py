@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import HpcrlError
+from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
 
 
@@ -26,6 +27,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for line in data.split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
         if (row := parse_record(line)) is not None:
             yield row
+
+
+def last_records(path: Path, count: int, within: int = FARTHEST) -> list[dict[str, Any]]:
+    """The records in the last `count` lines that lie whole within the last `within` bytes of a metrics.jsonl."""
+    return [row for line in last_lines(path, count, within) if (row := parse_record(line)) is not None]
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:

@@ -6,15 +6,13 @@ that a job's log stays readable.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
 from hpcrl.run.rundir import RunDir
 
@@ -32,30 +30,6 @@ SHOWN = {
 }
 
 
-class MetricsTail:
-    """The records that are new in a metrics.jsonl since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._file, self._at, self._rest = path, 0, 0, b""
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """What has been written since; from the beginning if the file was replaced (an attempt that resumes does so)."""
-        try:
-            with self.path.open("rb") as file:
-                number = os.fstat(file.fileno()).st_ino
-                if number != self._file:
-                    self._file, self._at, self._rest = number, 0, b""
-                file.seek(self._at)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._at += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if (row := parse_record(line)) is not None:
-                yield row
-
-
 class Progress:
     """One bar for one stage.  total: rollouts; the trainer corrects it if it is not known before."""
 
@@ -64,7 +38,7 @@ class Progress:
         self.done = self.start = 0
         self.latest: dict[str, Any] = {}
         self.accuracy: dict[str, float | None] = {}
-        self._tail, self._looked = MetricsTail(rundir.metrics_file), 0.0
+        self._tail, self._looked = FileTail(rundir.metrics_file), 0.0
         self._begun = self._told = time.monotonic()
         self._line, self._working = "", False
         self._bar = tqdm(total=total, desc=title, dynamic_ncols=True, bar_format=FORMAT) if sys.stderr.isatty() else None
@@ -81,10 +55,12 @@ class Progress:
                 self._tell(now)
 
     def _look(self) -> None:
-        for row in self._tail.new():
-            if "train/loss" in row:
-                self.latest, self.done = row, row["rollout_id"] + 1
-            self.accuracy |= {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
+        while lines := self._tail.new():
+            for row in filter(None, map(parse_record, lines)):
+                if "train/loss" in row:
+                    self.latest, self.done = row, row["rollout_id"] + 1
+                found = {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
+                self.accuracy |= found
         if not self._working and (trainer := self.rundir.find("trainer", 0)):
             self._working, self.total, self.start = True, trainer["total"], trainer["start"]
             self.done = max(self.done, self.start)

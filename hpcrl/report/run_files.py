@@ -15,21 +15,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.report.metrics import parse_record
+from hpcrl.report.metrics import last_records
+from hpcrl.run.job_file import JOB, JobFile
+from hpcrl.run.recipe_file import COPY, RECIPE, RecipeFile
+from hpcrl.run.summary import SUMMARY, Summary
 
 T = TypeVar("T")
-
-
-class Submitted(msgspec.Struct):
-    """JOB/job.json: how the job was submitted.  submitted: unix time; job_id: Slurm's (the leader's)."""
-
-    scheduler: str = "local"
-    job_id: str | None = None
-    cluster: str | None = None
-    submit_host: str = ""
-    submitted: float = 0.0
-    script: str | None = None
-    components: list[dict[str, Any]] = []
 
 
 class JobState(msgspec.Struct):
@@ -44,15 +35,6 @@ class JobState(msgspec.Struct):
     host: str = ""
     pid: int = 0
     ends: float | None = None
-
-
-class Summary(msgspec.Struct):
-    """STAGE/summary.json, the trainer's last word."""
-
-    status: str
-    attempt: int
-    rollout_id: int = 0
-    total: int = 0
 
 
 class Failure(msgspec.Struct):
@@ -80,13 +62,6 @@ class StageSettings(msgspec.Struct):
     save_interval: int | None = None
 
 
-class RecipeFile(msgspec.Struct):
-    """What counts here of JOB/recipe.json."""
-
-    identity: str = ""
-    path: str = ""
-
-
 @dataclass
 class StageFiles:
     """One stage's directory (the job's own, if its recipe has no stages)."""
@@ -101,7 +76,7 @@ class StageFiles:
 
     @cached_property
     def summary(self) -> Summary | None:
-        return load_json(self.root / "summary.json", Summary, self.notes)
+        return load_json(self.root / SUMMARY, Summary, self.notes)
 
     @cached_property
     def attempt(self) -> int | None:
@@ -137,7 +112,7 @@ class StageFiles:
 
     def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
         """The last records, `most` at most, that lie whole within the last `size` bytes of metrics.jsonl."""
-        return [row for line in end_of(self.root / "metrics.jsonl", size)[-most:] if (row := parse_record(line)) is not None]
+        return last_records(self.root / "metrics.jsonl", most, size)
 
 
 @dataclass
@@ -148,8 +123,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @cached_property
-    def job(self) -> Submitted | None:
-        return load_json(self.root / "job.json", Submitted, self.notes)
+    def job(self) -> JobFile | None:
+        return load_json(self.root / JOB, JobFile, self.notes)
 
     @cached_property
     def state(self) -> JobState | None:
@@ -157,7 +132,7 @@ class Run:
 
     @cached_property
     def recipe(self) -> RecipeFile | None:
-        return load_json(self.root / "recipe.json", RecipeFile, self.notes)
+        return load_json(self.root / RECIPE, RecipeFile, self.notes)
 
     @cached_property
     def identity(self) -> str:
@@ -182,12 +157,12 @@ class Run:
     def planned(self) -> list[str]:
         """The names of all the recipe's stages; none if it has no stages, or cannot be read."""
         try:
-            stages = tomllib.loads((self.root / "recipe.toml").read_text()).get("stage", [])
+            stages = tomllib.loads((self.root / COPY).read_text()).get("stage", [])
             return [str(stage["name"]) for stage in stages]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self.notes.append("recipe.toml cannot be read")
+            self.notes.append(f"{COPY} cannot be read")
             return []
 
     @cached_property
@@ -235,15 +210,3 @@ def entries(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def end_of(path: Path, size: int) -> list[bytes]:
-    """The whole lines within the last `size` bytes of a file; none if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            length = file.seek(0, os.SEEK_END)
-            file.seek(max(0, length - size))
-            lines = file.read(size).split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
-    except OSError:
-        return []
-    return lines[1:] if length > size else lines

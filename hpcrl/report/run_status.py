@@ -155,7 +155,7 @@ def _without_word(run: Run, now: float, queued: Queued | None, here: bool | None
     if stage.failure:
         return "failed", _error(stage, None)
     if (summary := stage.summary) and summary.attempt == stage.attempt:
-        if summary.status != "finished":
+        if not summary.finished:
             return "stopped", f"saved after {summary.rollout_id} of {summary.total} steps"
         if not run.planned or run.planned[-1] == stage.name:
             return "finished", ""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from hpcrl.errors import DataError, UsageError
+from hpcrl.model_files.config_json import CONFIG, read_config, read_object
 
 Messages = list[dict[str, Any]]
 
@@ -28,17 +28,15 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         """Read the tokenizer and config.json in `directory`.  DataError if they are missing or do not fit each other."""
         self.directory = Path(directory)
-        config = _read_json(self.directory / "config.json", required=True)
+        config = read_config(self.directory)
         config = config.get("text_config") or config
         self.vocab_size = config.get("vocab_size")
         if not isinstance(self.vocab_size, int) or self.vocab_size < 1:
-            raise DataError(
-                f"--hf-checkpoint: {self.directory / 'config.json'} has no vocab_size", "name a language model's directory"
-            )
+            raise DataError(f"--hf-checkpoint: {self.directory / CONFIG} has no vocab_size", "name a language model's directory")
         self.context: int | None = config.get("max_position_embeddings")
         self._hf = _load(self.directory)
         self._check_vocabulary()
-        generation = _read_json(self.directory / "generation_config.json", required=False)
+        generation = read_object(self.directory, "generation_config.json") or {}
         self.eos_ids = frozenset(
             _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")) | _ids(self._hf.eos_token_id)
         )
@@ -143,17 +141,6 @@ def _load(directory: Path) -> Any:
     except Exception as error:  # the Rust side raises bare Exceptions
         text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DataError(f"no usable tokenizer in --hf-checkpoint {directory}: {text}") from error
-
-
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict)
-    except FileNotFoundError as error:
-        if not required:
-            return {}
-        raise DataError(f"--hf-checkpoint: {path} is missing", "name a Hugging Face model directory") from error
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(f"--hf-checkpoint: cannot read {path}: {error}") from error
 
 
 def _ids(value: Any) -> set[int]:

@@ -13,27 +13,41 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import write_atomic
+
+JOB = "job.json"  #: its name in a run directory
+
+
+class JobFile(msgspec.Struct, frozen=True):
+    """What it holds.  scheduler: "local" where none has the run; job_id: the scheduler's number (of a heterogeneous job the
+    leader's); submitted: unix time; identity: the run's; script: the batch script; site: the profile it was submitted with."""
+
+    scheduler: str = "local"
+    job_id: str | None = None
+    cluster: str | None = None
+    submit_host: str = ""
+    submitted: float = 0.0
+    identity: str = ""
+    script: str | None = None
+    components: list[dict[str, Any]] = []
+    site: dict[str, Any] | None = None
 
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
-    """Write job.json; `more`: script, components, site, ... as far as they are known."""
-    record = {
-        "scheduler": scheduler,
-        "job_id": job_id,
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "submit_host": socket.gethostname(),
-        "submitted": time.time(),
-        "identity": identity,
-        "script": None,
-        "components": [],
-    }
-    write_atomic(root / "job.json", msgspec.json.encode(read_job(root) | record | more))
+    """Write job.json; `more`: script, components, site as far as they are known; a site that was known is kept."""
+    known = {"site": read_job(root).site, "cluster": os.environ.get("SLURM_CLUSTER_NAME"), **more}
+    job = JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known)
+    write_atomic(root / JOB, msgspec.json.encode(job))
 
 
-def read_job(root: Path) -> dict[str, Any]:
-    """job.json of a run directory; empty for a run that no scheduler knows."""
+def read_job(root: Path) -> JobFile:
+    """job.json of a run directory; that of a local run where no scheduler knows it.  HpcrlError names a damaged file."""
     try:
-        return msgspec.json.decode((root / "job.json").read_bytes(), type=dict)
+        return msgspec.json.decode((root / JOB).read_bytes(), type=JobFile)
     except FileNotFoundError:
-        return {}
+        return JobFile()
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise HpcrlError(
+            f"{root / JOB} is damaged: {error}", "remove it, and give the run's script to the scheduler again"
+        ) from error

@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+from hpcrl.run.recipe_file import is_run
+
 FORGET = 90 * 86400.0  #: seconds after which a link goes whose file system is not there
 
 
@@ -49,8 +51,3 @@ def known() -> list[Path]:
             elif root.parent.is_dir() or time.time() - link.lstat().st_mtime > FORGET:
                 link.unlink()  # a scratch file system that is not mounted here may come back: those are kept a while
     return sorted(found)
-
-
-def is_run(root: Path) -> bool:
-    """Whether `root` is a run directory.  OSError if it may not be looked into."""
-    return (root / "recipe.json").is_file()

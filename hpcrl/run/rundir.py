@@ -213,11 +213,3 @@ class RunDir:
     def superseded(self) -> bool:
         """Whether the run has been started again: whoever is left of this attempt, on a host cut off, must end."""
         return (self.root / "attempts" / str(self.attempt + 1)).exists()
-
-    def summary(self) -> dict[str, Any] | None:
-        """What the trainer wrote at the end of this attempt, or None: an older attempt's does not count."""
-        try:
-            found = msgspec.json.decode((self.root / "summary.json").read_bytes(), type=dict)
-        except FileNotFoundError:
-            return None
-        return found if found.get("attempt") == self.attempt else None

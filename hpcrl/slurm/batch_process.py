@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hpcrl.config.options import Options
 from hpcrl.doctor.all_nodes import NodesJob as Look
 from hpcrl.doctor.all_nodes import NodeStep, examine
@@ -28,8 +30,10 @@ from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
 from hpcrl.launch.local import spawn
 from hpcrl.launch.restart_policy import check_headway, margin
 from hpcrl.plan import Host, Plan
+from hpcrl.report.file_tail import last_lines
 from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import read_summary
 
 CALL = 30.0  #: seconds that a Slurm command may take
 
@@ -155,7 +159,7 @@ class Slurm:
 def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
     """HpcrlError with its last words if an srun could not start its tasks."""
     if any(step.poll() for step in steps):
-        said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line.lower()]
+        said = [text for line in last_lines(log) if "error: " in (text := line.decode(errors="replace")).lower()]
         ours = [line.partition("hpcrl: error: ")[2] for line in said if "hpcrl: error: " in line]
         why = (ours or said or ["srun gave no reason"])[0]
         raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")
@@ -258,9 +262,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def final_summary(job: Job) -> dict[str, Any]:
     """The last stage's summary.json."""
-    import msgspec
-
-    return msgspec.json.decode((job.directory(job.recipe.stages[-1]) / "summary.json").read_bytes(), type=dict)
+    summary = read_summary(job.directory(job.recipe.stages[-1]))
+    return {} if summary is None else msgspec.to_builtins(summary)
 
 
 def requeue(job: Job, job_id: str, restarts: int, why: str) -> None:
@@ -288,7 +291,8 @@ def run_directory(root: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Start RECIPE in RUN, or go on with it if this job has been there before."""
-    from hpcrl.config.flags import load_recipe, parse_flags
+    from hpcrl.config.flags import parse_flags
+    from hpcrl.config.recipe import load_recipe
     from hpcrl.run.job_file import write_job
 
     try:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hpcrl.config.flags import Recipe
+from hpcrl.config.recipe import Recipe
 from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError

@@ -16,14 +16,15 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.flags import Recipe, load_recipe, parse_flags, resolve_options
+from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
 from hpcrl.launch.restart_policy import margin
 from hpcrl.plan import make_plan
-from hpcrl.run.job_file import write_job
+from hpcrl.run.job_file import JobFile, write_job
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.shipped_files import shipped
 from hpcrl.slurm.batch_script import Script, render
@@ -101,34 +102,34 @@ def _submit(recipe: Recipe, overrides: dict[str, Any], site: Site) -> tuple[Job,
         raise
 
 
-def submit_again(root: Path, record: dict[str, Any], own: dict[str, Any]) -> int:
+def submit_again(root: Path, record: JobFile, own: dict[str, Any]) -> int:
     """Submit a run once more, with the site of its job.json and what the flags `own` change of it."""
     job = reopen_job(root)
     _check_gone(record, root)
     with held(job.root):
         pass
-    site = from_flags(own, Site.model_validate(record["site"]))
-    stages = [job.options(stage) for stage in job.recipe.stages]
+    site = from_flags(own, Site.model_validate(record.site))
+    stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     request = make_request(stages, site, int(measured))
     _say(job, _send(job, stages, request, site), stages, request)
     return 0
 
 
-def _check_gone(record: dict[str, Any], root: Path) -> None:
+def _check_gone(record: JobFile, root: Path) -> None:
     """UsageError if the run's job is still queued or running."""
     done = subprocess.run(
-        ["squeue", "--noheader", "--format=%T|%k", f"--job={record['job_id']}"], capture_output=True, text=True, timeout=30
+        ["squeue", "--noheader", "--format=%T|%k", f"--job={record.job_id}"], capture_output=True, text=True, timeout=30
     )
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         state, _, comment = line.partition("|")
-        if comment.strip() == f"hpcrl:{record.get('identity')}":
-            raise UsageError(f"{root}: its job {record['job_id']} is {state.lower()}", "hpcrl cancel it first, or wait")
+        if comment.strip() == f"hpcrl:{record.identity}":
+            raise UsageError(f"{root}: its job {record.job_id} is {state.lower()}", "hpcrl cancel it first, or wait")
 
 
 def _stages(recipe: Recipe, overrides: dict[str, Any]) -> list[Options]:
     places = {"run": "{run}", "prepared": "{run}/prepared"}
-    return [resolve_options(recipe, stage, overrides, places) for stage in recipe.stages]
+    return list(resolve_stages(recipe, overrides, places))
 
 
 # ---- texts

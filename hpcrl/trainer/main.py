@@ -14,12 +14,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-
-import msgspec
+from typing import Literal
 
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
-from hpcrl.run.rundir import write_atomic
+from hpcrl.run.summary import Summary, write_summary
 
 
 class Crank:
@@ -35,6 +34,7 @@ class Crank:
         from hpcrl.trainer.parallel.collectives import make_patient
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
+        from hpcrl.trainer.step.share_exchange import ShareExchange
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
@@ -48,9 +48,9 @@ class Crank:
         if self.driver:
             say(said)
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options)
-        leads = self.ranks.tp_rank == self.ranks.cp_rank == self.ranks.pp_rank == 0
+        self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
-        self.client = QueueClient(*args) if leads else None
+        self.client = QueueClient(*args) if self.shares.fetches else None
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
@@ -88,7 +88,7 @@ class Crank:
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
-        share = train_batch.spread(fetched, self.ranks)
+        share = self.shares.exchange(fetched)
         if share is None:
             return False
         metrics = train_batch.train(self.policy, self.ranks, self.options, share)
@@ -143,20 +143,14 @@ class Crank:
         if self.driver:
             say(f"{'saving' if self.saver.pending else 'saved'} {path}")
 
-    def _finish(self, status: str, started: float) -> None:
+    def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
         if self.driver:
             self.log.close()
             self.sender and self.sender.close()
-            summary = {
-                "status": status,
-                "attempt": self.context.rundir.attempt,
-                "rollout_id": self.at.rollout_id,
-                "total": self.total,
-                "policy_version": self.at.version,
-                "seconds": time.monotonic() - started,
-            }
-            write_atomic(self.context.rundir.root / "summary.json", msgspec.json.encode(summary))
+            rundir, seconds = self.context.rundir, time.monotonic() - started
+            last = Summary(status, rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
+            write_summary(rundir.root, last)
 
     def _ask(self, method: str, **params: object) -> dict:
         """Rank 0 asks the rollout process; every rank gets the answer."""

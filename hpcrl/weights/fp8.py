@@ -15,7 +15,6 @@ becomes infinite; the same weights give the same bits on every run, whatever els
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from hpcrl.errors import DataError
+from hpcrl.model_files.config_json import CONFIG, read_config
 from hpcrl.model_files.safetensors_headers import listing
 
 Strategy = Literal["block", "channel", "tensor"]
@@ -196,11 +196,7 @@ def scheme_of(directory: str | Path) -> Scheme | None:
 
     DataError as `read_scheme`.
     """
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_bytes()).get("quantization_config")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from error
+    config, path = read_config(directory).get("quantization_config"), Path(directory) / CONFIG
     scheme = read_scheme(config, str(path))
     if scheme is None:
         return None

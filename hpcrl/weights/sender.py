@@ -6,7 +6,7 @@ One update goes through vLLM's own phases, on all engines at the same time:
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
-that it is not.  Nothing is pickled.  Memory: see transports.py.
+that it is not.  Nothing is pickled.  Memory: see transports/.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpcrl.weights.digest import cut, digest
 from hpcrl.weights.engine_fleet import Fleet, FleetEngine
 from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.transports import GlooTransport, ShmTransport, Stream, Transport
+from hpcrl.weights.transports import Link, Stream, Transport, make_transport
 
 if TYPE_CHECKING:
     import torch
@@ -84,14 +84,7 @@ class WeightSender:
     def _transport(self, host: str) -> Transport:
         assert self.fleet is not None
         limit, workers = self.options.update_weight_buffer_size, [len(found) for found in self.manifests]
-        kind = self.manifests[0][0]["backend"]
-        if kind == "hpcrl_shm":
-            return ShmTransport(self.fleet, limit)
-        if kind == "hpcrl_gloo":
-            return GlooTransport(self.fleet, limit, host, workers)
-        from hpcrl.weights.nccl import NcclTransport
-
-        return NcclTransport(self.fleet, limit, host, workers)
+        return make_transport(self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers))
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.

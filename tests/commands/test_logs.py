@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.commands.logs import BLOCK, LogTail, clean
+from hpcrl.commands.logs import clean
 from tests.support.rundirs import begin, make, put
 
 
@@ -97,40 +97,9 @@ def test_a_run_that_has_said_nothing_and_one_with_a_damaged_plan(run: Path, caps
     assert capsys.readouterr().out.startswith("engine-0 | ")
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 10_000])
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_the_last_lines_of_a_file_of_any_size(tmp_path: Path, count: int, end: str) -> None:
-    lines = [f"{i} " + "x" * (i % 97) for i in range(5000)]
-    path = tmp_path / "x.log"
-    path.write_text("\n".join(lines) + end)
-    assert path.stat().st_size > 2 * BLOCK
-    tail = LogTail(path)
-    whole = lines if end else lines[:-1]
-    assert tail.last(count) == whole[-count:]
-    assert tail.rest == (b"" if end else lines[-1].encode())
-    with path.open("a") as file:
-        file.write("more\nlast")
-    assert tail.new() == ["more" if end else lines[-1] + "more"]
-    path.write_text("anew\n")
-    assert tail.new() == ["anew"], "a file that was cut is read from its beginning"
-    assert LogTail(tmp_path / "none").last(3) == LogTail(tmp_path / "none").new() == []
-
-
-@pytest.mark.parametrize("block", range(1, 12))
-def test_lines_that_lie_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    from hpcrl.commands import logs
-
-    monkeypatch.setattr(logs, "BLOCK", block)
-    lines = ["one", "", "three", "fourth", "5"]
-    path = tmp_path / "x.log"
-    path.write_text("\n".join(lines) + "\n")
-    for count in range(7):
-        assert LogTail(path).last(count) == lines[max(0, 5 - count) :]
-
-
 def test_a_terminal_is_safe() -> None:
-    assert clean("\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b[2J end") == "red ]0;title end"
-    assert clean(" 10%|#  \r 20%|## \r") == " 20%|## ", "what a bar shows in the end"
+    assert clean(b"\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b[2J end") == "red ]0;title end"
+    assert clean(b" 10%|#  \r 20%|## \r") == " 20%|## ", "what a bar shows in the end"
 
 
 def test_following_goes_on_over_attempts_until_the_run_ends(

@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.report import eta
-from hpcrl.report.run_files import Run, end_of
+from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import ENDINGS, GONE, Queued, Status, judge_run, span
 from hpcrl.report.status_text import line, page, plain, table
 from tests.support.rundirs import HERE, NOW, begin, log, make, put, steps, submitted
@@ -346,18 +346,6 @@ def test_the_table_fits_the_terminal_and_leaves_out_what_nobody_has(tmp_path: Pa
     assert [len(text) <= 60 for text in lines] == [True] * 3
     assert "REWARD" not in lines[0] and "STEP" not in lines[0]
     assert "\x1b[31mfailed\x1b[0m" in table(found, colour=True)
-
-
-# ---- the end of a long file
-
-
-@pytest.mark.parametrize("size", [1, 7, 16, 17, 1000])
-def test_the_end_of_a_file_has_whole_lines_only(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"first\nsecond\nthird\ntorn")
-    found = end_of(path, size)
-    assert found == [b"first", b"second", b"third"][3 - len(found) :]
-    assert len(found) == {1: 0, 7: 0, 16: 1, 17: 1, 1000: 3}[size]
 
 
 # ---- the command

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.config import passthrough
-from hpcrl.config.flags import Recipe, Stage, changed, load_recipe, parse_flags, resolve_options
-from hpcrl.config.option_rules import check_options, inert
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.option_rules import check_options, inert, label_key
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import kind_of_field
 from hpcrl.errors import UsageError
 
@@ -26,9 +27,12 @@ GRPO: dict[str, Any] = {
     "num_rollout": 3,
     "rollout_num_gpus": 1,
     "rm_type": "exact",
+    "n_samples_per_prompt": 4,
     "actor_num_gpus_per_node": 1,
 }
-SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type")} | {"loss_type": "sft_loss"}
+SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type", "n_samples_per_prompt")} | {
+    "loss_type": "sft_loss"
+}
 PLACES = {"run": "/run", "prepared": "/run/prepared"}
 
 
@@ -85,12 +89,12 @@ def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
     assert read.name == value if name == "name" else read.values == {name: value}
 
 
-@given(st.dictionaries(st.sampled_from(["lr", "seed", "n_samples_per_prompt"]), st.lists(st.booleans(), min_size=3, max_size=3)))
+@given(st.dictionaries(st.sampled_from(["lr", "seed", "rollout_batch_size"]), st.lists(st.booleans(), min_size=3, max_size=3)))
 def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
     layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
     one = recipe(GRPO | layers[0], Stage("s", layers[1]))
-    options = resolve_options(one, one.stages[0], layers[2], PLACES)
-    for name in ("lr", "seed", "n_samples_per_prompt"):
+    options = resolve_stages(one, layers[2], PLACES)[0]
+    for name in ("lr", "seed", "rollout_batch_size"):
         wanted = next((layer[name] for layer in reversed(layers) if name in layer), Options.model_fields[name].default)
         assert getattr(options, name) == wanted
 
@@ -98,7 +102,7 @@ def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dic
 def test_tables_are_merged_field_by_field() -> None:
     top = {"vllm": {"max_num_seqs": 1, "enforce_eager": True}, "megatron": {"optimizer": "sgd"}}
     one = recipe(GRPO | top, Stage("s", {"vllm": {"max_num_seqs": 2, "block_size": 16}}))
-    options = resolve_options(one, one.stages[0], {"vllm": {"block_size": 32}}, PLACES)
+    options = resolve_stages(one, {"vllm": {"block_size": 32}}, PLACES)[0]
     assert options.vllm == {"max_num_seqs": 2, "enforce_eager": True, "block_size": 32}
     assert options.megatron == {"optimizer": "sgd"}
 
@@ -202,12 +206,6 @@ def test_what_hpcrl_decides_is_refused_with_the_reason(words: str, reason: str) 
     assert reason in str(error.value) and words.split()[0] in str(error.value)
 
 
-def test_whatever_the_engine_refuses_is_refused_here_first() -> None:
-    from hpcrl.engine import server_settings
-
-    assert set(server_settings.RESERVED) <= set(passthrough.OWNED["vllm"])
-
-
 def test_every_owned_or_irregular_name_still_exists() -> None:
     fields = set(passthrough.settings("megatron") or ())
     assert {field for field, _ in passthrough.IRREGULAR.values()} <= fields
@@ -280,7 +278,7 @@ def test_a_wrong_command_line_says_flag_value_and_what_was_expected(words: str, 
     [
         ("num_rolout = 3", r"recipe.toml: num_rolout is an unknown option; did you mean num_rollout\?"),
         ("num-rollout = 3", r"num-rollout is an unknown option; did you mean num_rollout\?"),
-        ("no_bf16 = true", r"no_bf16 is an unknown option; did you mean bf16\?"),
+        ("no_bf16 = true", r"no_bf16 is an unknown option; write bf16 = false"),
         ("stages = 3", r"stages is an unknown option; did you mean stage\?"),
         ('num_rollout = "3"', r'num_rollout = "3": expected a whole number >= 0'),
         ("bf16 = 1", "bf16 = 1: expected true or false"),
@@ -327,11 +325,11 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
 def test_a_value_out_of_bounds_names_its_origin(overrides: dict[str, Any], values: dict[str, Any], message: str) -> None:
     one = recipe(GRPO | values)
     with pytest.raises(UsageError, match=message):
-        resolve_options(one, one.stages[0], overrides, PLACES)
+        resolve_stages(one, overrides, PLACES)[0]
     staged = recipe(GRPO, Stage("s", values))
     if values and "run_dir" not in values:
         with pytest.raises(UsageError, match="^r.toml: stage s: "):
-            resolve_options(staged, staged.stages[0], {}, PLACES)
+            resolve_stages(staged, {}, PLACES)
 
 
 # ---- recipes
@@ -346,7 +344,7 @@ def test_placeholders_are_filled_in_text_alone(tmp_path: Path) -> None:
         "run_dir": "runs/{name}-{time}",
     }
     file = write(tmp_path, values)
-    options = resolve_options(read := load_recipe(file), read.stages[0], {"load": "{run}/sft/checkpoints"}, PLACES)
+    options = resolve_stages(load_recipe(file), {"load": "{run}/sft/checkpoints"}, PLACES)[0]
     assert options.hf_checkpoint == "/run/prepared/model" and options.load == "/run/sft/checkpoints"
     assert options.prompt_data == f"{tmp_path}/p.jsonl"
     assert options.rollout_stop == ["/run", "{x}", "{"] and options.train_env_vars == {"D": "/run/d"}
@@ -380,7 +378,7 @@ def test_stages_come_in_order_with_tables_of_their_own(tmp_path: Path) -> None:
 
 def test_what_differs_from_the_defaults() -> None:
     one = recipe(GRPO | {"vllm": {"max_num_seqs": 2}})
-    shown = dict(changed(resolve_options(one, one.stages[0], {"bf16": False}, PLACES)))
+    shown = dict(changed(resolve_stages(one, {"bf16": False}, PLACES)[0]))
     assert shown == GRPO | {"name": "r", "bf16": False, "vllm.max_num_seqs": 2}
 
 
@@ -403,10 +401,10 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rollout_num_gpus": None}, "--loss-type policy_loss needs engines; give --rollout-num-gpus"),
         ({"rollout_num_gpus": 0}, "needs engines"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 cannot be divided"),
-        ({"num_steps_per_rollout": 3}, "rollout of 32 samples .* --num-steps-per-rollout 3"),
-        ({"global_batch_size": 5}, "rollout of 32 samples .* --global-batch-size 5"),
-        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 32 samples"),
-        ({"actor_num_gpus_per_node": 3}, "32 samples of one optimizer step cannot be divided by 3 data-parallel ranks"),
+        ({"num_steps_per_rollout": 3}, "rollout of 128 samples .* --num-steps-per-rollout 3"),
+        ({"global_batch_size": 5}, "rollout of 128 samples .* --global-batch-size 5"),
+        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 128 samples"),
+        ({"actor_num_gpus_per_node": 3}, "128 samples of one optimizer step cannot be divided by 3 data-parallel ranks"),
         ({"use_dynamic_batch_size": True}, "give --max-tokens-per-gpu"),
         ({"rm_type": None}, "give --rm-type or --custom-rm-path"),
         ({"custom_rm_path": "m.f"}, "exclude each other"),
@@ -417,6 +415,20 @@ def test_what_differs_from_the_defaults() -> None:
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "a", "q"]}, "gives a name twice"),
         ({"eps_clip_high": 0.1}, "--eps-clip-high 0.1 is lower than --eps-clip 0.2"),
         ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1 is higher"),
+        ({"lr_warmup_iters": 3}, "--lr-warmup-iters 3 is not less than the 3 optimizer steps of the schedule"),
+        ({"lr_warmup_iters": 9, "num_steps_per_rollout": 2}, "is not less than the 6 optimizer steps"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}, "--lr-wsd-decay-iters 4 is more than the 3 optimizer steps"),
+        (
+            {"lr_decay_style": "linear", "num_rollout": None, "num_epoch": 1},
+            "linear without --num-rollout; give --lr-decay-iters",
+        ),
+        ({"lr_warmup_fraction": 0.1, "num_rollout": None, "num_epoch": 1}, "--lr-warmup-fraction without --num-rollout"),
+        ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt is 1: every advantage would be 0; give --n-samples-per-prompt 8"),
+        (
+            {"n_samples_per_prompt": 1, "disable_grpo_std_normalization": True},
+            "--advantage-estimator grpo compares the responses to one prompt",
+        ),
+        ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
     ],
 )
 def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
@@ -470,6 +482,46 @@ def test_a_seed_without_anything_to_draw_is_an_error() -> None:
         check_options(Options(**(SFT | {"rollout_num_gpus": 0, "rollout_seed": 1})))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_samples_per_prompt": 1, "disable_rewards_normalization": True},
+        {"n_samples_per_prompt": 1, "num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["a", "p"]},
+        {"n_samples_per_prompt": 2},
+        {"lr_warmup_iters": 2},
+        {"lr_warmup_iters": 9, "num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["a", "p"]},
+        {"lr_warmup_iters": 9, "lr_decay_iters": 10, "lr_decay_style": "linear"},
+        {"lr_warmup_iters": 9, "num_rollout": None, "num_epoch": 1},
+    ],
+)
+def test_what_only_looks_wrong_is_taken(change: dict[str, Any]) -> None:
+    check_options(Options(**(GRPO | change)))
+
+
+def test_whose_label_is_read() -> None:
+    evaluated = GRPO | {"eval_interval": 1, "eval_prompt_data": ["a", "p"]}
+    assert label_key(Options(**GRPO), evaluation=False) == "label"
+    assert label_key(Options(**(evaluated | {"eval_label_key": "answer"})), evaluation=True) == "answer"
+    assert label_key(Options(**(GRPO | {"rm_type": None, "custom_rm_path": "m.f", "label_key": None})), evaluation=True) is None
+    sft = {"loss_type": "sft_loss", "label_key": None, "eval_label_key": "answer"}
+    assert label_key(Options(**(evaluated | sft)), evaluation=True) == "answer"
+    with pytest.raises(UsageError, match="--loss-type sft_loss learns the label; give --label-key"):
+        label_key(Options(**(evaluated | sft)), evaluation=False)
+
+
+def test_a_default_that_is_not_megatrons_says_so() -> None:
+    theirs = passthrough.read_fields("megatron.core.optimizer.optimizer_config", "OptimizerConfig") or {}
+    theirs |= passthrough.read_fields("megatron.core.model_parallel_config", "ModelParallelConfig") or {}
+    compared = 0
+    for name, field in Options.model_fields.items():
+        if name in theirs and field.json_schema_extra["source"] == "megatron":
+            compared += 1
+            same = str(field.default) == theirs[name].default or (name == "min_lr" and not field.default)  # none there
+            assert same or "Megatron" in field.description, f"--{name}: {field.default}, Megatron's is {theirs[name].default}"
+    assert compared >= 12
+    assert "Megatron's default: linear" in Options.model_fields["lr_decay_style"].description  # of its training script
+
+
 def test_saying_a_default_is_never_an_error() -> None:
     defaults = {n: f.get_default(call_default_factory=True) for n, f in Options.model_fields.items()}
     check_options(Options(**(defaults | GRPO)))
@@ -488,10 +540,10 @@ def test_options_said_to_be_inert_exist() -> None:
 def test_what_all_stages_share_must_have_an_effect_in_one_of_them() -> None:
     shared = {k: v for k, v in GRPO.items() if k != "num_rollout"}
     two = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2}), Stage("grpo", {"num_rollout": 3}))
-    first, second = (resolve_options(two, stage, {"eps_clip": 0.3, "rollout_num_gpus": 2}, PLACES) for stage in two.stages)
+    first, second = resolve_stages(two, {"eps_clip": 0.3, "rollout_num_gpus": 2}, PLACES)
     assert (first.num_engines, second.num_engines) == (0, 2)
     with pytest.raises(UsageError, match="^stage sft: --max-tokens-per-gpu has no effect here"):
-        resolve_options(two, two.stages[0], {"max_tokens_per_gpu": 9}, PLACES)
+        resolve_stages(two, {"max_tokens_per_gpu": 9}, PLACES)
     own = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2, "eps_clip": 0.3}), two.stages[1])
     with pytest.raises(UsageError, match="^stage sft: --eps-clip has no effect here"):
-        resolve_options(own, own.stages[0], {}, PLACES)
+        resolve_stages(own, {}, PLACES)

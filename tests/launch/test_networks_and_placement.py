@@ -20,6 +20,7 @@ from hpcrl.mpi.mpirun import mpi_command, reach
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import summary_of
 from hpcrl.slurm.batch_process import Clock, _alone, read_groups
 
 
@@ -175,7 +176,7 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
     assert there.failure()["message"] == "broken"
     (here.root / "summary.json").write_text(json.dumps({"attempt": 0, "status": "finished"}))
     two.put(one.new())
-    assert there.summary()["status"] == "finished"
+    assert summary_of(there).finished
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -38,17 +37,6 @@ def test_a_family_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_unknown_model_type_names_the_known_ones() -> None:
     with pytest.raises(DataError, match="somewhere: model type 'gpt9' is not supported; supported: .*qwen3"):
         family.find_family({"model_type": "gpt9"}, "somewhere")
-
-
-def test_config_that_is_missing_or_broken(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"config\.json: No such file"):
-        family.read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"config\.json is no JSON"):
-        family.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(DataError, match="holds no JSON object"):
-        family.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -530,23 +530,66 @@ def test_who_holds_no_key_of_the_attempt_gets_nothing(served: Served, who: str) 
     client.close()
 
 
-REQUEST = [b"1.0", b"7", auth.ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE"]
+REQUEST = [b"1.0", b"7", auth.ZAP_DOMAIN, b"192.0.2.7", b"", b"CURVE"]
+
+
+def ask_at_the_door(served: Served, request: list[bytes]) -> list[bytes]:
+    """What the server answers to libzmq's question, put to it where libzmq puts it."""
+    context = zmq.Context.shadow(served.server._context)
+    with context.socket(zmq.REQ) as door:
+        door.linger = 0
+        door.connect("inproc://zeromq.zap.01")
+        door.send_multipart(request)
+        assert door.poll(WAIT * 1000), "no answer"
+        return door.recv_multipart()
 
 
 @pytest.mark.parametrize(
-    ("at", "other"), [(None, None), (0, b"2.0"), (2, b"global"), (5, b"NULL"), (5, b"PLAIN"), (6, b"x" * 32), (6, b"short")]
+    ("at", "other"),
+    [
+        (None, None),
+        (0, b"2.0"),
+        (2, b"global"),
+        (2, b""),
+        (5, b"NULL"),
+        (5, b"PLAIN"),
+        (5, b"GSSAPI"),
+        (6, b"x" * 32),
+        (6, b"short"),
+        (6, b""),
+    ],
 )
-def test_the_door_opens_to_a_known_curve_key_alone(served: Served, at: int | None, other: bytes) -> None:
-    request = [*REQUEST, zmq.utils.z85.decode(auth.client_keys(served.rundir, 1).public)]
+def test_the_door_opens_to_a_known_curve_key_alone(
+    served: Served, at: int | None, other: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = [*REQUEST, zmq.utils.z85.decode(auth.client_keys(served.rundir, 1).public)]
+    request = list(good)
     if at is not None:
         request[at] = other
-    answer = served.server._door.answer(request)
+    answer = ask_at_the_door(served, request)
     assert answer[:3] == [b"1.0", b"7", b"200" if at is None else b"400"]
     assert answer[4] == (b"dp-1" if at is None else b"")
+    assert ("queue: refused a peer at 192.0.2.7: it holds no key" in capfd.readouterr().err) == (other == b"x" * 32)
+    assert ask_at_the_door(served, good)[4] == b"dp-1", "it goes on answering"
+
+
+@pytest.mark.parametrize("question", [[b""], [b"1.0"], [b"1.0", b"7"], REQUEST, [*REQUEST, b"x" * 32, b"more"]])
+def test_the_door_survives_a_question_that_is_none(served: Served, question: list[bytes]) -> None:
+    assert ask_at_the_door(served, question)[2] == b"400"
+    assert rank_1_comes_in(served)
+
+
+def rank_1_comes_in(served: Served) -> bool:
+    with raw(served, 1) as dealer:
+        tell(dealer, hello(served, 1))
+        return isinstance(hear(dealer), Welcome)
 
 
 def test_without_a_doorkeeper_nobody_comes_in(served: Served) -> None:
-    served.run(served.server._door.close())
+    async def close() -> None:
+        served.server._door.stop()
+
+    served.run(close())
     with raw(served) as dealer:
         tell(dealer, hello(served))
         assert hear(dealer, 0.3) is None
@@ -705,7 +748,7 @@ import sys, time
 import msgspec
 from hpcrl.plan import Plan
 from hpcrl.queue import client, messages
-from hpcrl.rundir import RunDir
+from hpcrl.run.rundir import RunDir
 
 rundir, rollout_id, when = RunDir(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
@@ -752,7 +795,7 @@ import asyncio, sys
 import msgspec
 from hpcrl.plan import Plan
 from hpcrl.queue.server import QueueServer
-from hpcrl.rundir import RunDir
+from hpcrl.run.rundir import RunDir
 
 async def main():
     rundir = RunDir(sys.argv[1])

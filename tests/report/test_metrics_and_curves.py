@@ -16,7 +16,7 @@ from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out
 from hpcrl.report.curves import PANELS, draw, series, smooth
 from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
-from hpcrl.report.progress import MetricsTail, Progress
+from hpcrl.report.progress import Progress
 from hpcrl.run.rundir import RunDir
 
 REPO = Path(__file__).parents[2]
@@ -156,21 +156,6 @@ def test_the_mean_over_a_window_keeps_ends_and_lines() -> None:
     line = [float(i) for i in range(60)]
     assert smooth(line) == pytest.approx(line)
     assert smooth([0.0] * 30 + [60.0] + [0.0] * 29)[28:33] == pytest.approx([60 / 7] * 5)
-
-
-def test_following_a_file_reads_each_line_once_even_if_it_comes_in_pieces(rundir: RunDir) -> None:
-    tail = MetricsTail(rundir.metrics_file)
-    assert list(tail.new()) == []
-    whole = "".join(json.dumps(row) + "\n" for row in STEPS)
-    found = []
-    for cut in range(0, len(whole), 7):
-        with rundir.metrics_file.open("a") as file:
-            file.write(whole[cut : cut + 7])
-        found += tail.new()
-    assert found == STEPS
-    log = MetricsLog(rundir)
-    log.truncate(1)
-    assert list(tail.new()) == STEPS[:2], "a file that was replaced is read anew"
 
 
 class Terminal(io.StringIO):

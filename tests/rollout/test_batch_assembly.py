@@ -171,3 +171,26 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
     assert len({tuple(len(step) for step in share.micro_batches) for share in shares}) == 1, (
         "equally many micro-batches on every rank"
     )
+
+
+def _shapes(lengths: list[int], **values: object) -> list[list[int]]:
+    """Tokens of each micro-batch of each rank's first optimizer step."""
+    options = Options(rollout_batch_size=len(lengths), n_samples_per_prompt=1, **values)  # type: ignore[arg-type]
+    shares = make_shares(full(lengths, 1), options, {})
+    return [[int(share.batch.rows["length"][micro].sum()) for micro in share.micro_batches[0]] for share in shares]
+
+
+def test_shares_follow_the_layout() -> None:
+    """The token limit is one rank's: context-parallel ranks hold a micro-batch together; virtual stages ask for a multiple."""
+    lengths = [6, 6, 6, 6]
+    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": len(full(lengths, 1).samples()[0].tokens)}
+    assert [len(rank) for rank in _shapes(lengths, actor_num_gpus_per_node=1, **packed)] == [4]
+    assert [len(rank) for rank in _shapes(lengths, actor_num_gpus_per_node=2, context_parallel_size=2, **packed)] == [2]
+    stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "actor_num_gpus_per_node": 2}
+    assert [len(rank) for rank in _shapes(lengths, micro_batch_size=4, **stages)] == [2], "a multiple of the stages"
+
+
+def test_shares_are_balanced_unless_told_otherwise() -> None:
+    lengths, each = [12, 1] * 4, {"actor_num_gpus_per_node": 2, "micro_batch_size": 8}
+    loads = {balance: [sum(rank) for rank in _shapes(lengths, balance_data=balance, **each)] for balance in (True, False)}
+    assert loads[True][0] == loads[True][1] and loads[False][0] > 2 * loads[False][1]

@@ -218,7 +218,7 @@ def test_directories_that_hold_no_tokenizer(model: Path, tmp_path: Path) -> None
         load_tokenizer(None)
     with pytest.raises(DataError, match="is no directory"):
         load_tokenizer(str(tmp_path / "absent"))
-    with pytest.raises(DataError, match=r"config\.json is missing"):
+    with pytest.raises(DataError, match="no config.json there"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     with pytest.raises(DataError, match="no usable tokenizer"):
@@ -262,6 +262,31 @@ def test_reading_data_imports_no_torch(model: Path) -> None:
 def prompts(count: int, content: str = "x") -> PromptFile:
     rows = tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(count))
     return PromptFile(Path("p.jsonl"), rows, count, content)
+
+
+def test_the_order_of_an_epoch_is_slimes() -> None:
+    """random.Random(seed + epoch).shuffle of the lines' numbers: the same prompts in the same order as with slime."""
+    source = PromptSource(prompts(8), 42, True)
+    numbers = [group.prompt.line for group in source.take(16)]
+    assert numbers[:8] == [3, 4, 6, 7, 2, 5, 0, 1] and numbers[8:] == [6, 7, 4, 3, 1, 5, 2, 0]
+    assert [group.prompt.line for group in PromptSource(prompts(8), 42, False).take(8)] == list(range(8))
+
+
+def test_held_out_files_may_have_keys_of_their_own(tokenizer: Tokenizer) -> None:
+    options = Options(input_key="prompt", label_key="label", eval_input_key="question", eval_label_key="truth", rm_type="math")
+    of_training, of_evaluation = Reading.of(options, tokenizer), Reading.of(options, tokenizer, evaluation=True)
+    assert (of_training.input_key, of_training.label_key) == ("prompt", "label")
+    assert (of_evaluation.input_key, of_evaluation.label_key) == ("question", "truth")
+    options = Options(input_key="prompt", label_key="label", rm_type="math")
+    assert Reading.of(options, tokenizer, evaluation=True) == Reading.of(options, tokenizer)
+
+
+def test_facts_of_a_model_whose_text_part_stands_apart(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    text = {"vocab_size": 200, "max_position_embeddings": 77, "eos_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1, "text_config": text}))
+    found = Tokenizer(tmp_path)
+    assert (found.vocab_size, found.context) == (200, 77) and 5 in found.eos_ids
 
 
 @settings(max_examples=60, deadline=None)

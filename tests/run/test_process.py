@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 #: a tree whose grandchild leaves the session and whose middle dies: only adoption finds it
 TREE = """
 import subprocess, sys
-from hpcrl.process import adopt_orphans, end_descendants
+from hpcrl.run.process import adopt_orphans, end_descendants
 adopt_orphans()
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 middle = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True, stdout=subprocess.PIPE); p.stdout.readline(); print(p.pid, flush=True)"

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.run.job_file import read_job, write_job
+from hpcrl.run.recipe_file import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
 
 
 @pytest.fixture
@@ -97,3 +100,38 @@ def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
     later = RunDir(first.root, 1)
     later.begin()
     assert first.superseded() and not later.superseded()
+
+
+def test_only_its_own_attempts_summary_counts(rundir: RunDir) -> None:
+    assert read_summary(rundir.root) is None
+    write_summary(rundir.root, Summary("stopped", attempt=0, rollout_id=3, total=10))
+    assert summary_of(rundir) == read_summary(rundir.root) and not summary_of(rundir).finished
+    assert summary_of(RunDir(rundir.root, 1)) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x00\x00", b"[]", b'{"status": "finished"}', b'{"status": "odd", "attempt": 0}'])
+def test_damaged_files_of_a_run_are_named(rundir: RunDir, damage: bytes) -> None:
+    for name in ("summary.json", "recipe.json", "job.json"):
+        (rundir.root / name).write_bytes(damage)
+    with pytest.raises(HpcrlError, match=r"summary\.json is damaged"):
+        summary_of(rundir)
+    with pytest.raises(UsageError, match=r"recipe\.json is damaged.*start the recipe anew"):
+        read_recipe_file(rundir.root)
+    if not damage.startswith(b'{"'):  # every field of job.json may be missing
+        with pytest.raises(HpcrlError, match=r"job\.json is damaged"):
+            read_job(rundir.root)
+
+
+def test_what_a_run_was_begun_with_and_the_job_it_is_in(rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.toml").write_text("lr = 1.0\n")
+    begun = RecipeFile("identity", str(tmp_path / "r.toml"), {"lr": 2.0, "vllm": {"max_num_seqs": 1}})
+    with pytest.raises(UsageError, match="no run directory"):
+        read_recipe_file(rundir.root)
+    write_recipe_file(rundir.root, begun)
+    assert read_recipe_file(rundir.root) == begun and (rundir.root / "recipe.toml").read_text() == "lr = 1.0\n"
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    assert read_job(rundir.root).scheduler == "local"
+    write_job(rundir.root, "identity", "slurm", "7", script="job.sbatch", site={"name": "s"})
+    write_job(rundir.root, "identity", "slurm", "8")
+    job = read_job(rundir.root)
+    assert (job.job_id, job.script, job.site) == ("8", None, {"name": "s"}), "only the site outlives a new start"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.config.flags import load_recipe
+from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch.container import Container
 from hpcrl.slurm.sites import ComponentProfile, Site, apply, find_profile, from_flags, load_site, minutes, profile_names

@@ -6,7 +6,7 @@
 
 How: importing vLLM takes most of an engine's start.  One clean process (the nursery) imports it, and forks a server for
 each run directory that it reads from stdin.  What then runs is hpcrl.engine.server, with the worker extension of
-tests/breakable and without the supervisor of hpcrl.engine.main.  A server dies with the nursery, the nursery with the
+tests/support/breakable and without the supervisor of hpcrl.engine.main.  A server dies with the nursery, the nursery with the
 test process.
 """
 
@@ -26,7 +26,8 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import KEY_FILE
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, model_config, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
+from hpcrl.model_files.config_json import read_config
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -150,15 +151,15 @@ def _serve(rundir: RunDir, sock: socket.socket) -> None:
 
         server_settings.EXTENSION = "tests.support.breakable.extension.Extension"
         options = Options.model_validate_json(rundir.options_file.read_bytes())
-        if "quantization_config" in model_config(options):
-            from tests.breakable.fp8_on_cpu import install
+        if "quantization_config" in read_config(options.hf_checkpoint):
+            from tests.support.breakable.fp8_on_cpu import install
 
             install()
         with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
             base = dict(os.environ) | {KEY_FILE: str(rundir.keys / "http.key"), "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
             base[LISTEN_FD] = str(os.dup(sock.fileno()))
             sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", "0"]
-            context = server.open_seat()
+            context = server.open_role()
             os.environ.update(server_environment(options, context.plan, 0, base, build()))
             sock.close()
             code = server.main()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from hpcrl.config.options import Options
 from hpcrl.convert.to_fp8 import convert
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.trainer.step.share_exchange import ShareExchange
 from hpcrl.weights.fp8 import Scheme
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny import make_family, make_model
@@ -67,7 +68,7 @@ def losses(policy: Any, opts: Options, steps: int) -> list[float]:
     """Losses of training on the same batch again and again."""
     from hpcrl.trainer.step import train_batch
 
-    mine = train_batch.spread(shares(opts, batch().take(range(8)))[policy.ranks.dp_rank], policy.ranks)
+    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().take(range(8)))[policy.ranks.dp_rank])
     return [train_batch.train(policy, policy.ranks, opts, mine)["train/loss"] for _ in range(steps)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.trainer.step.share_exchange import ShareExchange
 from tests.support import families
 from tests.trainer import test_invariance as invariance
 from tests.trainer import test_model_parity as parity
@@ -79,7 +80,7 @@ def one_step(policy: Any, options: Any) -> tuple[dict[str, torch.Tensor], float]
 
     policy.optimizer.step_with_ready_grads = instead_of_a_step
     (share,) = invariance.shares(options)
-    metrics = train_batch.train(policy, policy.ranks, options, train_batch.spread(share, policy.ranks))
+    metrics = train_batch.train(policy, policy.ranks, options, ShareExchange(policy.ranks).exchange(share))
     for parameter, gradient in zip(parameters, found, strict=True):
         parameter.data = gradient
     return {name: tensor.float().cpu().clone() for name, tensor in model.export(policy)}, metrics["train/grad_norm"]

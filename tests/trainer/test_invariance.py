@@ -18,6 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.microbatches import make_schedule
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import COMPLETED, Sample, SampleBatch
+from hpcrl.trainer.step.share_exchange import ShareExchange
 from tests.support.families import make
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
@@ -173,11 +174,11 @@ def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list
     for opts in every:
         policy = start(opts, ranks)
         ranks = policy.ranks
-        mine = train_batch.spread(shares(opts, data)[ranks.dp_rank], ranks)
+        mine = ShareExchange(ranks).exchange(shares(opts, data)[ranks.dp_rank])
         assert mine is not None
         first, second = (train_batch.train(policy, ranks, opts, mine) for _ in range(2))
         found.append(first | {"second/" + name: value for name, value in second.items()})
-    assert train_batch.spread(None, ranks) is None
+    assert ShareExchange(ranks).exchange(None) is None
     return found
 
 
@@ -194,7 +195,7 @@ def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
         return True
 
     policy.optimizer.step_with_ready_grads = instead_of_a_step
-    train_batch.train(policy, policy.ranks, opts, train_batch.spread(shares(opts)[policy.ranks.dp_rank], policy.ranks))
+    train_batch.train(policy, policy.ranks, opts, ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank]))
     for parameter, gradient in zip(parameters, found, strict=True):
         parameter.data = gradient
     whole = {name: tensor.clone() for name, tensor in model.export(policy)}
@@ -211,7 +212,7 @@ def failure_on_rank(opts: Options, own: list[Share], poison: bool = False) -> tu
         next(policy.module.parameters()).data[5] = float("nan")
     before = [p.detach().clone() for p in policy.module.parameters()]
     try:
-        train_batch.train(policy, policy.ranks, opts, train_batch.spread(own[policy.ranks.dp_rank], policy.ranks))
+        train_batch.train(policy, policy.ranks, opts, ShareExchange(policy.ranks).exchange(own[policy.ranks.dp_rank]))
     except HpcrlError as error:
         same = all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(policy.module.parameters(), before, strict=True))
         return str(error), same
@@ -399,7 +400,7 @@ def clipped_on_rank(opts: Options) -> list[float]:
         if not own:
             train_batch.take_step = lambda _, norm, optimizer=optimizer: optimizer.step()[0]
         for _ in range(2):
-            train_batch.train(policy, ranks, opts, train_batch.spread(shares(opts)[ranks.dp_rank], ranks))
+            train_batch.train(policy, ranks, opts, ShareExchange(ranks).exchange(shares(opts)[ranks.dp_rank]))
         weights.append([p.detach().clone() for module in policy.modules for p in module.parameters()])
     return [float((a - b).abs().max()) for a, b in zip(*weights, strict=True)]
 

@@ -298,8 +298,10 @@ def test_tensors_lie_where_readers_can_map_them(tmp_path: Path) -> None:
     tensors |= {"c.norm.weight": torch.ones(3).bfloat16(), "d.gate.bias": torch.ones(7), "f.empty": torch.zeros(0, 4)}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert(source, tmp_path / "out", Scheme("block", (2, 2)))
-    listed, made = listing(tmp_path / "out"), load(tmp_path / "out")
-    assert not [n for n, entry in listed.items() if entry.offset % made[n].element_size()]
+    made, data = load(tmp_path / "out"), (tmp_path / "out" / "model.safetensors").read_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    places = {n: head + held["data_offsets"][0] for n, held in json.loads(data[8:head]).items() if n != "__metadata__"}
+    assert places.keys() == made.keys() and not [n for n, at in places.items() if at % made[n].element_size()]
     assert {n for n in made if made[n].dtype == FP8} == {n for n in names if "proj" in n}
     assert all(torch.equal(made[n], t) for n, t in tensors.items() if "proj" not in n)
     for n in (n for n in names if "proj" in n):
@@ -359,7 +361,7 @@ def test_damaged_directories_are_refused_before_any_work(
         assert not list(tmp_path.glob("*out*"))
 
     refused(converted["qwen3", "channel"], "is quantised already .compressed-tensors.")
-    refused(tmp_path / "nowhere", "config.json cannot be read")
+    refused(tmp_path / "nowhere", "no config.json there")
     for number, spoil in enumerate((truncate, drop_file, lie_in_index, no_header)):
         source = shutil.copytree(models["qwen3"], tmp_path / f"source{number}")
         refused(source, spoil(source))
@@ -371,13 +373,13 @@ def test_damaged_directories_are_refused_before_any_work(
 def truncate(source: Path) -> str:
     file = sorted(source.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-10])
-    return f"{file.name} is truncated"
+    return f"{file.name} cannot be read: incomplete metadata, file not fully covered; it is damaged or not complete"
 
 
 def drop_file(source: Path) -> str:
     file = sorted(source.glob("*.safetensors"))[1]
     file.unlink()
-    return f"{file.name}: No such file"
+    return f"{file.name} is not there"
 
 
 def lie_in_index(source: Path) -> str:
@@ -391,7 +393,7 @@ def lie_in_index(source: Path) -> str:
 def no_header(source: Path) -> str:
     file = sorted(source.glob("*.safetensors"))[0]
     file.write_bytes(b"\x05\0\0\0\0\0\0\0hello" + b"\0" * 50)
-    return f"{file.name} has no header"
+    return f"{file.name} cannot be read: invalid JSON in header"
 
 
 @pytest.mark.parametrize(

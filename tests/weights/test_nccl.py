@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.weights import nccl
-from hpcrl.weights.nccl import NcclTransport, on_this_device, wait_for_gpu
+from hpcrl.weights.transports import Link, nccl
+from hpcrl.weights.transports.nccl import NcclTransport, on_this_device, wait_for_gpu
 
 
 class Pending:
@@ -79,7 +79,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def transport(notes: list[Any], error: Exception | None = None) -> NcclTransport:
-    made = NcclTransport(Fleet(notes, error), 1000, "10.0.0.1", [1, 1])
+    made = NcclTransport(Link(Fleet(notes, error), 1000, "10.0.0.1", [1, 1]))
     made.group = "group"
     made.stage(iter([("a", torch.zeros(20)), ("b", torch.zeros(4)), ("c", torch.zeros(300))]))
     return made
@@ -127,8 +127,8 @@ def test_packing_is_agreed_on_with_the_engines_at_the_start(notes: list[Any], mo
     module = types.ModuleType("nccl_common")
     module.trainer_init = lambda common: ("group of", common["world_size"])
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", module)
-    monkeypatch.setattr(nccl.gloo, "listen", lambda host: Socket())
-    made = NcclTransport(Fleet(notes), 1000, "10.0.0.1", [2, 1])
+    monkeypatch.setattr(nccl.gloo_group, "listen", lambda host: Socket())
+    made = NcclTransport(Link(Fleet(notes), 1000, "10.0.0.1", [2, 1]))
     made.connect()
     assert made.group == ("group of", 4)
     common = {"master_address": "10.0.0.1", "master_port": 4711, "world_size": 4}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpcrl.errors import DeadlineError
-from hpcrl.weights import gloo
-from hpcrl.weights.nccl import grouped
+from hpcrl.weights import gloo_group
 from hpcrl.weights.shared_memory import Region, open_region
+from hpcrl.weights.transports.nccl import grouped
 
 HERE = "127.0.0.1"
 
@@ -68,11 +68,13 @@ def test_nothing_else_is_opened() -> None:
     other.close()
 
 
-def groups(count: int, seconds: float = 20) -> list[gloo.GlooGroup]:
-    meeting = gloo.listen(HERE)
+def groups(count: int, seconds: float = 20) -> list[gloo_group.GlooGroup]:
+    meeting = gloo_group.listen(HERE)
     port = meeting.getsockname()[1]
     with ThreadPoolExecutor(count) as pool:
-        joined = [pool.submit(gloo.join, HERE, port, i, count, HERE, seconds, meeting if i == 0 else None) for i in range(count)]
+        joined = [
+            pool.submit(gloo_group.join, HERE, port, i, count, HERE, seconds, meeting if i == 0 else None) for i in range(count)
+        ]
         return [future.result(30) for future in joined]
 
 
@@ -80,7 +82,7 @@ def test_a_broadcast_reaches_all() -> None:
     members = groups(3)
     tensors = [torch.arange(100_000, dtype=torch.int64).view(torch.uint8) * (i == 0) for i in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda pair: gloo.broadcast(*pair, 20), zip(members, tensors, strict=True)))
+        list(pool.map(lambda pair: gloo_group.broadcast(*pair, 20), zip(members, tensors, strict=True)))
     assert all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
 
 
@@ -89,7 +91,7 @@ def test_a_broadcast_that_nobody_takes_ends_and_may_be_watched() -> None:
     sender, _ = groups(2, seconds=1)
     looks = threading.Semaphore(0)
     with pytest.raises(DeadlineError, match="did not end within 0 s"):
-        gloo.broadcast(sender, big, 0.1, looks.release)
+        gloo_group.broadcast(sender, big, 0.1, looks.release)
     assert looks.acquire(timeout=0)
 
 
@@ -100,7 +102,7 @@ def test_a_broadcast_ends_when_the_watch_says_so() -> None:
         raise KeyError("an engine refused")
 
     with pytest.raises(KeyError, match="refused"):
-        gloo.broadcast(sender, torch.zeros(1 << 26, dtype=torch.uint8), 20, refuse)
+        gloo_group.broadcast(sender, torch.zeros(1 << 26, dtype=torch.uint8), 20, refuse)
 
 
 def test_tensors_in_lists_of_limited_size() -> None:

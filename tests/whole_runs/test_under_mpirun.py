@@ -146,7 +146,7 @@ def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path:
     finally:
         running.kill()
     assert running.returncode == 1
-    assert "rank 1 on node2 ended with SIGKILL" in said
+    assert "rank 1 on node2 was killed by SIGKILL" in said
     assert not any(cluster.processes(node) for node in ("node1", "node2"))
 
 

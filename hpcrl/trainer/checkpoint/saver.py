@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import queue
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -150,9 +150,7 @@ class CheckpointWriter:
         self.process.join()
         self.mine.close()
         if not heard:
-            code = self.process.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            raise HpcrlError(f"the process that wrote it {how}")
+            raise HpcrlError(f"the process that wrote it {how_it_ended(self.process.exitcode or 0)}")
         self.results.put(self.answer)
 
 

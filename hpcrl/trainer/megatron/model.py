@@ -25,7 +25,8 @@ from megatron.core.transformer.module import Float16Module
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.models.family import Config, Family, check_spec, find_family, read_config
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.trainer.megatron.hf_weights import export, load_hf
 from hpcrl.trainer.megatron.optimizer import make_optimizer, make_scheduler
 from hpcrl.trainer.megatron.packed_attention import block_spec

@@ -8,10 +8,10 @@ error before anybody else's complaint about the lost connection.
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from hpcrl.errors import PeerError
+from hpcrl.run.exit_status import how_it_ended, signal_name
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.trainer.start.environment import prepare_environment
@@ -58,13 +58,12 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     try:
         torchrun(command(context))
     except SignalException as error:
-        host, name = context.plan.trainer_hosts[context.index], signal.Signals(error.sigval).name
+        host, name = context.plan.trainer_hosts[context.index], signal_name(error.sigval)
         raise PeerError(f"host {host} was told to end by {name} (cancelled, preempted, or out of time)") from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         place = context.plan.trainers[rank].host
-        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        message = f"rank {rank} on {place} ended with {how}"
+        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode)}"
         say(message)
         context.rundir.fail("trainer", rank, message)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)

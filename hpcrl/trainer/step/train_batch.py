@@ -7,9 +7,8 @@ or whose log-probs differ from the engine's by more than the bound, ends the run
 from __future__ import annotations
 
 import math
-import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +20,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.share_format import Share, decode, encode
+from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.optimizer import take_step
 from hpcrl.trainer.megatron.packed_attention import boundaries
 from hpcrl.trainer.megatron.sparse_logits import only_rows
-from hpcrl.trainer.parallel.collectives import broadcast_bytes
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step import loss, packing
 from hpcrl.trainer.step.packing import Packed
@@ -35,37 +33,6 @@ DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 #: of --max-logprob-diff, without and with bf16
 MAX_LOGPROB_DIFF = (1e-3, 0.1)
 NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoint is good"
-
-
-def spread(share: Share | None, ranks: Ranks) -> Share | None:
-    """The share of this data-parallel rank, on all its tensor-, context- and pipeline-parallel ranks; collective.
-
-    share: on the first of them (TP, CP and PP rank 0) what was fetched, None to stop; ignored on the others.
-    """
-    share = share if ranks.tp_rank == ranks.cp_rank == ranks.pp_rank == 0 else None
-    data = b"" if share is None else _join([bytes(frame) for frame in encode(share)])
-    for group in (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ):
-        data = broadcast_bytes(data, dist.get_global_rank(group, 0), group)
-    return decode(_split(data)) if data else None
-
-
-def _join(frames: Sequence[bytes]) -> bytes:
-    sizes = struct.pack(f"<{len(frames) + 1}Q", len(frames), *(len(f) for f in frames))
-    return sizes + b"".join(frames)
-
-
-def _split(data: bytes) -> list[memoryview]:
-    (count,) = struct.unpack_from("<Q", data)
-    sizes = struct.unpack_from(f"<{count}Q", data, 8)
-    view, at, frames = memoryview(data), 8 + 8 * count, []
-    for size in sizes:
-        frames.append(view[at : at + size])
-        at += size
-    return frames
 
 
 # ---- one share

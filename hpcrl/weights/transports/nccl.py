@@ -1,4 +1,4 @@
-"""Weights over NCCL, with vLLM's own backend: for engines on CUDA.
+"""--weight-transfer nccl: vLLM's own backend, packed broadcasts between GPUs.
 
 vLLM must be installed beside the trainer, in the engines' version.
 
@@ -12,35 +12,40 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.weights import gloo
+from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import Packer, dtype_name
-from hpcrl.weights.engine_fleet import Fleet, PendingCalls, joined
-from hpcrl.weights.transports import Stream, first_ranks
+from hpcrl.weights.engine_fleet import PendingCalls, joined
+from hpcrl.weights.transports import Link, Site, Stream
 
 if TYPE_CHECKING:
     import torch
 
 
 BUFFERS = 2  #: buckets under way at once in vLLM's broadcast
+BACKEND = "nccl"
+
+
+def obstacle(site: Site) -> str | None:
+    return "needs CUDA, but vLLM's CPU build is installed" if site.cpu else None
 
 
 class NcclTransport:
     """vLLM's packed broadcast, a bucket at a time."""
 
-    def __init__(self, fleet: Fleet, limit: int, host: str, workers: list[int]) -> None:
-        self.fleet, self.limit, self.host, self.workers, self.bytes = fleet, limit, host, workers, 0
+    def __init__(self, link: Link) -> None:
+        self.link, self.fleet, self.limit, self.host, self.bytes = link, link.fleet, link.limit, link.host, 0
         self.group: Any = None
         self.tensors: Stream = iter(())
 
     def connect(self) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        meeting = gloo.listen(self.host)
-        port, world = meeting.getsockname()[1], 1 + sum(self.workers)
+        meeting = gloo_group.listen(self.host)
+        port, world = meeting.getsockname()[1], 1 + sum(self.link.workers)
         meeting.close()  # vLLM binds it itself
         packing = {"packed": True, "packed_buffer_size_bytes": self.limit, "packed_num_buffers": BUFFERS}
         common = {"master_address": self.host, "master_port": port, "world_size": world}
-        bodies = [{"init_info": {**common, "rank_offset": offset, **packing}} for offset in first_ranks(self.workers)]
+        bodies = [{"init_info": {**common, "rank_offset": offset, **packing}} for offset in self.link.first_ranks()]
         pending = self.fleet.begin("the weight transfer's init", "/init_weight_transfer_engine", bodies)
         self.group = joined(on_this_device(lambda: trainer_init(common)), pending)
         pending.results()
@@ -78,6 +83,9 @@ class NcclTransport:
 
     def close(self) -> None:
         self.group = None
+
+
+make = NcclTransport
 
 
 def wait_for_gpu(pending: PendingCalls) -> None:

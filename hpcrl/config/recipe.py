@@ -1,0 +1,192 @@
+"""A recipe, with the flags that go before it -> Options.
+
+    name = "quickstart"                      # keys are options, spelled with underscores; [megatron] and [vllm] are tables
+    prepare = ["{python}", "{recipe}/arithmetic.py", "--out", "{prepared}"]
+    lr = 1e-5
+    [[stage]]                                # stages run one after another, each in RUN/<name>/
+    name = "sft"
+    loss_type = "sft_loss"
+
+A flag goes before the stage's table, which goes before the top of the recipe.  Placeholders in text: {prepared} is
+RUN/prepared, {recipe} the recipe's directory, {run} the run directory, {python} this interpreter; in `prepare` also
+any option by its name, such as {seed}.  Invariant: pure functions; whatever they return has been checked as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrl.config.option_rules import check_options, check_run_dir, flag, inert
+from hpcrl.config.options import Options
+from hpcrl.config.setting_names import gather, kind_of_field, own, spell
+from hpcrl.errors import UsageError
+
+_STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are no options
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_TAKEN = {"prepared", "keys", "attempts", "logs", "checkpoints", "samples", "tensorboard"}  #: names inside a run directory
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a recipe: its name ("" in a recipe without stages) and the options that it sets."""
+
+    name: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe: where it came from (absolute), the options for all stages, the commands to run first, the stages."""
+
+    name: str
+    path: Path
+    values: dict[str, Any]
+    prepare: tuple[tuple[str, ...], ...]
+    stages: tuple[Stage, ...]
+
+    def prepare_commands(self, run: Path, overrides: Mapping[str, Any]) -> list[list[str]]:
+        """The prepare commands for the run directory `run`, placeholders filled in."""
+        known = {name: field.get_default(call_default_factory=True) for name, field in Options.model_fields.items()}
+        known |= {**self.values, "name": self.name, **overrides}
+        places = {k: str(v) for k, v in known.items() if isinstance(v, (str, int, float))}
+        places |= self.places({"run": str(run), "prepared": str(run / "prepared")})
+        return [[_fill(word, places) for word in command] for command in self.prepare]
+
+    def places(self, given: Mapping[str, str]) -> dict[str, str]:
+        """All placeholders, given those that depend on the run."""
+        return {**given, "recipe": str(self.path.parent), "python": sys.executable}
+
+
+# ---- the recipe
+
+
+def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
+    """Read a recipe; every name and type in it is checked.
+
+    origin: where the recipe was, if `path` is a copy of it: {recipe} is its directory.  UsageError names file and key.
+    """
+    file = Path(path)
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not TOML: {error}") from error
+    top = {key: value for key, value in document.items() if key not in _STRUCTURE}
+    values = gather(top, file.name, _STRUCTURE)
+    source = Path(origin or file).resolve()
+    name = values.pop("name", source.stem)
+    prepare = tuple(_prepare(document.get("prepare", []), file.name))
+    stages = tuple(_stages(document.get("stage", []), file.name))
+    return Recipe(name, source, values, prepare, stages or (Stage("", {}),))
+
+
+def _prepare(value: Any, where: str) -> Iterator[tuple[str, ...]]:
+    """A command, or a list of commands."""
+    commands = [value] if isinstance(value, list) and value and isinstance(value[0], str) else value
+    if not isinstance(commands, list):
+        raise UsageError(f"{where}: prepare = {spell(value)}: expected a command, or a list of commands, each a list of words")
+    for command in commands:
+        if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+            raise UsageError(f"{where}: prepare: {spell(command)} is no command", "write it as a list of words")
+        yield tuple(command)
+
+
+def _stages(value: Any, where: str) -> Iterator[Stage]:
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise UsageError(f"{where}: stage is no list of tables", "begin each stage with [[stage]]")
+    seen: set[str] = set()
+    for number, table in enumerate(value, 1):
+        name = table.get("name")
+        if not isinstance(name, str) or not _STAGE_NAME.match(name) or name in _TAKEN or name in seen:
+            shown = "has no name" if name is None else f"cannot be named {spell(name)}"
+            raise UsageError(
+                f"{where}: stage {number} {shown}", "every stage needs a name of its own, good for a directory of the run"
+            )
+        seen.add(name)
+        if "run_dir" in table:
+            raise UsageError(
+                f"{where}: stage {name}: run_dir has no effect", "a stage lies in the run's directory, under its own name"
+            )
+        yield Stage(name, gather({k: v for k, v in table.items() if k != "name"}, f"{where}: stage {name}"))
+
+
+# ---- together
+
+
+def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, str]) -> tuple[Options, ...]:
+    """The options of every stage, checked, with placeholders filled in.
+
+    overrides: what the flags set; places: values of {run} and {prepared}.  An option that has no effect is an error if a
+    stage itself sets it, or if it is set for all stages and has an effect in none of them.  UsageError names the stage.
+    """
+    everywhere = recipe.places(places)
+    built = tuple(_build(recipe, stage, overrides, everywhere) for stage in recipe.stages)
+    shared = {*recipe.values, *overrides}.intersection(*(inert(options) for options in built))
+    for stage, options in zip(recipe.stages, built, strict=True):
+        try:
+            check_options(options, [*stage.values, *sorted(shared)])
+        except UsageError as error:
+            raise (UsageError(f"stage {stage.name}: {error.what}", error.hint) if stage.name else error) from None
+    return built
+
+
+def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: Mapping[str, str]) -> Options:
+    """Merge and validate, without looking at what options say together."""
+    merged: dict[str, Any] = {"name": recipe.name}
+    for values in (recipe.values, stage.values, overrides):
+        tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
+        merged |= {**values, **tables}
+    if isinstance(merged.get("run_dir"), str):
+        check_run_dir(merged["run_dir"])
+    try:
+        return Options.model_validate(_expand(merged, places), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        wrong = first["msg"] if len(first["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
+        raise UsageError(f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}: {wrong}") from None
+
+
+def _origin(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], name: str) -> str:
+    """Where the value of an option comes from, for an error."""
+    if name in overrides:
+        return flag(name)
+    inside = f": stage {stage.name}" if name in stage.values else ""
+    return f"{recipe.path.name}{inside}: {name} ="
+
+
+def _fill(text: str, places: Mapping[str, str]) -> str:
+    """Replace the known placeholders; other braces stay as they are."""
+    return re.sub(r"\{(\w+)\}", lambda match: places.get(match[1], match[0]), text)
+
+
+def _expand(value: Any, places: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return _fill(value, places)
+    if isinstance(value, list):
+        return [_expand(item, places) for item in value]
+    if isinstance(value, dict):
+        return {key: _expand(item, places) for key, item in value.items()}
+    return value
+
+
+def changed(options: Options) -> Iterable[tuple[str, Any]]:
+    """The options that differ from their defaults, in the order of options.py, with the tables' fields last."""
+    for target in own().values():
+        value = getattr(options, target.field)
+        default = Options.model_fields[target.field].get_default(call_default_factory=True)
+        if target.fixed is False or value == default:
+            continue
+        if target.field in ("megatron", "vllm"):
+            yield from ((f"{target.field}.{key}", item) for key, item in value.items())
+        else:
+            yield target.field, value

@@ -1,0 +1,23 @@
+"""The engines' ends of our own ways of weight transfer: a file each, named as its other end in weights/transports/.
+
+vLLM keeps a table of weight-transfer backends; `register_receivers` adds ours to it, under the names that the trainer's
+ends give (`BACKEND`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from hpcrl.weights.transports import find_way
+
+
+def register_receivers() -> None:
+    """Make every receiver of this room known to vLLM in this process; one that is known already is left as it is."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for module in pkgutil.iter_modules(__path__):
+        backend = find_way(module.name).BACKEND
+        if backend not in WeightTransferEngineFactory._registry:
+            receiver = importlib.import_module(f"{__name__}.{module.name}").RECEIVER
+            WeightTransferEngineFactory.register_engine(backend, receiver)

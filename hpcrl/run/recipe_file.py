@@ -1,0 +1,46 @@
+"""RUN/recipe.json: what a run was begun with, so that it can go on with the same; RUN/recipe.toml is the recipe's own text.
+
+Invariant: written once, when the run directory is made; a directory with this file is a run directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.errors import UsageError
+from hpcrl.run.rundir import write_atomic
+
+RECIPE, COPY = "recipe.json", "recipe.toml"  #: the names in a run directory
+
+
+class RecipeFile(msgspec.Struct, frozen=True):
+    """What it holds.  path: where the recipe was; overrides: what the flags set, by option; identity: of this run alone."""
+
+    identity: str
+    path: str
+    overrides: dict[str, Any] = {}
+
+
+def is_run(root: Path) -> bool:
+    """Whether `root` is a run directory.  OSError if it may not be looked into."""
+    return (root / RECIPE).is_file()
+
+
+def write_recipe_file(root: Path, begun: RecipeFile) -> None:
+    """Write it, with a copy of the recipe beside it."""
+    shutil.copyfile(begun.path, root / COPY)
+    write_atomic(root / RECIPE, msgspec.json.encode(begun))
+
+
+def read_recipe_file(root: Path) -> RecipeFile:
+    """What the run in `root` was begun with.  UsageError if there is no run, or the file is damaged."""
+    if not is_run(root):
+        raise UsageError(f"--resume {root}: no run directory (it has no {RECIPE})", "name the directory that hpcrl run printed")
+    try:
+        return msgspec.json.decode((root / RECIPE).read_bytes(), type=RecipeFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(f"{root / RECIPE} is damaged: {error}", "start the recipe anew") from error

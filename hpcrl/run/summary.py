@@ -1,0 +1,54 @@
+"""STAGE/summary.json, the trainer's last word on a stage: whether it is finished, and where it stood.
+
+Invariant: written once, whole, by trainer rank 0 at the end of an attempt; an older attempt's word does not count for a later one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hpcrl.errors import HpcrlError
+from hpcrl.run.rundir import RunDir, write_atomic
+
+SUMMARY = "summary.json"  #: its name in a stage's directory
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What it holds.  rollout_id: rollouts that are done, out of `total`; policy_version: optimizer steps; seconds: of this attempt."""
+
+    status: Literal["finished", "stopped"]
+    attempt: int
+    rollout_id: int = 0
+    total: int = 0
+    policy_version: int = 0
+    seconds: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stage has run to its end; else it was stopped and has saved."""
+        return self.status == "finished"
+
+
+def write_summary(directory: Path, summary: Summary) -> None:
+    """Write it into a stage's directory.  HpcrlError if that cannot be written."""
+    write_atomic(directory / SUMMARY, msgspec.json.encode(summary))
+
+
+def read_summary(directory: Path) -> Summary | None:
+    """What the last attempt of a stage that came to its end has left, or None.  HpcrlError names a damaged file."""
+    path = directory / SUMMARY
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise HpcrlError(f"{path} is damaged: {error}", "remove it, and the stage goes on from its last checkpoint") from error
+
+
+def summary_of(rundir: RunDir) -> Summary | None:
+    """What this attempt has left, or None: an older attempt's summary does not count."""
+    found = read_summary(rundir.root)
+    return found if found is not None and found.attempt == rundir.attempt else None

@@ -1,0 +1,108 @@
+"""The ways for a model's tensors to reach the engines: a file each, named as --weight-transfer names it.
+
+    shm     copied once into memory that all engines of the host map; done before generation is paused.
+            Holds one copy of the whole model in host memory.
+    gloo    broadcast over TCP, a bucket at a time; holds one bucket.
+    nccl    vLLM's own backend: packed broadcasts between GPUs, a bucket at a time.
+
+To add a way, add a file with `BACKEND` (vLLM's name of the weight-transfer backend), `obstacle` and `make`; unless the
+receiving end is vLLM's own, that end is a file of the same name in engine/receivers/.
+
+Invariant of every way: a bucket's memory is not touched again before every engine has what it needs of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hpcrl.errors import UsageError
+from hpcrl.weights.engine_fleet import Fleet
+
+if TYPE_CHECKING:
+    import torch
+
+Stream = Iterator[tuple[str, "torch.Tensor"]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine, how many."""
+
+    fleet: Fleet
+    limit: int
+    host: str
+    workers: list[int]
+
+    def first_ranks(self) -> list[int]:
+        """The rank of each engine's first worker in a group where the trainer is rank 0."""
+        return [1 + sum(self.workers[:i]) for i in range(len(self.workers))]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What decides whether a way can work.  cpu: the engines run vLLM's CPU build; one_host: all of the run is on one;
+    colocate: trainer and engines share GPUs."""
+
+    cpu: bool
+    one_host: bool
+    colocate: bool
+
+
+class Transport(Protocol):
+    """How tensors travel; `bytes` counts those of the last update."""
+
+    bytes: int
+
+    def connect(self) -> None:
+        """Once, before the first update."""
+
+    def stage(self, tensors: Stream) -> None:
+        """What can be done while the engines still generate."""
+
+    def send(self) -> None:
+        """The rest, while they are paused: the update phase of all engines."""
+
+    def close(self) -> None: ...
+
+
+class Way(Protocol):
+    """What a file of this room holds."""
+
+    BACKEND: str  #: vLLM's name of the weight-transfer backend
+
+    def obstacle(self, site: Site) -> str | None:
+        """Why it cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
+
+    def make(self, link: Link) -> Transport: ...
+
+
+def names() -> list[str]:
+    """Every way that there is a file for, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def find_way(name: str) -> Way:
+    """The way of that name.  UsageError if there is no such file."""
+    if name not in names():
+        raise UsageError(f"--weight-transfer {name}: there is no such way", f"there are auto, {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]
+
+
+def choose(wish: str, site: Site) -> str:
+    """The name of the way to take.  UsageError when `wish` asks for one that cannot work at this site."""
+    if wish == "auto":
+        shared = site.cpu or site.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
+        wish = ("shm" if site.one_host else "gloo") if shared else "nccl"
+    if why := find_way(wish).obstacle(site):
+        others = [name for name in names() if not find_way(name).obstacle(site)]
+        raise UsageError(f"--weight-transfer {wish} {why}", f"use auto or {' or '.join(others)}")
+    return wish
+
+
+def make_transport(backend: str, link: Link) -> Transport:
+    """The sending end for what the engines say that they receive with."""
+    return next(way for name in names() if backend == (way := find_way(name)).BACKEND).make(link)

@@ -1,0 +1,78 @@
+"""A share reaches every rank of its replica whole, encoded by nobody but the rollout process; alone, it moves nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.queue.share_format import decode, encode
+from tests.support.ranks import run_ranks
+from tests.support.shares import same, share
+
+pytestmark = pytest.mark.process
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2 cp2": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
+    "dp2 cp2": (4, {"context_parallel_size": 2}),
+    "dp2 pp2": (4, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def exchange_on_rank(opts: Options) -> tuple[bool, bool, bool, list[int]]:
+    """(whether what arrived is what was fetched, was the fetched object itself, a stop arrives, [encodings, decodings, collectives])."""
+    import torch.distributed as dist
+
+    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer.step import share_exchange
+
+    ranks = parallel_state.initialize(opts)
+    exchange = share_exchange.ShareExchange(ranks)
+    fetched = decode([bytes(frame) for frame in encode(share(3, seed=ranks.dp_rank, answers=(5, 1, 801)))])
+    mine = fetched if exchange.fetches else None
+    counts = [0, 0, 0]
+
+    def counted(number: int, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[number] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    share_exchange.encode, share_exchange.decode = counted(0, encode), counted(1, decode)
+    dist.broadcast = counted(2, dist.broadcast)
+    found = exchange.exchange(mine)
+    seen = list(counts)
+    return same(found, fetched), found is fetched, exchange.exchange(None) is None, seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_of_a_replica_gets_what_was_fetched_and_nothing_is_encoded_again(layout: str) -> None:
+    n, sizes = LAYOUTS[layout]
+    found = run_ranks(n, exchange_on_rank, Options(actor_num_gpus_per_node=n, **sizes))
+    assert all(whole and stop for whole, _, stop, _ in found)
+    fetching = [counts for _, itself, _, counts in found if itself]
+    assert fetching == [[0, 0, 2]] * (n // 2 if layout.startswith("dp2") else 1)
+    assert all(counts == [0, 1, 2] for _, itself, _, counts in found if not itself)
+
+
+def test_without_peers_the_fetched_share_is_used_as_it_is() -> None:
+    found = run_ranks(2, exchange_on_rank, Options(actor_num_gpus_per_node=2))
+    assert found == [(True, True, True, [0, 0, 0])] * 2
+
+
+def test_a_share_that_was_made_here_is_encoded_once() -> None:
+    """As in tests and benches that have no queue."""
+    found = run_ranks(2, made_on_rank, Options(actor_num_gpus_per_node=2, context_parallel_size=2))
+    assert found == [True, True]
+
+
+def made_on_rank(opts: Options) -> bool:
+    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer.step.share_exchange import ShareExchange
+
+    exchange = ShareExchange(parallel_state.initialize(opts))
+    found = exchange.exchange(share(1) if exchange.fetches else None)
+    return found is not None and same(found, share(1))
