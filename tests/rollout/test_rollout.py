@@ -23,6 +23,7 @@ from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.share_format import Share
+from hpcrl.run.peers import EnginePeer
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
 from tests.support.tiny import make_tokenizer
@@ -84,7 +85,7 @@ class Attempt:
         self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
             if publish:
-                self.rundir.publish("engine", index, host="127.0.0.1", port=engine.port, model_len=64)
+                publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
         command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
         self.log = path / "rollout.log"
         with self.log.open("wb") as out:
@@ -127,8 +128,8 @@ class Attempt:
     def error(self) -> str:
         failure = self.rundir.failure()
         assert failure is not None, self.log.read_text()
-        assert (failure["role"], failure["index"]) == ("rollout", 0)
-        return failure["message"]
+        assert (failure.role, failure.index) == ("rollout", 0)
+        return failure.message
 
     def samples(self) -> dict[str, list[dict[str, Any]]]:
         return {p.name: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(self.rundir.samples.iterdir())}
@@ -420,4 +421,4 @@ def test_it_ends_when_another_role_has_failed(tmp_path: Path, model: Path) -> No
         attempt.call("generate", rollout_id=0, version=0)
         attempt.rundir.fail("trainer", 1, "rank 1 is dead")
         assert attempt.end(5) == 1
-        assert attempt.rundir.failure()["message"] == "rank 1 is dead"
+        assert attempt.rundir.failure().message == "rank 1 is dead"

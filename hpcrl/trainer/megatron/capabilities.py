@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
 
 #: what a setting may need besides CUDA -> the packages of which one must be installed
@@ -146,7 +147,7 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
     """
     for name, value in given.items():
         if name in ARCHITECTURE and value != defaults[name]:
-            raise UsageError(f"{_flag(name, value)}: the model's config.json does not say so", "leave the flag out")
+            raise UsageError(f"{as_flag(name, value)}: the model's config.json does not say so", "leave the flag out")
         if name in NEVER and value not in (None, False) and value != defaults[name]:
             _refuse(name, value, NEVER[name])
         if value and name in NEEDS:
@@ -157,8 +158,8 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
         if name in WITHOUT and value != defaults[name]:
             master, wanted = WITHOUT[name]
             if given.get(master) != wanted:
-                text = f"--{_dashed(master)}" + ("" if wanted is True else f" {wanted}")
-                raise UsageError(f"{_flag(name, value)} has no effect without {text}", "leave it out")
+                text = as_flag(master, wanted)
+                raise UsageError(f"{as_flag(name, value)} has no effect without {text}", "leave it out")
     _combinations(given, machine)
 
 
@@ -196,21 +197,10 @@ def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
 def _need(machine: Machine, name: str, value: Any, part: str) -> None:
     if not machine.cuda:
         also = f" and {part}" if part else ""
-        raise UsageError(f"{_flag(name, value)} cannot be done without CUDA{also}", "leave it out on a CPU")
+        raise UsageError(f"{as_flag(name, value)} cannot be done without CUDA{also}", "leave it out on a CPU")
     if not machine.has(part):
-        raise UsageError(f"{_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out")
+        raise UsageError(f"{as_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out")
 
 
 def _refuse(name: str, value: Any, why: str) -> NoReturn:
-    raise UsageError(f"{_flag(name, value)} cannot be set: {why}", "leave it out")
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _flag(name: str, value: Any) -> str:
-    """The setting as a command line has it."""
-    if value is True:
-        return f"--{_dashed(name)}"
-    return f"--no-{_dashed(name)}" if value is False else f"--{_dashed(name)} {getattr(value, 'name', value)}"
+    raise UsageError(f"{as_flag(name, value)} cannot be set: {why}", "leave it out")
