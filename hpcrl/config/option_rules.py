@@ -69,7 +69,7 @@ def _layout(o: Options) -> None:
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
     if o.needs_engines and gpus < 1:
-        why = "--eval-interval" if o.loss_type == "sft_loss" else f"--loss-type {o.loss_type}"
+        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
@@ -130,14 +130,14 @@ def _batches(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    if o.loss_type == "sft_loss" and o.label_key is None:
-        raise UsageError("--loss-type sft_loss learns the label", "give --label-key")
+    if o.learns_labels and o.label_key is None:
+        raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
     if o.needs_engines:
         if o.rm_type is None and o.custom_rm_path is None:
             raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
         if o.rm_type and o.custom_rm_path:
             raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
-        if o.rm_type and o.loss_type != "sft_loss" and o.label_key is None:
+        if o.rm_type and not o.learns_labels and o.label_key is None:
             raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --label-key")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
@@ -189,7 +189,7 @@ def _schedules(o: Options) -> None:
 
 # ---- what would have no effect
 
-_NO_ENGINE = "--loss-type sft_loss without --eval-interval asks no engine"
+_NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
 
 
 def inert(o: Options) -> dict[str, str]:
@@ -199,8 +199,10 @@ def inert(o: Options) -> dict[str, str]:
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
-    if o.loss_type == "sft_loss":
-        yield "max_logprob_diff", "--loss-type is sft_loss"
+    if o.learns_labels:
+        yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
+    if o.loss_type != "dpo_loss":
+        yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "

@@ -391,7 +391,7 @@ def test_no_tokens_are_no_loss_and_the_same_names(case: dict[str, Any]) -> None:
         s.mask[:] = False
     p = leaf(samples)
     found = compute_loss(token_batch(samples, p), o)
-    assert float(found.total) == 0.0
+    assert float(found.total.detach()) == 0.0
     found.total.backward()
     for part in ("means", "token_means", "maxima"):
         assert list(getattr(found.report, part)) == list(getattr(full, part))
@@ -560,3 +560,12 @@ def test_own_functions_by_path() -> None:
 def test_what_is_lacking_is_said(case: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         compute_loss(token_batch(random_samples(0, groups=(2, 2)), reference=None), options(**case))
+
+
+def test_only_what_an_engine_sampled_is_compared_with_it() -> None:
+    tokens = token_batch(random_samples(0, groups=(2, 2)))
+    name = "train_rollout_logprob_abs_diff"
+    assert not compute_loss(tokens, options(loss_type="sft_loss")).report.token_means
+    assert not compute_loss(tokens, options(loss_type="dpo_loss", rejected_key="worse")).report.token_means
+    wanted = float((tokens.trainer - tokens.rollout).abs().sum())
+    assert float(compute_loss(tokens, options(loss_type="dpo_loss")).report.token_means[name]) == pytest.approx(wanted)
