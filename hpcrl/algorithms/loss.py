@@ -121,5 +121,4 @@ def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weig
 def _report(tokens: TokenBatch, total: Tensor, sums: dict[str, Tensor], values: dict[str, Tensor]) -> Report:
     """Sums as they are, and values [r] weighted as the loss counts without rejection."""
     means = {"loss": total, **sums} | {name: (value * tokens.weights).sum() for name, value in values.items()}
-    report = Report(means={name: value.detach().double() for name, value in means.items()})
-    return report
+    return Report(means={name: value.detach().double() for name, value in means.items()})
