@@ -78,20 +78,22 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> 
 
 def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -> list[Share]:
     """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all."""
-    batch = SampleBatch.of(rollout.samples())
-    steps, size = options.steps_per_rollout, options.step_batch_size
-    schedule = _schedule(batch.rows["length"], options)
+    return shares_of(SampleBatch.of(rollout.samples()), options, rollout.rollout_id, rollout.version, metrics)
+
+
+def shares_of(batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]) -> list[Share]:
+    """The same for samples in the order of group and index."""
+    steps = options.steps_per_rollout
+    size = len(batch) // steps
     masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
-    bounds = masked[batch.response_offsets[::size]]  # masked tokens before each optimizer step
-    tokens = np.diff(bounds).tolist()
+    tokens = np.diff(masked[batch.response_offsets[::size]]).tolist()  # trained tokens of each optimizer step
     shares = []
-    for parts in schedule.steps:
+    for parts in _schedule(batch.rows["length"], options).steps:
         rows = [index for step in parts for micro in step for index in micro]
         local = iter(range(len(rows)))
         micros = [[[next(local) for _ in micro] for micro in step] for step in parts]
-        own = batch.take(rows)
         of_all = {"step_samples": [size] * steps, "step_tokens": tokens, "metrics": metrics, "table": batch.rows}
-        shares.append(Share(rollout.rollout_id, rollout.version, own, micros, **of_all, own=np.asarray(rows, np.int32)))
+        shares.append(Share(rollout_id, version, batch.take(rows), micros, **of_all, own=np.asarray(rows, np.int32)))
     return shares
 
 

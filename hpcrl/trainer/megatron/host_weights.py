@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcrl.trainer.megatron.model import Policy
+if TYPE_CHECKING:
+    from hpcrl.trainer.megatron.model import Policy
 
 #: bytes on the device while two sets change places
 PIECE = 16 * 2**20
@@ -61,6 +62,7 @@ class HostWeights:
                 kept = device.clone()
                 device.copy_(host, non_blocking=True)
                 host.copy_(kept, non_blocking=True)
+                del kept  # before the next piece
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
