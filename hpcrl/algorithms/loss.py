@@ -13,14 +13,12 @@ from torch import Tensor
 
 from hpcrl.algorithms.corrections import importance_report
 from hpcrl.algorithms.interface import Loss, Report, TokenBatch
-from hpcrl.algorithms.mismatch import mismatch_report, off_policy_mask
+from hpcrl.algorithms.mismatch import add_difference, mismatch_report, off_policy_mask
 from hpcrl.algorithms.preference import dpo_loss
 from hpcrl.algorithms.registry import find, find_function
 from hpcrl.config.algorithm_needs import policy_loss_name
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
-
-DIFFERENCE = "train_rollout_logprob_abs_diff"
 
 
 def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
@@ -76,7 +74,9 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         sums["kl_loss"] = (reference_kl(tokens, options) * weights).sum()
         if options.kl_loss_coef:
             total = total + options.kl_loss_coef * sums["kl_loss"]
-    return Loss(total, _report(tokens, total, sums, report))
+    found = Loss(total, _report(tokens, total, sums, report))
+    add_difference(found.report, tokens)
+    return found
 
 
 def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
@@ -119,12 +119,6 @@ def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weig
 
 @torch.no_grad()
 def _report(tokens: TokenBatch, total: Tensor, sums: dict[str, Tensor], values: dict[str, Tensor]) -> Report:
-    """Sums as they are, values [r] weighted as the loss counts without rejection, and how far engine and trainer differ."""
+    """Sums as they are, and values [r] weighted as the loss counts without rejection."""
     means = {"loss": total, **sums} | {name: (value * tokens.weights).sum() for name, value in values.items()}
-    report = Report(means={name: value.detach().double() for name, value in means.items()})
-    if tokens.comparable and tokens.trainer is not None and tokens.rollout is not None:
-        difference = (tokens.trainer - tokens.rollout).abs()
-        peak = difference.max() if difference.numel() else difference.new_zeros(())
-        report.token_means[DIFFERENCE] = difference.sum().double()
-        report.maxima[DIFFERENCE + "_max"] = peak.double()
-    return report
+    return Report(means={name: value.detach().double() for name, value in means.items()})

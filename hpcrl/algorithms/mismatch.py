@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.interface import TokenBatch
+from hpcrl.algorithms.interface import Report, TokenBatch
+
+DIFFERENCE = "train_rollout_logprob_abs_diff"
 
 
 def mismatch_report(tokens: TokenBatch) -> dict[str, Tensor]:
@@ -31,6 +33,14 @@ def mismatch_report(tokens: TokenBatch) -> dict[str, Tensor]:
         "mis_log_ppl_abs_diff": (engine - trainer).abs(),
         "mis_ppl_ratio": (engine - trainer).exp(),
     }
+
+
+def add_difference(report: Report, tokens: TokenBatch) -> None:
+    """Add |t - e| to a report, as a token mean and a maximum, where both are known and comparable."""
+    if tokens.comparable and tokens.trainer is not None and tokens.rollout is not None:
+        difference = (tokens.trainer - tokens.rollout).abs()
+        report.token_means[DIFFERENCE] = difference.sum().double()
+        report.maxima[f"{DIFFERENCE}_max"] = (difference.max() if difference.numel() else difference.new_zeros(())).double()
 
 
 def off_policy_mask(tokens: TokenBatch, delta: float) -> Tensor:

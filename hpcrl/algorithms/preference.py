@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hpcrl.algorithms.interface import Loss, Report, TokenBatch
+from hpcrl.algorithms.mismatch import add_difference
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 
@@ -43,7 +44,10 @@ def dpo_loss(tokens: TokenBatch, options: Options) -> Loss:
         }
         each = {name: value.masked_fill(tie, 0.0) for name, value in each.items()} | {"dpo_ties": tie.to(margin.dtype)}
         means = {name: (value[tokens.sample] * tokens.weights).sum() for name, value in each.items()}
-    return Loss(total, Report(means={name: value.detach().double() for name, value in ({"loss": total} | means).items()}))
+    found = Loss(total, Report(means={name: value.detach().double() for name, value in ({"loss": total} | means).items()}))
+    if not options.learns_labels:  # else no engine sampled them
+        add_difference(found.report, tokens)
+    return found
 
 
 def _pairs(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,7 +70,7 @@ def _layout(o: Options) -> None:
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
     if o.needs_engines and gpus < 1:
-        why = "--eval-interval" if o.loss_type == "sft_loss" else f"--loss-type {o.loss_type}"
+        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
@@ -163,9 +163,9 @@ def label_key(o: Options, evaluation: bool) -> str | None:
     UsageError if the loss or the reward needs one and no key is given.
     """
     key = (o.eval_label_key if evaluation else None) or o.label_key
-    if key is None and o.loss_type == "sft_loss" and not evaluation:
-        raise UsageError("--loss-type sft_loss learns the label", "give --label-key")
-    if key is None and o.rm_type and (evaluation or o.loss_type != "sft_loss"):
+    if key is None and o.learns_labels and not evaluation:
+        raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
+    if key is None and o.rm_type and (evaluation or not o.learns_labels):
         where = "--eval-label-key or --label-key" if evaluation else "--label-key"
         raise UsageError(f"--rm-type {o.rm_type} compares with the label", f"give {where}")
     return key
@@ -173,7 +173,7 @@ def label_key(o: Options, evaluation: bool) -> str | None:
 
 # ---- what would have no effect
 
-_NO_ENGINE = "--loss-type sft_loss without --eval-interval asks no engine"
+_NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
 
 
 def inert(o: Options) -> dict[str, str]:
@@ -183,8 +183,10 @@ def inert(o: Options) -> dict[str, str]:
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
-    if o.loss_type == "sft_loss":
-        yield "max_logprob_diff", "--loss-type is sft_loss"
+    if o.learns_labels:
+        yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
+    if o.loss_type != "dpo_loss":
+        yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "

@@ -102,6 +102,9 @@ class DataOptions(Base):
     prompt_data: str | None = opt(None, "prompt file, .jsonl", "slime")
     input_key: str = opt("input", "key of the prompt: a string or a list of chat messages", "slime")
     label_key: str | None = opt(None, "key of the label that the reward compares with", "slime")
+    rejected_key: str | None = opt(
+        None, "key of the worse response (dpo_loss); --label-key is the better one's, and nothing is sampled"
+    )
     metadata_key: str = opt("metadata", "key of an object that is kept with the sample", "slime")
     apply_chat_template: bool = opt(False, "render the prompt with the tokenizer's chat template", "slime")
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
@@ -346,9 +349,14 @@ class Options(
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
+    def learns_labels(self) -> bool:
+        """Whether the responses come from the prompt file: supervised fine-tuning, and preferences that are written there."""
+        return self.loss_type == "sft_loss" or (self.loss_type == "dpo_loss" and self.rejected_key is not None)
+
+    @property
     def needs_engines(self) -> bool:
-        """Whether anything is sampled: supervised fine-tuning without evaluation asks no engine."""
-        return self.loss_type != "sft_loss" or self.eval_interval is not None
+        """Whether anything is sampled: learning what the prompt file holds, without evaluation, asks no engine."""
+        return not self.learns_labels or self.eval_interval is not None
 
     @property
     def num_engines(self) -> int:

@@ -44,14 +44,14 @@ class Work:
 
     def __init__(self, context: RoleContext) -> None:
         options = context.options
-        self.sft = options.loss_type == "sft_loss"
-        if not self.sft and not context.plan.engines:
+        self.samples = not options.learns_labels
+        if self.samples and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
         if options.prompt_data is None:
             raise UsageError("--prompt-data is not given")
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
-        self.grader = rewards.load_reward(options) if evaluates or not self.sft else None
+        self.grader = rewards.load_reward(options) if evaluates or self.samples else None
         self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
         self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
@@ -67,7 +67,7 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
-        if work.grader is not None and not work.sft:
+        if work.grader is not None and work.samples:
             self.maker = EngineSampler(self.options, work.file, work.tokenizer, generator, work.grader)
         if work.grader is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grader)
@@ -176,7 +176,7 @@ class RolloutRole:
         )
         samples = rollout.samples()
         check_staleness(samples, rollout.version)
-        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=not self.work.sft)
+        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=self.work.samples)
         shares = make_shares(rollout, self.options, metrics)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)

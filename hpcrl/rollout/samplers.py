@@ -50,10 +50,14 @@ class EngineSampler:
 
 
 class LabelSampler:
-    """Fine-tuning: the label is the response, every token of it is to be learned."""
+    """What the prompt file holds: the label, or of a pair the better response (the label, reward 1) and the worse (reward 0)."""
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
-        target = group.prompt.target
-        assert target is not None, "the prompt file was read for fine-tuning"
+        prompt, pair = group.prompt, group.prompt.rejected is not None
+        target = prompt.rejected if pair and index else prompt.target
+        assert target is not None, "the prompt file was read for learning what it holds"
         nothing, versions = np.zeros(len(target), np.float32), np.full(len(target), version, np.int32)
-        return Completion(target, nothing, versions, COMPLETED).sample(group.number, index, group.prompt, str(group.prompt.label))
+        response = str(prompt.worse if pair and index else prompt.label)
+        sample = Completion(target, nothing, versions, COMPLETED).sample(group.number, index, prompt, response)
+        sample.reward = float(pair and not index)
+        return sample

@@ -391,7 +391,7 @@ def test_no_tokens_are_no_loss_and_the_same_names(case: dict[str, Any]) -> None:
         s.mask[:] = False
     p = leaf(samples)
     found = compute_loss(token_batch(samples, p), o)
-    assert float(found.total) == 0.0
+    assert float(found.total.detach()) == 0.0
     found.total.backward()
     for part in ("means", "token_means", "maxima"):
         assert list(getattr(found.report, part)) == list(getattr(full, part))
@@ -456,7 +456,7 @@ def test_sft_loss(seed: int) -> None:
     found = compute_loss(tokens, options(loss_type="sft_loss"))
     (gradient,) = torch.autograd.grad(found.total, p)
     ones = ones_of(samples, p.detach().numpy(), p.detach().numpy())
-    assert float(found.total) == pytest.approx(-math.fsum(mean(one.p) for one in ones), abs=1e-9)
+    assert float(found.total.detach()) == pytest.approx(-math.fsum(mean(one.p) for one in ones), abs=1e-9)
     torch.testing.assert_close(gradient, -tokens.weights)
     assert float(found.report.means["token_accuracy"]) == pytest.approx(float((likeliest * tokens.weights).sum()))
 
@@ -511,7 +511,7 @@ def test_value_loss(seed: int) -> None:
     values = torch.from_numpy(at).requires_grad_()
     found = compute_value_loss(values, *map(torch.from_numpy, (old, returns, weights)), options(value_clip=0.2))
     (gradient,) = torch.autograd.grad(found.total, values)
-    assert float(found.total) == pytest.approx(wanted(at), abs=1e-6)
+    assert float(found.total.detach()) == pytest.approx(wanted(at), abs=1e-6)
     np.testing.assert_allclose(gradient.numpy(), slopes(wanted, at), rtol=0, atol=1e-6)
     outside = float(np.sum(weights * (np.abs(at - old) > 0.2)))
     assert float(found.report.means["value_clipfrac"]) == pytest.approx(outside)
@@ -540,7 +540,7 @@ def test_own_functions_by_path() -> None:
     tokens = token_batch(random_samples(2))
     o = options(pg_loss_type=f"{__name__}.squared", use_tis=True, custom_tis_function_path=f"{__name__}.halved")
     found = compute_loss(tokens, o)
-    assert float(found.total) == pytest.approx(float((0.5 * tokens.logprobs**2 * tokens.weights).sum()))
+    assert float(found.total.detach()) == pytest.approx(float((0.5 * tokens.logprobs**2 * tokens.weights).sum()))
     assert float(found.report.means["half"]) == pytest.approx(float(tokens.weights.sum()))
     o = options(loss_type="custom_loss", custom_loss_function_path=f"{__name__}.total_of_four")
     assert float(compute_loss(tokens, o).total) == pytest.approx(4 * float(tokens.logprobs.sum()))
@@ -560,3 +560,12 @@ def test_own_functions_by_path() -> None:
 def test_what_is_lacking_is_said(case: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         compute_loss(token_batch(random_samples(0, groups=(2, 2)), reference=None), options(**case))
+
+
+def test_only_what_an_engine_sampled_is_compared_with_it() -> None:
+    tokens = token_batch(random_samples(0, groups=(2, 2)))
+    name = "train_rollout_logprob_abs_diff"
+    assert not compute_loss(tokens, options(loss_type="sft_loss")).report.token_means
+    assert not compute_loss(tokens, options(loss_type="dpo_loss", rejected_key="worse")).report.token_means
+    wanted = float((tokens.trainer - tokens.rollout).abs().sum())
+    assert float(compute_loss(tokens, options(loss_type="dpo_loss")).report.token_means[name]) == pytest.approx(wanted)

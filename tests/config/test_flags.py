@@ -443,7 +443,7 @@ def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
         ({"label_key": None}, "learns the label; give --label-key"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rm_type": "exact"}, "--eval-interval needs engines"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rollout_num_gpus": 1}, "give --rm-type"),
-        ({"rm_type": "exact"}, "--rm-type has no effect here: .*asks no engine; leave it out"),
+        ({"rm_type": "exact"}, "--rm-type has no effect here: .*no engine is asked; leave it out"),
         ({"rollout_num_gpus": 1}, "--rollout-num-gpus has no effect here"),
         ({"vllm": {"max_num_seqs": 1}}, "--vllm has no effect here"),
         ({"eps_clip": 0.3}, "--eps-clip has no effect here: --loss-type is sft_loss"),

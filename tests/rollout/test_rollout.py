@@ -385,6 +385,28 @@ def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
             assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(len(row["label"]) + 1 for row in expected)
 
 
+def test_preferences_come_from_the_file_in_pairs(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1), "worse": "0"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"loss_type": "dpo_loss", "rejected_key": "worse", "ref_load": str(model), "n_samples_per_prompt": 2}
+    more = {"custom_rm_path": None, "prompt_data": str(tmp_path / "pairs.jsonl")}
+    with Attempt(tmp_path / "run", model, **values, **more) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        attempt.call("finish", rollout_id=1)
+        assert attempt.end() == 0
+        (written,) = attempt.samples().values()
+        assert len(written) == 2 * GROUPS
+        for better, worse in zip(written[::2], written[1::2], strict=True):
+            assert better["group"] == worse["group"]
+            assert (better["response"], better["reward"]) == (better["label"], 1.0)
+            assert (worse["response"], worse["reward"]) == ("0", 0.0)
+        for share in shares:
+            for micro in (micro for step in share.micro_batches for micro in step):
+                groups = share.batch.rows["group"][micro].tolist()
+                assert sorted(groups) == sorted(2 * sorted(set(groups))), "both of a pair, together"
+
+
 def test_fine_tuning_may_be_evaluated(tmp_path: Path, model: Path) -> None:
     with Attempt(tmp_path / "run", model, None, loss_type="sft_loss") as attempt:
         attempt.begin()

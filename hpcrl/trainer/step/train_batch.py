@@ -16,7 +16,8 @@ import torch
 from megatron.core import parallel_state
 
 from hpcrl.algorithms.interface import Report, TokenBatch
-from hpcrl.algorithms.loss import DIFFERENCE, compute_loss
+from hpcrl.algorithms.loss import compute_loss
+from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
