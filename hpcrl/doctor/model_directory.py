@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.doctor.findings import Finding, ask, count, last_line, size
+from hpcrl.run.command import ask
+from hpcrl.run.findings import Finding, count, last_line, size
 
 SECONDS = 120.0
 MEND = "download or copy the model again"
@@ -28,9 +29,9 @@ def check_model_directory(directory: str, python: str = sys.executable, seconds:
     yield from files(path)
     answer = ask([python, "-c", _LOAD, str(path)], seconds)
     if answer.code == 0:
-        yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.text)} token ids")
+        yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.out)} token ids")
     else:
-        why = last_line(answer.text).removeprefix("hpcrl.errors.DataError: ")
+        why = answer.said.removeprefix("hpcrl.errors.DataError: ")
         yield Finding("fail", "", f"the tokenizer of {directory} does not load: {why}", "mend the model's directory")
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 from hostlist import BadHostlist, collect_hostlist
 
-from hpcrl.doctor.findings import Finding, Level, count, size
 from hpcrl.errors import UsageError
 from hpcrl.launch.probe import Report, choose
+from hpcrl.run.findings import Finding, Level, count, size
 
 SKEW = 1.0  #: seconds that two clocks may differ by
 FREE = 0.9  #: the part of a GPU's memory that should be free before a run

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcrl.report.metrics import parse_record
+from hpcrl.run.job_file import UNQUEUED
 
 T = TypeVar("T")
 
 
 class Submitted(msgspec.Struct):
-    """JOB/job.json: how the job was submitted.  submitted: unix time; job_id: Slurm's (the leader's)."""
+    """JOB/job.json: how the job was submitted.  submitted: unix time; job_id: the scheduler's."""
 
     scheduler: str = "local"
     job_id: str | None = None
@@ -30,6 +31,11 @@ class Submitted(msgspec.Struct):
     submitted: float = 0.0
     script: str | None = None
     components: list[dict[str, Any]] = []
+
+    @property
+    def queued(self) -> bool:
+        """Whether a scheduler has the job."""
+        return self.scheduler not in UNQUEUED
 
 
 class JobState(msgspec.Struct):

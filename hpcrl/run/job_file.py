@@ -5,7 +5,6 @@ Invariant: whoever started the run last has written it; what a later start needs
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from pathlib import Path
@@ -15,13 +14,16 @@ import msgspec
 
 from hpcrl.run.rundir import write_atomic
 
+#: what starts a run without a queue before it: no scheduler has a job of it
+UNQUEUED = ("local", "mpirun")
+
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
-    """Write job.json; `more`: script, components, site, ... as far as they are known."""
+    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site, as far as they are known."""
     record = {
         "scheduler": scheduler,
         "job_id": job_id,
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "cluster": None,
         "submit_host": socket.gethostname(),
         "submitted": time.time(),
         "identity": identity,
