@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 
 

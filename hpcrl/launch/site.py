@@ -313,7 +313,9 @@ def _inner(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 def _unknown(where: str, shown: str, key: str, model: type[BaseModel]) -> UsageError:
     close = nearest(key, model.model_fields)
-    return UsageError(f"{where}: {shown} is an unknown key", f"did you mean {close}?" if close else "see sites/default.toml")
+    return UsageError(
+        f"{where}: {shown} is an unknown key", f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
+    )
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -479,7 +479,10 @@ def test_a_job_that_stops_to_be_queued_again_has_not_ended(monkeypatch: pytest.M
     assert sure(find_run.Ending(), "Slurm", "finished") == [True]
 
 
-def test_the_commands_are_light(home: Path) -> None:
+@pytest.mark.parametrize("submit", [False, True])
+def test_the_commands_are_light(home: Path, submit: bool) -> None:
+    if submit:
+        submitted(make(home / "runs/a"), "12")
     repo = str(Path(__file__).parents[2])
     script = (
         f"import sys; sys.path.insert(0, {repo!r}); from hpcrl.cli import main; code = main(['status'])\n"
