@@ -9,10 +9,10 @@ A scheduler that hpcrl is to speak to gets a `Queue` here, a line in QUEUES, and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -76,8 +76,6 @@ class Queue(Protocol):
     def lengthen(self, run: Submitted) -> None:
         """Give a job half an hour."""
 
-    def requeue(self, run: Submitted) -> None: ...
-
     def processes(self, run: Submitted) -> list[int]:
         """What lives of a run, anywhere."""
 
@@ -86,7 +84,7 @@ class LocalQueue:
     """The queue of tests/support/local_queue.py, in a directory."""
 
     name, title, held = local_queue.NAME, local_queue.LocalQueue.title, ("hold=true",)
-    shape: Mapping[str, Any] = {"actor_num_gpus_per_node": 2}
+    shape: Mapping[str, Any] = {"actor_num_gpus_per_node": 1}
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,27 +126,21 @@ class LocalQueue:
     def lengthen(self, run: Submitted) -> None:
         self._change(run, limit=1800.0)
 
-    def requeue(self, run: Submitted) -> None:
-        self._change(run, wish="requeue")
-
     def processes(self, run: Submitted) -> list[int]:
         return processes(run.root)
 
-    def end(self) -> list[str]:
-        """End every job; what had to be ended, or lives on."""
-        file = self.folder / "queue" / "queue.json"
-        left = []
+    def end(self, seconds: float = 15) -> list[str]:
+        """Give every job a while to end, then end it; what had to be ended, or lives on."""
+        file, deadline, left = self.folder / "queue" / "queue.json", time.monotonic() + seconds, []
         for number, job in (json.loads(file.read_text()) if file.exists() else {}).items():
-            if job["state"] in ("waiting", "held", "running"):
-                left.append(f"job {number} is {job['state']}")
-                self._change(Submitted(self, Path(), number), wish="kill")
-            try:
-                psutil.Process(job["keeper"]).wait(20)
-            except psutil.NoSuchProcess:
-                continue
-            except psutil.TimeoutExpired:
-                left.append(f"the keeper of job {number} lives")
-                os.kill(job["keeper"], signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                keeper = psutil.Process(job["keeper"])
+                try:
+                    keeper.wait(max(0.0, deadline - time.monotonic()))
+                except psutil.TimeoutExpired:
+                    left.append(f"job {number} is {job['state']}")
+                    self._change(Submitted(self, Path(), number), wish="kill")
+                    keeper.wait(20)
         return left
 
 
@@ -176,9 +168,6 @@ class SlurmQueue:
 
     def lengthen(self, run: Submitted) -> None:
         self.cluster.run(["scontrol", "update", f"jobid={run.number}", "timelimit=30"])
-
-    def requeue(self, run: Submitted) -> None:
-        self.cluster.run(["scontrol", "requeue", run.number])
 
     def processes(self, run: Submitted) -> list[int]:
         everywhere = [pair for found in self.cluster.all_processes().values() for pair in found]
