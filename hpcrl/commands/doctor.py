@@ -40,8 +40,8 @@ from hpcrl.run.shipped_files import shipped
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
-Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run directory, packages, the
-model. One line each; the exit status is 1 if anything fails.
+Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run directory,
+packages, the model. One line each; the exit status is 1 if anything fails.
 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
