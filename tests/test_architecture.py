@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "errors", "findings"},
     {"config", "sample"},
-    {"plan", "microbatches", "advantages"},
+    {"plan", "microbatches", "algorithms"},
     {"groups", "run"},
     {"model_files", "models", "queue", "report"},
     {"weights"},

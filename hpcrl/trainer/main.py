@@ -34,6 +34,7 @@ class Crank:
         from hpcrl.trainer.checkpoint.resume import restore
         from hpcrl.trainer.checkpoint.saver import Saver
         from hpcrl.trainer.megatron import model
+        from hpcrl.trainer.other_models import OtherModels
         from hpcrl.trainer.parallel.collectives import make_patient
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
@@ -50,7 +51,10 @@ class Crank:
         self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         if self.driver:
             say(said)
-        self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options)
+        resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
+        self.others = OtherModels(self.policy, self.ranks, context.options, resumed)
+        also = lambda beside: self.others.save(self.at.version, beside)  # noqa: E731
+        self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if self.shares.fetches else None
@@ -96,7 +100,9 @@ class Crank:
         if share is None:
             return False
         check_staleness(share, self.at.version)
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share)
+        others = self.others.of_share(share.version, self.at.version)
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others)
+        self.others.trained(rollout_id + 1)
         data = self._ask("snapshot", rollout_id=rollout_id)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + len(share.micro_batches), data=data)
         metrics = share.metrics | metrics | self._publish()
@@ -118,7 +124,9 @@ class Crank:
         """The current weights into every engine."""
         from hpcrl.trainer.megatron.model import export
 
-        return self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        self.others.published(self.at.version)
+        return metrics
 
     def _owes_evaluation(self) -> bool:
         """Whether the current weights are to be evaluated and, in a run that was stopped or killed, have not been."""

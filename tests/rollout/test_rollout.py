@@ -172,11 +172,23 @@ def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[S
             assert share.metrics["staleness/max"] == 0
             for row in share.batch.rows:
                 written = by_key[int(row["group"]), int(row["index"])]
-                assert row["advantage"] == pytest.approx(written["advantage"])
+                assert row["reward"] == written["reward"]
                 assert row["length"] == written["prompt_len"] + written["response_len"]
-        for g in range(GROUPS):
-            own = [row["advantage"] for row in rows[g * EACH : (g + 1) * EACH]]
-            assert sum(own) == pytest.approx(0, abs=1e-5)
+            assert share.table["reward"].tolist() == [row["reward"] for row in rows], "every rank knows all rewards"
+
+
+def test_a_greedy_response_to_each_prompt_is_what_its_samples_are_compared_with(tmp_path: Path, model: Path) -> None:
+    with Attempt(tmp_path / "run", model, None, advantage_estimator="remax", eval_interval=None) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        bodies = [body["sampling_params"] for engine in attempt.engines for body in engine.bodies]
+        assert sorted(body["temperature"] for body in bodies) == [0.0] * GROUPS + [1.0] * GROUPS * EACH
+        table = shares[0].table
+        assert len(table) == GROUPS * EACH and not np.isnan(table["baseline"]).any()
+        for group in table["baseline"].reshape(GROUPS, EACH):
+            assert len(set(group)) == 1
+        written = attempt.samples()["00000000.jsonl"]
+        assert [row["baseline"] for row in written] == table["baseline"].tolist()
 
 
 def test_every_sample_has_its_own_seed(uncut: tuple[Attempt, Any, Any]) -> None:
@@ -371,6 +383,28 @@ def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
             expected = [by_group[int(g)] for g in share.batch.rows["group"]]
             assert texts == [f"<|user|>{row['prompt']}<|end|><|assistant|>{row['label']}<|end|>" for row in expected]
             assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(len(row["label"]) + 1 for row in expected)
+
+
+def test_preferences_come_from_the_file_in_pairs(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1), "worse": "0"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"loss_type": "dpo_loss", "rejected_key": "worse", "ref_load": str(model), "n_samples_per_prompt": 2}
+    more = {"custom_rm_path": None, "prompt_data": str(tmp_path / "pairs.jsonl")}
+    with Attempt(tmp_path / "run", model, **values, **more) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        attempt.call("finish", rollout_id=1)
+        assert attempt.end() == 0
+        (written,) = attempt.samples().values()
+        assert len(written) == 2 * GROUPS
+        for better, worse in zip(written[::2], written[1::2], strict=True):
+            assert better["group"] == worse["group"]
+            assert (better["response"], better["reward"]) == (better["label"], 1.0)
+            assert (worse["response"], worse["reward"]) == ("0", 0.0)
+        for share in shares:
+            for micro in (micro for step in share.micro_batches for micro in step):
+                groups = share.batch.rows["group"][micro].tolist()
+                assert sorted(groups) == sorted(2 * sorted(set(groups))), "both of a pair, together"
 
 
 def test_fine_tuning_may_be_evaluated(tmp_path: Path, model: Path) -> None:
