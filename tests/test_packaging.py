@@ -17,10 +17,12 @@ LISTS = {"": ["cpu"], "report": ["cpu"], "roles": ["cpu"], "cpu": ["cpu"], "test
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version of requirements/NAME.txt; every line must be an exact pin."""
+    """Package -> version of requirements/NAME.txt for this Python; every line must be an exact pin."""
     lines = [line.partition("#")[0].strip() for line in (REPO / "requirements" / f"{name}.txt").read_text().splitlines()]
     found = {}
     for requirement in (Requirement(line) for line in lines if line):
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
         [pin] = requirement.specifier
         assert pin.operator == "==", f"{requirement} in {name}.txt is no exact pin"
         assert canonicalize_name(requirement.name) not in found, f"{requirement.name} is twice in {name}.txt"

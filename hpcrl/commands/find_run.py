@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, OVER, WORKING, Queued, Status, judge_run
-from hpcrl.report.status_text import forgive
+from hpcrl.report.status_text import replace_unencodable
 from hpcrl.run.recipe_file import is_run
 from hpcrl.run.registry import known
 from hpcrl.slurm import squeue
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"hpcrl {name}", description=description, allow_abbrev=False)
-        forgive()
+        replace_unencodable()
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see {self.prog} --help")

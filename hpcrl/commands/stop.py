@@ -18,8 +18,8 @@ from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import ENDINGS, OVER, WORKING, Status
-from hpcrl.report.status_text import short
-from hpcrl.run.rundir import write_atomic
+from hpcrl.report.status_text import shorten_path
+from hpcrl.run.job_state import JobState, write_state
 from hpcrl.slurm import squeue
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
@@ -40,7 +40,7 @@ def stop(argv: list[str]) -> int:
     run = _one("stop", "Let a run finish its step, save a checkpoint and end; hpcrl resume goes on with it.", argv)
     jobs = Jobs([run])
     found = look_at_run(run, jobs)
-    name = short(str(run.root))
+    name = shorten_path(str(run.root))
     if found.stop_asked:
         print(f"{name} has been asked to stop already; to end it at once: hpcrl cancel {name}")
         return 0
@@ -82,7 +82,7 @@ def cancel(argv: list[str]) -> int:
 
 
 def _cancel_job(run: Run) -> int:
-    name, job = short(str(run.root)), run.job
+    name, job = shorten_path(str(run.root)), run.job
     assert job is not None
     if not job.job_id:
         raise HpcrlError(f"{name} was never given a job number", f"see {run.root / 'job.json'}")
@@ -111,16 +111,13 @@ def _cancel_job(run: Run) -> int:
 
 def _record(run: Run, message: str) -> None:
     """The last word on a run whose launcher never was, or is gone, and could not know that it was cancelled."""
-    state = run.state
-    fields = msgspec.structs.asdict(state) if state else {"stage": "", "attempt": 0, "restarts": 0, "host": "", "pid": 0}
-    fields |= {"phase": "cancelled", "message": message, "time": time.time(), "ends": None}
-    with contextlib.suppress(OSError, HpcrlError):
-        write_atomic(run.root / "state.json", msgspec.json.encode(fields))
+    last = run.state or JobState("cancelled", 0.0)
+    write_state(run.root, msgspec.structs.replace(last, phase="cancelled", message=message, time=time.time(), ends=None))
 
 
 def _end_process(run: Run) -> int:
     """SIGTERM twice to the launcher on this host; it ends all its processes."""
-    name = short(str(run.root))
+    name = shorten_path(str(run.root))
     process = owner(run.root)
     if process is None:
         found = look_at_run(run)

@@ -61,11 +61,15 @@ def _estimator(o: Options) -> None:
     for need in declared.needs if declared else ():
         lacks = f"--advantage-estimator {name} needs {NEEDS[need]}"
         raw = o.disable_rewards_normalization and "disable_rewards_normalization" in declared.options
-        if need == "groups" and o.n_samples_per_prompt == 1 and not raw:
-            hint = "give --n-samples-per-prompt, 2 or more; or --advantage-estimator reinforce_plus_plus, remax or ppo"
-            raise UsageError(f"{lacks}, --n-samples-per-prompt is 1", hint)
+        if need == "groups" and o.n_samples_per_prompt == 1 and not raw and o.num_rollout != 0:
+            hint = "give --n-samples-per-prompt 8 or more; or --advantage-estimator reinforce_plus_plus or remax"
+            raise UsageError(f"{lacks}, and --n-samples-per-prompt is 1: every advantage would be 0", hint)
         if need == "normalize_advantages" and not o.normalize_advantages:
             raise UsageError(lacks, "give it")
+        if need == "critic":
+            raise UsageError(
+                f"{lacks}, and the trainer trains none", "choose an estimator without: grpo, rloo, reinforce_plus_plus, ..."
+            )
 
 
 def _bounds(o: Options) -> None:
@@ -141,6 +145,7 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _unread(o)
         yield from _without_kl(o)
         yield from _without_correction(o)
+    yield "keep_old_actor", "every sample is trained on with the weights that sampled it"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"
     if o.overlong_buffer_len is None:

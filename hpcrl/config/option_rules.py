@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from hpcrl.config.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.schedules import check_schedules
 from hpcrl.errors import UsageError
 
 
@@ -19,7 +20,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _evaluation, check_algorithm, _optimizer):
+    for rule in (_needed, _layout, _batches, _sampling, _evaluation, check_algorithm, check_schedules):
         rule(options)
     without = inert(options)
     for name in sorted(options.model_fields_set) if given is None else given:
@@ -130,15 +131,12 @@ def _batches(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    if o.learns_labels and o.label_key is None:
-        raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
+    label_key(o, evaluation=False)
     if o.needs_engines:
         if o.rm_type is None and o.custom_rm_path is None:
             raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
         if o.rm_type and o.custom_rm_path:
             raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
-        if o.rm_type and not o.learns_labels and o.label_key is None:
-            raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --label-key")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
@@ -156,35 +154,21 @@ def _evaluation(o: Options) -> None:
         return
     if not names:
         raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH")
-    if o.rm_type and o.label_key is None and o.eval_label_key is None:
-        raise UsageError(f"--rm-type {o.rm_type} compares with the label", "give --eval-label-key or --label-key")
+    label_key(o, evaluation=True)
 
 
-def _optimizer(o: Options) -> None:
-    if o.min_lr > o.lr and o.lr_decay_style != "constant":
-        raise UsageError(f"--min-lr {o.min_lr:g} is higher than --lr {o.lr:g}")
-    _schedules(o)
+def label_key(o: Options, evaluation: bool) -> str | None:
+    """The key of the label in the training prompts, or in the held-out ones; None where no label is wanted.
 
-
-def _schedules(o: Options) -> None:
-    """Of learning rate and weight decay."""
-    if o.lr_warmup_iters and o.lr_warmup_fraction is not None:
-        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction exclude each other", "leave one of them out")
-    if o.lr_warmup_init > o.lr:
-        raise UsageError(f"--lr-warmup-init {o.lr_warmup_init:g} is higher than --lr {o.lr:g}")
-    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
-        raise UsageError("--lr-decay-style WSD needs the length of its decay", "give --lr-wsd-decay-iters")
-    if o.weight_decay_incr_style == "constant":
-        return
-    if o.start_weight_decay is None or o.end_weight_decay is None:
-        raise UsageError(
-            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs both ends",
-            "give --start-weight-decay and --end-weight-decay",
-        )
-    if o.start_weight_decay > o.end_weight_decay:
-        raise UsageError(
-            f"--start-weight-decay {o.start_weight_decay:g} is higher than --end-weight-decay {o.end_weight_decay:g}"
-        )
+    UsageError if the loss or the reward needs one and no key is given.
+    """
+    key = (o.eval_label_key if evaluation else None) or o.label_key
+    if key is None and o.learns_labels and not evaluation:
+        raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
+    if key is None and o.rm_type and (evaluation or not o.learns_labels):
+        where = "--eval-label-key or --label-key" if evaluation else "--label-key"
+        raise UsageError(f"--rm-type {o.rm_type} compares with the label", f"give {where}")
+    return key
 
 
 # ---- what would have no effect

@@ -2,7 +2,7 @@
 
 Invariant: an option that exists here has an effect.  Names and meanings are slime's or Megatron's where one exists
 (`source` says which).  Settings of Megatron's and vLLM's own dataclasses are not repeated here: they arrive in
-`megatron` and `vllm`, checked against the installed packages by `flags.py`.
+`megatron` and `vllm`, checked against the installed packages by `setting_names.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class ClusterOptions(Base):
     )
     interface: str | None = opt(None, "network interface that hosts talk through, such as ib0; default: the only one they share")
     launch_timeout: float = opt(60.0, "seconds until every host must have answered", gt=0)
-    trainer_threads: int = opt(1, "CPU threads of one trainer rank (OMP_NUM_THREADS)", ge=1)
+    trainer_threads: int = opt(
+        1,
+        "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if that is more",
+        ge=1,
+    )
     train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
 
 
@@ -87,7 +91,9 @@ class ModelOptions(Base):
         None, "keep checkpoints of every N rollouts and the newest, remove the others", "megatron", ge=1
     )
     save_keep_last: int | None = opt(None, "keep the N newest checkpoints; with --save-retain-interval those too", ge=1)
-    bf16: bool = opt(True, "train in bfloat16 with fp32 master weights; --no-bf16 trains in fp32", "megatron")
+    bf16: bool = opt(
+        True, "train in bfloat16 with fp32 master weights; --no-bf16 trains in fp32 (Megatron's default)", "megatron"
+    )
 
 
 class DataOptions(Base):
@@ -109,7 +115,7 @@ class RolloutOptions(Base):
     """rollout: sampling"""
 
     rollout_batch_size: int = opt(32, "prompts (groups) of one rollout", "slime", ge=1)
-    n_samples_per_prompt: int = opt(1, "responses to each prompt", "slime", ge=1)
+    n_samples_per_prompt: int = opt(1, "responses to each prompt; grpo compares them, and needs 2 at least", "slime", ge=1)
     rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
     rollout_max_prompt_len: int | None = opt(None, "longer prompts are an error that names file and line", "slime", ge=1)
     rollout_max_context_len: int | None = opt(
@@ -256,10 +262,12 @@ class BatchOptions(Base):
 class OptimizerOptions(Base):
     """optimizer (more of Megatron's OptimizerConfig by its own flag names)"""
 
-    lr: float = opt(1e-6, "learning rate", "megatron", ge=0)
+    lr: float = opt(1e-6, "learning rate (Megatron has no default; slime's is the same)", "megatron", ge=0)
     min_lr: float = opt(0.0, "learning rate at the end of the decay", "megatron", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = opt(
-        "constant", "schedule after warm-up; WSD: constant, then the decay of --lr-wsd-decay-style", "megatron"
+        "constant",
+        "schedule after warm-up; WSD: constant, then the decay of --lr-wsd-decay-style (Megatron's default: linear)",
+        "megatron",
     )
     lr_warmup_iters: int = opt(0, "optimizer steps of linear warm-up", "megatron", ge=0)
     lr_warmup_fraction: float | None = opt(None, "the same as a part of the schedule's steps", "megatron", ge=0, lt=1)
@@ -269,14 +277,14 @@ class OptimizerOptions(Base):
         "exponential", "how WSD decays at its end", "megatron"
     )
     lr_wsd_decay_iters: int | None = opt(None, "optimizer steps of that decay", "megatron", ge=1)
-    weight_decay: float = opt(0.0, "weight decay", "megatron", ge=0)
+    weight_decay: float = opt(0.0, "weight decay (Megatron's default: 0.01)", "megatron", ge=0)
     start_weight_decay: float | None = opt(None, "weight decay at the start, where it grows", "megatron", ge=0)
     end_weight_decay: float | None = opt(None, "weight decay at the end of the schedule", "megatron", ge=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = opt(
         "constant", "how it grows from --start-weight-decay to --end-weight-decay", "megatron"
     )
     adam_beta1: float = opt(0.9, "Adam's first decay rate", "megatron", ge=0, lt=1)
-    adam_beta2: float = opt(0.95, "Adam's second decay rate", "megatron", ge=0, lt=1)
+    adam_beta2: float = opt(0.95, "Adam's second decay rate (Megatron's default: 0.999)", "megatron", ge=0, lt=1)
     adam_eps: float = opt(1e-8, "Adam's epsilon", "megatron", gt=0)
     clip_grad: float = opt(1.0, "clip the gradient to this norm; 0 does not", "megatron", ge=0)
 

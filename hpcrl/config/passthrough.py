@@ -190,6 +190,29 @@ def spellings(table: Table) -> dict[str, Target]:
     return found
 
 
+@cache
+def _preferred() -> dict[tuple[str, bool | None], str]:
+    """(Megatron's field, the value of a switch or None) -> the flag of Megatron-LM's that says it, where just one other does."""
+    found: dict[tuple[str, bool | None], list[str]] = {}
+    for flag, target in spellings("megatron").items():
+        regular = dashed(target.field)
+        if flag not in (regular, f"no-{regular}", f"disable-{regular}") and (
+            target.fixed is None or isinstance(target.fixed, bool)
+        ):
+            found.setdefault((target.field, target.fixed), []).append(flag)
+    return {said: flags[0] for said, flags in found.items() if len(flags) == 1}
+
+
+def as_flag(field: str, value: Any) -> str:
+    """A setting of Megatron's as a command line has it: --swiglu, --no-rope-fusion, --norm-epsilon 1e-06.
+
+    value: also a member of an enumeration, shown by its name.
+    """
+    if isinstance(value, bool):
+        return f"--{_preferred().get((field, value)) or ('' if value else 'no-') + dashed(field)}"
+    return f"--{_preferred().get((field, None)) or dashed(field)} {getattr(value, 'name', value)}"
+
+
 def _irregular(flag: str, regular: Target | None) -> Target:
     """Where an irregular flag leads, given where the regular one of its field does (None: the package is not installed)."""
     field, value = IRREGULAR[flag]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcrl.config.options import Options
+from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.plan import Plan, socket_names
@@ -27,26 +28,6 @@ OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, 
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
 CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
-
-#: fields of vLLM that belong to the run -> what to use instead
-RESERVED = {
-    "api_key": "every route asks for the key of the run",
-    "data_parallel_size": "use --rollout-num-gpus for more engines",
-    "dtype": "use --bf16",
-    "host": "the plan names the host",
-    "max_model_len": "use --rollout-max-context-len",
-    "middleware": "it holds the guard of the run's key",
-    "model": "use --hf-checkpoint",
-    "port": "the port is chosen at start and published",
-    "seed": "use --seed",
-    "served_model_name": "the rollout process asks for it by name",
-    "ssl_certfile": "the trainer and the rollout process speak plain HTTP",
-    "ssl_keyfile": "the trainer and the rollout process speak plain HTTP",
-    "tensor_parallel_size": "use --rollout-num-gpus-per-engine",
-    "uds": "the engine listens on its host's port",
-    "weight_transfer_config": "use --weight-transfer",
-    "worker_extension_cls": "it receives the weights",
-}
 
 
 class Build(NamedTuple):
@@ -102,7 +83,7 @@ def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item:
 def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> dict[str, Any]:
     """vLLM's arguments, by the names of its own fields; `options.vllm` comes last and wins.
 
-    UsageError for a field that the run depends on.
+    UsageError for a field that the run depends on, or that the installed vLLM does not know.
     """
     config = read_config(options.hf_checkpoint)
     length = options.rollout_max_context_len
@@ -128,10 +109,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
     if found.cpu:
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
-    for name in options.vllm:
-        if hint := RESERVED.get(_field(name)):
-            raise UsageError(f"--vllm-{name.replace('_', '-')} cannot be set", hint)
-    return ours | {_field(name): value for name, value in options.vllm.items()}
+    return ours | gather_table("vllm", options.vllm, "[vllm]")
 
 
 def engine_seed(options: Options, index: int) -> int:
@@ -140,10 +118,6 @@ def engine_seed(options: Options, index: int) -> int:
     With one seed for all, the first request of every engine would have the same noise, and so on.
     """
     return (options.seed + index) % 2**32  # what numpy takes
-
-
-def _field(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict[str, Any]:

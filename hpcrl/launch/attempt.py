@@ -23,6 +23,7 @@ from hpcrl.launch.host import GRACE
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
@@ -143,7 +144,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
         poll()
         _check(members, rundir)
         now = time.monotonic()
-        if stop.requests and rundir.find("trainer", 0) is None:
+        if stop.requests and find(rundir, TrainerPeer) is None:
             reason = f" ({stop.why})" if stop.why else ""
             raise Stopped(
                 f"stopped while starting{reason}: nothing was trained since the last checkpoint", "continue with hpcrl resume"

@@ -11,33 +11,12 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
 
-#: Megatron's spelling -> (field, what the flag's value means there); all others mean the field of their own name
-SPELLINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "disable_bias_linear": ("add_bias_linear", lambda on: not on),
-    "norm_epsilon": ("layernorm_epsilon", lambda value: value),
-    "num_experts": ("num_moe_experts", lambda value: value),
-    "rotary_scaling_factor": ("rope_scaling_factor", lambda value: value),
-    "swiglu": ("gated_linear_unit", lambda on: on),
-    "untie_embeddings_and_output_weights": ("share_embeddings_and_output_weights", lambda on: not on),
-    "use_rope_scaling": ("rope_scaling", lambda on: on),
-    "use_rotary_position_embeddings": ("position_embedding_type", lambda on: "rope" if on is True else on),
-}
-#: field -> how an error shows it where its name is not the flag's
-SHOWN: dict[str, str] = {
-    "layernorm_epsilon": "norm_epsilon",
-    "num_moe_experts": "num_experts",
-    "rope_scaling": "use_rope_scaling",
-}
-SWITCHES: dict[tuple[str, bool], str] = {
-    ("add_bias_linear", False): "--disable-bias-linear",
-    ("gated_linear_unit", True): "--swiglu",
-    ("share_embeddings_and_output_weights", False): "--untie-embeddings-and-output-weights",
-}
 #: fields that change the architecture -> what they are in a model that has no such thing
 WITHOUT: dict[str, Any] = {
     "activation_func_clamp_value": None,
@@ -81,24 +60,22 @@ BOUNDS = ("max_position_embeddings", "seq_length")
 def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: Mapping[str, Any]) -> dict[str, Any]:
     """What is left of `given` when all that describes the model has been compared with config.json.
 
-    given: Megatron's settings by field or by flag, with dashes or underscores, a switch as True or False; fields:
-    `Family.transformer` of config.json; gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and
+    given: Megatron's settings by field; fields: `Family.transformer` of config.json; gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and
     max_position_embeddings.  UsageError for a setting that says otherwise.
     """
     facts = {**WITHOUT, **fields, **gpt}
     if facts["num_moe_experts"]:
         facts["moe_layer_freq"] = tuple(facts["moe_layer_freq"])
     rest = {}
-    for name, value in given.items():
-        field, meaning = SPELLINGS.get(name.replace("-", "_"), (name.replace("-", "_"), lambda x: x))
+    for field, value in given.items():
         if field in BOUNDS:
             _check_bound(field, value, facts.get("max_position_embeddings"))
         elif field == "group_query_attention":
             _check_grouped(value, facts)
         elif field in facts:
-            _check(field, meaning(value), facts)
+            _check(field, value, facts)
         else:
-            rest[name] = value
+            rest[field] = value
     return rest
 
 
@@ -111,7 +88,7 @@ def _check(field: str, value: Any, facts: Mapping[str, Any]) -> None:
         return
     says = "no such thing" if fact is None else _runs(fact) if field == "moe_layer_freq" else fact
     where = f" for {field}" if isinstance(fact, bool) else ""
-    raise UsageError(f"{_shown(field, value)}: the model's config.json says {says}{where}", "leave the flag out")
+    raise UsageError(f"{as_flag(field, value)}: the model's config.json says {says}{where}", "leave the flag out")
 
 
 def _nothing(field: str, value: Any) -> bool:
@@ -173,7 +150,7 @@ def _runs(layers: Sequence[int]) -> str:
 def _check_bound(field: str, value: Any, most: int | None) -> None:
     number = _number(value) if isinstance(value, str) else value
     if most is not None and (isinstance(number, str) or number > most):
-        raise UsageError(f"{_shown(field, value)}: the model's config.json says {most} positions at most", "leave the flag out")
+        raise UsageError(f"{as_flag(field, value)}: the model's config.json says {most} positions at most", "leave the flag out")
 
 
 def _check_grouped(value: Any, facts: Mapping[str, Any]) -> None:
@@ -181,11 +158,3 @@ def _check_grouped(value: Any, facts: Mapping[str, Any]) -> None:
     heads, groups = facts["num_attention_heads"], facts["num_query_groups"]
     if not value and heads != groups:
         raise UsageError(f"--no-group-query-attention: the model's config.json says {groups} key-value heads for {heads} heads")
-
-
-def _shown(field: str, value: Any) -> str:
-    """A setting as its flag."""
-    name = SHOWN.get(field, field).replace("_", "-")
-    if isinstance(value, bool):
-        return SWITCHES.get((field, value), f"--{name}" if value else f"--no-{name}")
-    return f"--{name} {value}"

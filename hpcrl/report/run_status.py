@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
-from hpcrl.report.run_files import Begun, Failure, JobState, Run, StageFiles
+from hpcrl.report.run_files import Run, StageFiles
+from hpcrl.run.job_state import JobState
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
@@ -170,19 +171,15 @@ def _ended(run: Run, queued: Queued, since: float) -> tuple[str, str]:
     """What Slurm says of a job whose launcher had no time to say anything."""
     phase, words = ENDINGS[queued.state]
     found = run.stage.failure if run.stage and phase == "failed" else None
-    return phase, _spell(found) if found and found.time >= since else words
+    return phase, str(found) if found and found.time >= since else words
 
 
 def _error(stage: StageFiles | None, state: JobState | None) -> str:
     """The first error of the last attempt, or what the launcher ended with."""
     failure = stage.failure if stage else None
     if failure and (state is None or stage.attempt == state.attempt):
-        return _spell(failure)
+        return str(failure)
     return state.message if state else ""
-
-
-def _spell(failure: Failure) -> str:
-    return failure.message if failure.role == "launcher" else f"{failure.role}-{failure.index}: {failure.message}"
 
 
 def _silence(age: float, queued: Queued | None, host: str, here: bool | None) -> str:
@@ -202,9 +199,9 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
     """Fill in what the stage has logged."""
     rows, settings = stage.rows(size, most), stage.settings
     status.stage, status.attempt = stage.name, stage.attempt
-    begun = stage.begun or Begun()
-    status.total = begun.total or (stage.summary and stage.summary.total) or settings.num_rollout
-    status.step = begun.start
+    begun = stage.begun
+    status.total = (begun and begun.total) or (stage.summary and stage.summary.total) or settings.num_rollout
+    status.step = begun.start if begun else 0
     if steps := trained(rows):
         _last_step(status, steps[-1], now)
     status.step_time = step_time(rows)

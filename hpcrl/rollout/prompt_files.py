@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hpcrl.config.option_rules import label_key
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError, UsageError
+from hpcrl.errors import DataError
 from hpcrl.rollout.tokenizer import Tokenizer
 
 
@@ -71,21 +72,17 @@ class Reading:
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Reading:
         """As the options ask for.  UsageError if the reward or the loss needs labels and no key is given."""
-        learns = options.learns_labels and not evaluation
-        label_key = (options.eval_label_key if evaluation else None) or options.label_key
-        if label_key is None and (learns or (options.rm_type and not options.custom_rm_path)):
-            needs = f"--loss-type {options.loss_type}" if learns else f"--rm-type {options.rm_type}"
-            raise UsageError(f"{needs} needs labels, but --{'eval-' if evaluation else ''}label-key is not given")
+        learns, label = options.learns_labels and not evaluation, label_key(options, evaluation)
         context = options.rollout_max_context_len or tokenizer.context
         limits = [n for n in (options.rollout_max_prompt_len, context and context - 1) if n]
         return cls(
             (options.eval_input_key if evaluation else None) or options.input_key,
-            label_key,
+            label,
             options.metadata_key,
             options.apply_chat_template,
             min(limits, default=None),
             context,
-            tuple(key for key in (label_key, options.rejected_key) if key is not None) if learns else (),
+            tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
         )
 
 

@@ -332,7 +332,7 @@ def nodes(*names: str, **changes: Any) -> list[NodeReport]:
     """Healthy reports of trainer nodes; `changes` for all of them."""
     made = []
     for number, name in enumerate(names, 1):
-        base = Report(name, name, (Network("ib0", f"10.0.0.{number}", 24, 100_000),), True, 1000.0, 64, 256 << 30, 1)
+        base = Report(name, name, (Network("ib0", f"10.0.0.{number}", 24, 100_000),), True, 1000.0, 64, 256 << 30)
         others = [other for other in names if other != name]
         report = NodeReport(
             base,

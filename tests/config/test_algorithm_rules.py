@@ -16,7 +16,7 @@ from tests.config.test_flags import GRPO, SFT
 PLUS = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
 KL = {"use_kl_loss": True, "ref_load": "r"}
 MIS = {"use_tis": True, "custom_tis_function_path": "mis"}
-DPO = {"loss_type": "dpo_loss", "ref_load": "r"}
+DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,16 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r"}
     [
         (
             {"n_samples_per_prompt": 1},
-            "grpo needs several responses to each prompt, --n-samples-per-prompt is 1; give .*, 2 or more",
+            "grpo needs several responses to each prompt, and --n-samples-per-prompt is 1: every advantage would be 0; give .* 8 or",
         ),
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "rloo needs several responses"),
+        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo needs a value model, and the trainer trains none"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus needs --normalize-advantages; give it"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline needs --normalize-advantages"),
         ({"use_kl_loss": True}, "--use-kl-loss needs a reference model; give --ref-load"),
         ({"kl_coef": 0.1}, "--kl-coef 0.1 needs a reference model; give --ref-load"),
         (KL | {"kl_coef": 0.1, "kl_loss_coef": 0.2}, "--kl-coef 0.1 and --kl-loss-coef 0.2 both weigh the KL"),
-        ({"loss_type": "dpo_loss"}, "--loss-type dpo_loss needs a reference model; give --ref-load"),
+        ({"loss_type": "dpo_loss", "n_samples_per_prompt": 2}, "--loss-type dpo_loss needs a reference model; give --ref-load"),
         (DPO | {"n_samples_per_prompt": 4}, "compares two responses, --n-samples-per-prompt is 4"),
         ({"loss_type": "custom_loss"}, "give --custom-loss-function-path"),
         ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs and --use-tis exclude each other"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config import passthrough
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.option_rules import check_options, inert
+from hpcrl.config.option_rules import check_options, inert, label_key
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import kind_of_field
@@ -27,9 +27,8 @@ GRPO: dict[str, Any] = {
     "num_rollout": 3,
     "rollout_num_gpus": 1,
     "rm_type": "exact",
+    "n_samples_per_prompt": 4,
     "actor_num_gpus_per_node": 1,
-    "rollout_batch_size": 16,
-    "n_samples_per_prompt": 2,
 }
 SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type", "n_samples_per_prompt")} | {
     "loss_type": "sft_loss"
@@ -90,12 +89,12 @@ def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
     assert read.name == value if name == "name" else read.values == {name: value}
 
 
-@given(st.dictionaries(st.sampled_from(["lr", "seed", "save_interval"]), st.lists(st.booleans(), min_size=3, max_size=3)))
+@given(st.dictionaries(st.sampled_from(["lr", "seed", "rollout_batch_size"]), st.lists(st.booleans(), min_size=3, max_size=3)))
 def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
     layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
     one = recipe(GRPO | layers[0], Stage("s", layers[1]))
     options = resolve_stages(one, layers[2], PLACES)[0]
-    for name in ("lr", "seed", "save_interval"):
+    for name in ("lr", "seed", "rollout_batch_size"):
         wanted = next((layer[name] for layer in reversed(layers) if name in layer), Options.model_fields[name].default)
         assert getattr(options, name) == wanted
 
@@ -205,12 +204,6 @@ def test_what_hpcrl_decides_is_refused_with_the_reason(words: str, reason: str) 
     with pytest.raises(UsageError, match="cannot be set") as error:
         parse_flags(words.split())
     assert reason in str(error.value) and words.split()[0] in str(error.value)
-
-
-def test_whatever_the_engine_refuses_is_refused_here_first() -> None:
-    from hpcrl.engine import server_settings
-
-    assert set(server_settings.RESERVED) <= set(passthrough.OWNED["vllm"])
 
 
 def test_every_owned_or_irregular_name_still_exists() -> None:
@@ -408,10 +401,10 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rollout_num_gpus": None}, "--loss-type policy_loss needs engines; give --rollout-num-gpus"),
         ({"rollout_num_gpus": 0}, "needs engines"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 cannot be divided"),
-        ({"num_steps_per_rollout": 3}, "rollout of 32 samples .* --num-steps-per-rollout 3"),
-        ({"global_batch_size": 5}, "rollout of 32 samples .* --global-batch-size 5"),
-        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 32 samples"),
-        ({"actor_num_gpus_per_node": 3}, "32 samples of one optimizer step cannot be divided by 3 data-parallel ranks"),
+        ({"num_steps_per_rollout": 3}, "rollout of 128 samples .* --num-steps-per-rollout 3"),
+        ({"global_batch_size": 5}, "rollout of 128 samples .* --global-batch-size 5"),
+        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 128 samples"),
+        ({"actor_num_gpus_per_node": 3}, "128 samples of one optimizer step cannot be divided by 3 data-parallel ranks"),
         ({"use_dynamic_batch_size": True}, "give --max-tokens-per-gpu"),
         ({"rm_type": None}, "give --rm-type or --custom-rm-path"),
         ({"custom_rm_path": "m.f"}, "exclude each other"),
@@ -422,6 +415,20 @@ def test_what_differs_from_the_defaults() -> None:
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "a", "q"]}, "gives a name twice"),
         ({"eps_clip_high": 0.1}, "--eps-clip-high 0.1 is lower than --eps-clip 0.2"),
         ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1 is higher"),
+        ({"lr_warmup_iters": 3}, "--lr-warmup-iters 3 is not less than the 3 optimizer steps of the schedule"),
+        ({"lr_warmup_iters": 9, "num_steps_per_rollout": 2}, "is not less than the 6 optimizer steps"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}, "--lr-wsd-decay-iters 4 is more than the 3 optimizer steps"),
+        (
+            {"lr_decay_style": "linear", "num_rollout": None, "num_epoch": 1},
+            "linear without --num-rollout; give --lr-decay-iters",
+        ),
+        ({"lr_warmup_fraction": 0.1, "num_rollout": None, "num_epoch": 1}, "--lr-warmup-fraction without --num-rollout"),
+        ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt is 1: every advantage would be 0; give --n-samples-per-prompt 8"),
+        (
+            {"n_samples_per_prompt": 1, "disable_grpo_std_normalization": True},
+            "--advantage-estimator grpo needs several responses to each prompt",
+        ),
+        ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
     ],
 )
 def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
@@ -473,6 +480,46 @@ def test_a_seed_without_anything_to_draw_is_an_error() -> None:
         UsageError, match="--rollout-seed has no effect here: --rollout-shuffle is not given, and nothing is sampled"
     ):
         check_options(Options(**(SFT | {"rollout_num_gpus": 0, "rollout_seed": 1})))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_samples_per_prompt": 1, "disable_rewards_normalization": True},
+        {"n_samples_per_prompt": 1, "num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["a", "p"]},
+        {"n_samples_per_prompt": 2},
+        {"lr_warmup_iters": 2},
+        {"lr_warmup_iters": 9, "num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["a", "p"]},
+        {"lr_warmup_iters": 9, "lr_decay_iters": 10, "lr_decay_style": "linear"},
+        {"lr_warmup_iters": 9, "num_rollout": None, "num_epoch": 1},
+    ],
+)
+def test_what_only_looks_wrong_is_taken(change: dict[str, Any]) -> None:
+    check_options(Options(**(GRPO | change)))
+
+
+def test_whose_label_is_read() -> None:
+    evaluated = GRPO | {"eval_interval": 1, "eval_prompt_data": ["a", "p"]}
+    assert label_key(Options(**GRPO), evaluation=False) == "label"
+    assert label_key(Options(**(evaluated | {"eval_label_key": "answer"})), evaluation=True) == "answer"
+    assert label_key(Options(**(GRPO | {"rm_type": None, "custom_rm_path": "m.f", "label_key": None})), evaluation=True) is None
+    sft = {"loss_type": "sft_loss", "label_key": None, "eval_label_key": "answer"}
+    assert label_key(Options(**(evaluated | sft)), evaluation=True) == "answer"
+    with pytest.raises(UsageError, match="--loss-type sft_loss learns the label; give --label-key"):
+        label_key(Options(**(evaluated | sft)), evaluation=False)
+
+
+def test_a_default_that_is_not_megatrons_says_so() -> None:
+    theirs = passthrough.read_fields("megatron.core.optimizer.optimizer_config", "OptimizerConfig") or {}
+    theirs |= passthrough.read_fields("megatron.core.model_parallel_config", "ModelParallelConfig") or {}
+    compared = 0
+    for name, field in Options.model_fields.items():
+        if name in theirs and field.json_schema_extra["source"] == "megatron":
+            compared += 1
+            same = str(field.default) == theirs[name].default or (name == "min_lr" and not field.default)  # none there
+            assert same or "Megatron" in field.description, f"--{name}: {field.default}, Megatron's is {theirs[name].default}"
+    assert compared >= 12
+    assert "Megatron's default: linear" in Options.model_fields["lr_decay_style"].description  # of its training script
 
 
 def test_saying_a_default_is_never_an_error() -> None:

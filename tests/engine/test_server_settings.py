@@ -72,13 +72,13 @@ def test_the_way_of_the_weights(wish: str, cpu: bool, hosts: int, found: str) ->
 
 
 def test_flags_on_cpu_and_cuda(model: str) -> None:
-    o = options(model, bf16=False, rollout_max_context_len=512, seed=5, vllm={"max-num-seqs": 9, "swap_space": 1})
+    o = options(model, bf16=False, rollout_max_context_len=512, seed=5, vllm={"max_num_seqs": 9, "block_size": 16})
     cpu = flags(o, plan(o), 1, 4711, CPU)
     assert cpu["dtype"] == "float32"
     assert cpu["port"] == 4711 and cpu["host"] == "127.0.0.1"
     assert cpu["max_model_len"] == 512 and cpu["seed"] == 6
     assert cpu["enforce_eager"] is True and cpu["distributed_executor_backend"] == "uni"
-    assert cpu["max_num_seqs"] == 9 and cpu["swap_space"] == 1, "the user's come last"
+    assert cpu["max_num_seqs"] == 9 and cpu["block_size"] == 16, "the user's come last"
     assert cpu["logprobs_mode"] == "processed_logprobs"
     assert cpu["generation_config"] == "vllm"
     assert cpu["middleware"] == "hpcrl.engine.key_guard.RunKeyGuard"
@@ -90,10 +90,10 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
 
 
-@pytest.mark.parametrize("name", ["port", "worker-extension-cls", "middleware", "dtype", "max_model_len", "api_key"])
+@pytest.mark.parametrize("name", ["port", "worker_extension_cls", "middleware", "dtype", "max_model_len", "api_key"])
 def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> None:
     o = options(model, vllm={name: "x"})
-    with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')} cannot be set"):
+    with pytest.raises(UsageError, match=rf"\[vllm\]: {name} cannot be set"):
         flags(o, plan(o), 0, 1, CPU)
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.rollout import engine_pool
 from hpcrl.rollout.engine_pool import EnginePool
 from hpcrl.rollout.generate import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.prompt_files import Prompt
+from hpcrl.rollout.prompt_source import Group
+from hpcrl.rollout.samplers import EngineSampler
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import COMPLETED, TRUNCATED
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
@@ -42,7 +47,7 @@ class Bench:
         make_keys(rundir, 1)
         self.engines = [self.stack.enter_context(FakeEngine(script, http_key(rundir))) for script in scripts]
         for index, engine in enumerate(self.engines):
-            rundir.publish("engine", index, host="127.0.0.1", port=engine.port, model_len=model_len)
+            publish(rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=model_len), index)
         places = tuple(Place("node7", (i,)) for i in range(len(scripts)))
         plan = Plan("test", 0, (Place("node7", (0,)),), places, Place("node7", ()))
 
@@ -314,3 +319,25 @@ def test_seeds_are_fixed_and_differ() -> None:
     seeds = {seed_of("train", 42, r, g, i) for r in range(20) for g in range(20) for i in range(8)}
     assert len(seeds) == 20 * 20 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_no_two_requests_share_their_noise_without_deterministic_mode_either(bench: Bench) -> None:
+    """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to it."""
+    prompt = Prompt(1, "p", PROMPT)
+    tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops: "text")
+    file: Any = SimpleNamespace(path="file")
+
+    async def reward(sample: Any) -> float:
+        return 1.0
+
+    async def job(generator: Generator, pool: EnginePool) -> list[int]:
+        sampler = EngineSampler(Options(), file, tokenizer, generator, reward)
+        groups = [Group(number, prompt) for number in range(2)]
+        await asyncio.gather(*(sampler.make(g, i, r, 0) for r in range(2) for g in groups for i in range(8)))
+        return [len(engine.bodies) for engine in bench.engines]
+
+    assert sum(counts := bench.run(job, None, None, None, None)) == 32 and min(counts) > 0
+    seeds = [body["sampling_params"]["seed"] for engine in bench.engines for body in engine.bodies]
+    assert len(set(seeds)) == 32
+    wanted = {seed_of("train", Options().rollout_seed, r, g, i) for r in range(2) for g in range(2) for i in range(8)}
+    assert set(seeds) == wanted, "whichever engine answers"

@@ -23,6 +23,7 @@ from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.share_format import Share
+from hpcrl.run.peers import EnginePeer
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
 from tests.support.tiny import make_tokenizer
@@ -84,7 +85,7 @@ class Attempt:
         self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
             if publish:
-                self.rundir.publish("engine", index, host="127.0.0.1", port=engine.port, model_len=64)
+                publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
         command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
         self.log = path / "rollout.log"
         with self.log.open("wb") as out:
@@ -127,8 +128,8 @@ class Attempt:
     def error(self) -> str:
         failure = self.rundir.failure()
         assert failure is not None, self.log.read_text()
-        assert (failure["role"], failure["index"]) == ("rollout", 0)
-        return failure["message"]
+        assert (failure.role, failure.index) == ("rollout", 0)
+        return failure.message
 
     def samples(self) -> dict[str, list[dict[str, Any]]]:
         return {p.name: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(self.rundir.samples.iterdir())}
@@ -174,6 +175,20 @@ def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[S
                 assert row["reward"] == written["reward"]
                 assert row["length"] == written["prompt_len"] + written["response_len"]
             assert share.table["reward"].tolist() == [row["reward"] for row in rows], "every rank knows all rewards"
+
+
+def test_a_greedy_response_to_each_prompt_is_what_its_samples_are_compared_with(tmp_path: Path, model: Path) -> None:
+    with Attempt(tmp_path / "run", model, None, advantage_estimator="remax", eval_interval=None) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        bodies = [body["sampling_params"] for engine in attempt.engines for body in engine.bodies]
+        assert sorted(body["temperature"] for body in bodies) == [0.0] * GROUPS + [1.0] * GROUPS * EACH
+        table = shares[0].table
+        assert len(table) == GROUPS * EACH and not np.isnan(table["baseline"]).any()
+        for group in table["baseline"].reshape(GROUPS, EACH):
+            assert len(set(group)) == 1
+        written = attempt.samples()["00000000.jsonl"]
+        assert [row["baseline"] for row in written] == table["baseline"].tolist()
 
 
 def test_every_sample_has_its_own_seed(uncut: tuple[Attempt, Any, Any]) -> None:
@@ -428,4 +443,4 @@ def test_it_ends_when_another_role_has_failed(tmp_path: Path, model: Path) -> No
         attempt.call("generate", rollout_id=0, version=0)
         attempt.rundir.fail("trainer", 1, "rank 1 is dead")
         assert attempt.end(5) == 1
-        assert attempt.rundir.failure()["message"] == "rank 1 is dead"
+        assert attempt.rundir.failure().message == "rank 1 is dead"

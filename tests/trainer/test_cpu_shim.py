@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import types
+import warnings
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +29,44 @@ def test_nothing_of_torch_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu_shim, "_done", [])
     monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
+    monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
     monkeypatch.setattr(cpu_shim, "_megatron_on_cpu", lambda: pytest.fail("Megatron was changed"))
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "manual_seed")}
     cpu_shim.install()
     assert {name: getattr(torch.cuda, name) for name in before} == before
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_the_router_finds_its_name_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    router: Any = types.ModuleType("moe_utils")
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_utils", router)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    for name in ("_quiet", "_quiet_on_cpu", "_torch_cuda_is_the_cpu", "_megatron_on_cpu", "_checkpoint_repairs"):
+        monkeypatch.setattr(cpu_shim, name, lambda: None)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    for there in (None, "Transformer Engine's"):
+        monkeypatch.setattr(cpu_shim, "_done", [])
+        if there:
+            router.te_general_gemm = there
+        cpu_shim.install()
+        assert router.te_general_gemm is there
+
+
+def test_advice_on_streams_is_heard_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS: Megatron warns when it is not as it wants it."""
+    monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
+    monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
+    for name in ("_torch_cuda_is_the_cpu", "_megatron_on_cpu"):
+        monkeypatch.setattr(cpu_shim, name, lambda: None)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    for cuda in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(cpu_shim, "_done", [])
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            cpu_shim.install()
+            warnings.warn("When using sequence parallelism it is recommended to set ...", UserWarning, stacklevel=1)
+        assert len(heard) == cuda
 
 
 class Group:

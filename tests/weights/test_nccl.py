@@ -128,7 +128,7 @@ def test_packing_is_agreed_on_with_the_engines_at_the_start(notes: list[Any], mo
     module.trainer_init = lambda common: ("group of", common["world_size"])
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", module)
     monkeypatch.setattr(nccl.gloo_group, "listen", lambda host: Socket())
-    made = NcclTransport(Fleet(notes), 1000, "10.0.0.1", [2, 1])
+    made = NcclTransport(Link(Fleet(notes), 1000, "10.0.0.1", [2, 1]))
     made.connect()
     assert made.group == ("group of", 4)
     common = {"master_address": "10.0.0.1", "master_port": 4711, "world_size": 4}

@@ -48,7 +48,7 @@ def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
     assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
     assert (uncut / "checkpoints" / names[-1]).read_text() == "6"
     inside = {p.name for p in (uncut / "checkpoints" / "iter_0000006").iterdir()}
-    assert {"common.pt", "metadata.json", ".metadata", "hpcrl.json"} <= inside
+    assert {"metadata.json", ".metadata", "hpcrl.json"} <= inside
 
 
 def test_stopped_by_sigterm_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:

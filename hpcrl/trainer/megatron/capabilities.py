@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
 
 #: what a setting may need besides CUDA -> the packages of which one must be installed
@@ -83,6 +84,7 @@ _WRAPPER = "the model is wrapped in Megatron's DistributedDataParallel"
 _SCALE = "there is no fp16 training"
 _BUFFERS = "hpcrl does not set up Transformer Engine's user buffers"
 _PLAN = "hpcrl's forward step gives no schedule plan"
+_ROWS = "hpcrl runs the output layer itself, for the rows that are trained on and some of them at a time"
 _TOGETHER = {
     _INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication symmetric_ar_type "
     "cache_mla_latents mlp_chunks_for_prefill",
@@ -92,6 +94,7 @@ _TOGETHER = {
     "init_model_with_meta_device fsdp_manual_registration",
     _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     _BUFFERS: "tp_comm_overlap",
+    _ROWS: "defer_embedding_wgrad_compute wgrad_deferral_limit",
     _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
     "the loss is computed by hpcrl, of the rows that are trained on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     "multi-token prediction is not trained": "mtp_standalone",
@@ -146,7 +149,7 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
     """
     for name, value in given.items():
         if name in ARCHITECTURE and value != defaults[name]:
-            raise UsageError(f"{_flag(name, value)}: the model's config.json does not say so", "leave the flag out")
+            raise UsageError(f"{as_flag(name, value)}: the model's config.json does not say so", "leave the flag out")
         if name in NEVER and value not in (None, False) and value != defaults[name]:
             _refuse(name, value, NEVER[name])
         if value and name in NEEDS:
@@ -157,8 +160,8 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
         if name in WITHOUT and value != defaults[name]:
             master, wanted = WITHOUT[name]
             if given.get(master) != wanted:
-                text = f"--{_dashed(master)}" + ("" if wanted is True else f" {wanted}")
-                raise UsageError(f"{_flag(name, value)} has no effect without {text}", "leave it out")
+                text = as_flag(master, wanted)
+                raise UsageError(f"{as_flag(name, value)} has no effect without {text}", "leave it out")
     _combinations(given, machine)
 
 
@@ -196,21 +199,10 @@ def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
 def _need(machine: Machine, name: str, value: Any, part: str) -> None:
     if not machine.cuda:
         also = f" and {part}" if part else ""
-        raise UsageError(f"{_flag(name, value)} cannot be done without CUDA{also}", "leave it out on a CPU")
+        raise UsageError(f"{as_flag(name, value)} cannot be done without CUDA{also}", "leave it out on a CPU")
     if not machine.has(part):
-        raise UsageError(f"{_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out")
+        raise UsageError(f"{as_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out")
 
 
 def _refuse(name: str, value: Any, why: str) -> NoReturn:
-    raise UsageError(f"{_flag(name, value)} cannot be set: {why}", "leave it out")
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _flag(name: str, value: Any) -> str:
-    """The setting as a command line has it."""
-    if value is True:
-        return f"--{_dashed(name)}"
-    return f"--no-{_dashed(name)}" if value is False else f"--{_dashed(name)} {getattr(value, 'name', value)}"
+    raise UsageError(f"{as_flag(name, value)} cannot be set: {why}", "leave it out")

@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hpcrl.config.options import Options
-from hpcrl.errors import UsageError
+from hpcrl.config.schedules import schedule_steps, warmup_steps
 from hpcrl.trainer.megatron.settings import construct, refusals
 
 
@@ -42,19 +42,17 @@ def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
 def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerParamScheduler:
     """Linear warm-up, then constant or down to --min-lr; weight decay constant or growing, over the same steps.
 
-    UsageError if the numbers contradict one another.
+    Options that `check_options` has let pass.
     """
-    if options.min_lr > options.lr:
-        raise UsageError(f"--min-lr {options.min_lr} is above --lr {options.lr}")
-    steps = _decay_steps(options)
+    steps = schedule_steps(options) or options.lr_warmup_iters + 1  # of an unknown length: its end is never looked at
     grows = options.weight_decay_incr_style != "constant"
     with refusals("the learning-rate schedule"):
         return OptimizerParamScheduler(
             optimizer,
             init_lr=options.lr_warmup_init,
             max_lr=options.lr,
-            min_lr=options.min_lr,
-            lr_warmup_steps=_warmup_steps(options, steps),
+            min_lr=options.min_lr if options.lr_decay_style != "constant" else 0.0,
+            lr_warmup_steps=warmup_steps(options, steps),
             lr_decay_steps=steps,
             lr_decay_style=options.lr_decay_style,
             start_wd=options.start_weight_decay if grows else options.weight_decay,
@@ -65,34 +63,3 @@ def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerP
             wsd_decay_steps=options.lr_wsd_decay_iters,
             lr_wsd_decay_style=options.lr_wsd_decay_style,
         )
-
-
-def _warmup_steps(options: Options, steps: int) -> float:
-    """Steps of warm-up, of the schedule's `steps`; a fraction may give a part of a step, as in Megatron-LM."""
-    if options.lr_warmup_fraction is not None:
-        return options.lr_warmup_fraction * steps
-    if options.lr_warmup_iters >= steps:
-        raise UsageError(f"--lr-warmup-iters {options.lr_warmup_iters} is not less than the {steps} steps of the schedule")
-    return options.lr_warmup_iters
-
-
-def _decay_steps(options: Options) -> int:
-    """Optimizer steps of the schedule, its decay at the end included."""
-    steps = _all_steps(options)
-    decay = options.lr_wsd_decay_iters or 0
-    if options.lr_decay_style == "WSD" and decay > steps:
-        raise UsageError(f"--lr-wsd-decay-iters {decay} is more than the {steps} steps of the schedule")
-    return steps
-
-
-def _all_steps(options: Options) -> int:
-    if options.lr_decay_iters is not None:
-        return options.lr_decay_iters
-    if options.num_rollout is not None:
-        return max(options.num_rollout * options.steps_per_rollout, 1)
-    if options.lr_decay_style != "constant":
-        raise UsageError(f"--lr-decay-style {options.lr_decay_style} without --num-rollout", "give --lr-decay-iters")
-    if options.lr_warmup_fraction is not None or options.weight_decay_incr_style != "constant":
-        name = "--lr-warmup-fraction" if options.lr_warmup_fraction is not None else "--weight-decay-incr-style"
-        raise UsageError(f"{name} without --num-rollout", "give --lr-decay-iters")
-    return options.lr_warmup_iters + 1  # its end is never looked at

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import enum
 import types
 import typing
@@ -26,6 +25,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from hpcrl.config.options import Options
+from hpcrl.config.passthrough import as_flag
+from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import UsageError
 from hpcrl.models.model_args import check_model_args
 from hpcrl.trainer.megatron import capabilities
@@ -55,13 +56,14 @@ def resolve_settings(
     machine: on which the model will be trained (None: this one).
     """
     machine = machine or Machine.here()
-    given = {name: _checked(name, value) for name, value in check_model_args(options.megatron, model, gpt).items()}
+    settled = gather_table("megatron", options.megatron, "[megatron]")  # names that a machine without Megatron took as they were
+    given = {name: _coerced(name, value) for name, value in check_model_args(settled, model, gpt).items()}
     capabilities.check_capabilities(given, _dataclass_defaults(), machine)
     fused = capabilities.rope_fusion(given, model, machine)
     fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given}, machine.cuda)}
     for name in given.keys() & fixed.keys():
         if given[name] != fixed[name]:
-            raise UsageError(f"--{_flag(name)} {given[name]} cannot be: hpcrl needs {fixed[name]}")
+            raise UsageError(f"{as_flag(name, given[name])} cannot be: hpcrl needs {fixed[name]}")
     merged = {**_defaults(machine, given), "apply_rope_fusion": fused, **model, **given, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
     return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES))
@@ -151,20 +153,9 @@ def _fixed(options: Options) -> dict[str, Any]:
 # ---- what the user gives
 
 
-def _checked(name: str, value: Any) -> Any:
-    """The value in the type of its field.  UsageError if no dataclass has it, or it does not belong here."""
-    if name in Options.model_fields:
-        raise UsageError(f"--{_flag(name)} is an option of its own", "give it outside [megatron]")
-    known = {field for cls in CLASSES for field in _fields(cls)}
-    if name not in known:
-        near = difflib.get_close_matches(name, sorted(known), n=1)
-        raise UsageError(f"--{_flag(name)}: Megatron has no such setting", f"did you mean --{_flag(near[0])}?" if near else "")
+def _coerced(name: str, value: Any) -> Any:
+    """A value from a flag or TOML in the type that the dataclass declares.  UsageError if it is none of that type."""
     hint = next(_fields(cls)[name] for cls in CLASSES if name in _fields(cls))
-    return _coerced(name, value, hint)
-
-
-def _coerced(name: str, value: Any, hint: Any) -> Any:
-    """A value from a flag or TOML in the type that the dataclass declares."""
     choices = _members(hint)
     if isinstance(value, str):
         if torch.dtype in choices and value in DTYPES:
@@ -176,7 +167,7 @@ def _coerced(name: str, value: Any, hint: Any) -> Any:
         adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
     except pydantic.ValidationError as error:
-        raise UsageError(f"--{_flag(name)} {value!r}: {error.errors()[0]['msg']}") from None
+        raise UsageError(f"{as_flag(name, value)}: {error.errors()[0]['msg']}") from None
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -204,7 +195,3 @@ def _fields(cls: type) -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
         _HINTS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
     return _HINTS[cls]
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")

@@ -38,21 +38,40 @@ class OtherWeights:
 NONE = OtherWeights()
 
 
-def prepare(policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], others: OtherWeights) -> None:
-    """Fill `old`, `reference` and `advantages` of every micro-batch in, as far as the options need them; collective."""
-    wanted = needs(options)
+def prepare(
+    policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], others: OtherWeights
+) -> dict[str, float]:
+    """Fill `old`, `reference` and `advantages` of every micro-batch in, as far as the options need them; collective.
+
+    Metrics, the same on every rank: means over all trained tokens of the rollout, in slime's names.
+    """
+    wanted, columns = needs(options), {}
     micro_batches = list(chain.from_iterable(steps))
+
+    def take(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        for packed, value in zip(micro_batches, values, strict=True):
+            setattr(packed, name, value)
+        return to_columns(micro_batches, values, len(share.batch.loss_mask), policy.ranks)
+
     if wanted.reference:
         assert others.reference is not None
-        _fill(micro_batches, "reference", _under(policy, options, steps, others.reference))
+        columns["ref_log_probs"] = take("reference", _under(policy, options, steps, others.reference))
     if options.use_rollout_logprobs:
-        _fill(micro_batches, "old", [packed.rollout for packed in micro_batches])
+        columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
-        _fill(micro_batches, "old", _under(policy, options, steps, others.old))
+        columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
     if wanted.advantages:
-        batch = _rollout_batch(policy, share, micro_batches, wanted)
-        advantages = compute_advantages(batch, options).advantages
-        _fill(micro_batches, "advantages", to_rows(advantages, micro_batches))
+        batch = _rollout_batch(policy, share, columns, wanted)
+        columns["advantages"] = compute_advantages(batch, options).advantages
+        for packed, value in zip(micro_batches, to_rows(columns["advantages"], micro_batches), strict=True):
+            packed.advantages = value
+    return {} if not columns else _means(columns, torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device))
+
+
+def _means(columns: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, float]:
+    sums = torch.stack([mask.double().sum(), *(column.double().where(mask, 0.0).sum() for column in columns.values())])
+    count, *values = _over_data_parallel(sums).tolist()
+    return {f"rollout/{name}": value / max(count, 1) for name, value in zip(columns, values, strict=True)}
 
 
 def _under(
@@ -65,20 +84,9 @@ def _under(
         return [found for step in steps for found in passes.logprobs(policy, options, step)]
 
 
-def _fill(micro_batches: Sequence[Packed], name: str, values: Sequence[torch.Tensor]) -> None:
-    for packed, value in zip(micro_batches, values, strict=True):
-        setattr(packed, name, value)
-
-
-def _rollout_batch(policy: Policy, share: Share, micro_batches: Sequence[Packed], wanted: Needs) -> RolloutBatch:
+def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:
     """What an estimator sees: the table of all samples, and this data-parallel rank's responses."""
     device, table = policy.ranks.device, share.table
-    size = len(share.batch.loss_mask)
-
-    def column(name: str) -> torch.Tensor:
-        rows = [getattr(packed, name) for packed in micro_batches]
-        return to_columns(micro_batches, rows, size, policy.ranks)
-
     return RolloutBatch(
         reward=torch.tensor(table["reward"], dtype=torch.float64, device=device),
         group=torch.tensor(table["group"], device=device),
@@ -86,8 +94,8 @@ def _rollout_batch(policy: Policy, share: Share, micro_batches: Sequence[Packed]
         truncated=torch.tensor(table["status"] == STATUSES.index(TRUNCATED), device=device),
         own=torch.tensor(share.own, dtype=torch.int64, device=device),
         mask=torch.tensor(share.batch.loss_mask != 0, device=device),
-        old=column("old") if wanted.old_in_advantages else None,
-        reference=column("reference") if wanted.old_in_advantages else None,
+        old=columns.get("log_probs"),
+        reference=columns.get("ref_log_probs"),
         baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
         total=_over_data_parallel,
     )

@@ -62,7 +62,7 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
     packing.check_batch(share.batch, policy.vocab_size)
     split = policy.config.sequence_parallel
     steps = [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
-    prepare(policy, options, share, steps, others)
+    before = prepare(policy, options, share, steps, others)
     prepared = time.monotonic()
     found = []
     for number, micro_batches in enumerate(steps):
@@ -75,7 +75,7 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
         )
         found.append(_step(policy, ranks, options, micro_batches, step))
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
-    return _over_steps(found) | times
+    return before | _over_steps(found) | times
 
 
 def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: Sequence[Packed], step: StepTotals) -> dict[str, float]:

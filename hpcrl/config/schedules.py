@@ -1,0 +1,78 @@
+"""The schedules of learning rate and weight decay, counted in optimizer steps: pure functions of the options.
+
+Invariant: whatever `check_schedules` lets pass, Megatron's OptimizerParamScheduler takes.
+"""
+
+from __future__ import annotations
+
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+
+
+def check_schedules(o: Options) -> None:
+    """UsageError if the numbers of a schedule contradict one another."""
+    if o.lr_warmup_iters and o.lr_warmup_fraction is not None:
+        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction exclude each other", "leave one of them out")
+    if o.lr_warmup_init > o.lr:
+        raise UsageError(f"--lr-warmup-init {o.lr_warmup_init:g} is higher than --lr {o.lr:g}")
+    if o.min_lr > o.lr and o.lr_decay_style != "constant":
+        raise UsageError(f"--min-lr {o.min_lr:g} is higher than --lr {o.lr:g}")
+    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None:
+        raise UsageError("--lr-decay-style WSD needs the length of its decay", "give --lr-wsd-decay-iters")
+    _check_weight_decay(o)
+    _check_lengths(o)
+
+
+def _check_weight_decay(o: Options) -> None:
+    if o.weight_decay_incr_style == "constant":
+        return
+    if o.start_weight_decay is None or o.end_weight_decay is None:
+        raise UsageError(
+            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs both ends",
+            "give --start-weight-decay and --end-weight-decay",
+        )
+    if o.start_weight_decay > o.end_weight_decay:
+        raise UsageError(
+            f"--start-weight-decay {o.start_weight_decay:g} is higher than --end-weight-decay {o.end_weight_decay:g}"
+        )
+
+
+def _check_lengths(o: Options) -> None:
+    steps = schedule_steps(o)
+    if steps is None:
+        for what, needs in (
+            (f"--lr-decay-style {o.lr_decay_style}", o.lr_decay_style != "constant"),
+            ("--lr-warmup-fraction", o.lr_warmup_fraction is not None),
+            (f"--weight-decay-incr-style {o.weight_decay_incr_style}", o.weight_decay_incr_style != "constant"),
+        ):
+            if needs:
+                raise UsageError(f"{what} without --num-rollout", "give --lr-decay-iters")
+        return
+    if o.num_rollout == 0:
+        return  # nothing is trained
+    said = f"the {steps} optimizer steps of the schedule"
+    if o.lr_warmup_iters >= steps:
+        raise UsageError(
+            f"--lr-warmup-iters {o.lr_warmup_iters} is not less than {said}", "they are --lr-decay-iters, or all of the run"
+        )
+    if o.lr_decay_style == "WSD" and (o.lr_wsd_decay_iters or 0) > steps:
+        raise UsageError(
+            f"--lr-wsd-decay-iters {o.lr_wsd_decay_iters} is more than {said}", "its decay is the schedule's last part"
+        )
+
+
+def schedule_steps(o: Options) -> int | None:
+    """Optimizer steps of the schedule, its decay at the end included; None where the length of the run is not known before.
+
+    Where nothing is trained it is as long as its parts ask for.
+    """
+    if o.lr_decay_iters is not None:
+        return o.lr_decay_iters
+    if o.num_rollout is None:
+        return None
+    return o.num_rollout * o.steps_per_rollout or max(o.lr_warmup_iters + 1, o.lr_wsd_decay_iters or 0)
+
+
+def warmup_steps(o: Options, steps: int) -> float:
+    """Steps of warm-up, of the schedule's `steps`; a fraction may give a part of a step, as in Megatron-LM."""
+    return o.lr_warmup_iters if o.lr_warmup_fraction is None else o.lr_warmup_fraction * steps

@@ -1,0 +1,54 @@
+"""Which device a rank computes on, and that GPUs which torch cannot use are no reason to go on without a word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcrl.errors import UsageError
+from hpcrl.trainer.parallel.devices import cuda_is_there, device_index
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of torch that finds no GPU it can use."""
+
+    def init() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
+@pytest.mark.usefixtures("broken")
+def test_gpus_that_torch_cannot_use_are_an_error_with_torchs_reason() -> None:
+    with pytest.raises(
+        UsageError, match=r"\(CUDA_VISIBLE_DEVICES=0,1\), and CUDA 13.0 cannot use them: The NVIDIA driver .* 12020"
+    ) as found:
+        cuda_is_there("0,1")
+    assert "\n" not in str(found.value) and "docs/install.md" in str(found.value)
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("visible", [None, "", "NoDevFiles"])
+def test_a_host_without_gpus_computes_on_its_cpu(visible: str | None) -> None:
+    assert cuda_is_there(visible) is False
+
+
+def test_a_cpu_build_computes_on_the_cpu_of_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cuda_is_there("0,1") is False
+
+
+def test_where_cuda_is_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cuda_is_there(None) is True
+
+
+def test_a_rank_bound_to_its_own_gpu_finds_it_under_0() -> None:
+    assert [device_index(local, 4) for local in range(4)] == [0, 1, 2, 3]
+    assert [device_index(local, 1) for local in range(4)] == [0, 0, 0, 0]
