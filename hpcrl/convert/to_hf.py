@@ -42,14 +42,13 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.
 class Conversion:
     """One stored tensor, or a part of it with leading indices, and the Hugging Face tensors that it becomes.
 
-    origin: it is copied from the origin's files instead.
+    rule: how; None for a tensor that is copied from the origin's files instead.
     """
 
     key: str
     at: tuple[int, ...]
     rule: Rule | None
     tensors: tuple[Tensor, ...]
-    origin: bool = False
 
 
 def convert(
@@ -211,7 +210,7 @@ def _missing(files: Files, jobs: list[Conversion], config: Config) -> list[Conve
         if base in made or (tied(config) and name == "lm_head.weight"):
             continue
         part = files.slice(name)
-        found.append(Conversion(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),), origin=True))
+        found.append(Conversion(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),)))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
 from hpcrl.report.status_text import on_terminal, strip_control
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ class Progress:
                     self.latest, self.done = row, row["rollout_id"] + 1
                 found = {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
                 self.accuracy |= found
-        if not self._working and (trainer := self.rundir.find("trainer", 0)):
-            self._working, self.total = True, trainer["total"]
-            self.done = max(self.done, trainer["start"])
+        if not self._working and (trainer := find(self.rundir, TrainerPeer)):
+            self._working, self.total = True, trainer.total
+            self.done = max(self.done, trainer.start)
 
     def _draw(self, bar: Bar) -> None:
         title = self.title if self._working else f"{self.title} (starting)"

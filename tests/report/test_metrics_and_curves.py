@@ -17,6 +17,7 @@ from hpcrl.report.closing_line import closing_line, held_out
 from hpcrl.report.curves import PANELS, draw, series, smooth
 from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
+from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 
 REPO = Path(__file__).parents[2]
@@ -166,7 +167,7 @@ def test_progress_shows_the_latest_numbers(rundir: RunDir, monkeypatch: pytest.M
     bar = Progress(rundir, "grpo", None)
     bar.poll()
     write(rundir, *STEPS)
-    rundir.publish("trainer", 0, start=0, total=4)
+    publish(rundir, TrainerPeer(start=0, total=4))
     bar.poll()
     bar.poll()
     assert bar.text() == "reward 0.400, staleness 0, heldout accuracy 0.75"
@@ -184,7 +185,7 @@ def test_progress_of_fine_tuning_shows_loss_and_speed(rundir: RunDir) -> None:
 
 
 def test_progress_of_a_resumed_stage_begins_where_it_goes_on(rundir: RunDir) -> None:
-    rundir.publish("trainer", 0, start=3, total=9)
+    publish(rundir, TrainerPeer(start=3, total=9))
     bar = Progress(rundir, "grpo", 9)
     bar.poll()
     assert (bar.done, bar.total) == (3, 9)

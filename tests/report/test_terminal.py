@@ -91,13 +91,14 @@ BAR = """
 import json, sys, time
 from pathlib import Path
 from hpcrl.report import progress
+from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 progress.GLANCE = 0.0
 rundir = RunDir.create(Path("run"))
 rundir.begin()
 bar = progress.Progress(rundir, "grpo [red]", None)
 bar.poll()
-rundir.publish("trainer", 0, start=3, total=40)
+publish(rundir, TrainerPeer(start=3, total=40))
 bar.poll()
 print("hpcrl: a note of the [red]launcher", file=sys.stderr, flush=True)
 step = {"rollout/reward": 0.5, "train/loss": 0.0, "staleness/max": 0.0, "rollout/response_len/mean": 812.4, "perf/tokens_per_sec": 10234.0}
