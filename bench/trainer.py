@@ -73,7 +73,7 @@ def batch() -> SampleBatch:
                 loss_mask=np.ones(response, np.uint8),
                 logprobs=np.full(response, -8.0, np.float32),
                 versions=np.zeros(response, np.int32),
-                advantage=float(rng.normal()),
+                reward=float(rng.normal()),
                 status=COMPLETED,
             )
         )
@@ -88,7 +88,8 @@ def share_of(rank: int, ranks: int) -> Share:
     rows = [i for micro in own for i in micro]
     local = iter(range(len(rows)))
     micros = [[[next(local) for _ in micro] for micro in own]]
-    return Share(0, 0, data.take(rows), micros, [SAMPLES], [int(data.loss_mask.sum())])
+    of_all = {"step_samples": [SAMPLES], "step_tokens": [int(data.loss_mask.sum())], "table": data.rows}
+    return Share(0, 0, data.take(rows), micros, **of_all, own=np.asarray(rows, np.int32))
 
 
 # ---- on the ranks
@@ -109,7 +110,7 @@ def bare_step(policy: Any, share: Share) -> Callable[[], None]:
             ids = torch.from_numpy(share.batch.tokens[slice(*share.batch.token_offsets[row : row + 2])].astype(np.int64))
             response = int(share.batch.rows["response_length"][row])
             mask = torch.zeros(len(ids))
-            mask[len(ids) - response - 1 : -1] = float(share.batch.rows["advantage"][row])
+            mask[len(ids) - response - 1 : -1] = float(share.batch.rows["reward"][row])
             tokens.append(ids)
             labels.append(torch.cat([ids[1:], ids.new_zeros(1)]))
             weights.append(mask)

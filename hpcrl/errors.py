@@ -59,3 +59,14 @@ class Stopped(HpcrlError):
     """The run was asked to stop, saved a checkpoint and ended early: it can be resumed."""
 
     exit_code = 143
+
+
+#: the kinds of error that processes tell one another by name
+KINDS: dict[str, type[HpcrlError]] = {
+    kind.__name__: kind for kind in (HpcrlError, UsageError, DataError, DeadlineError, PeerError, Stopped)
+}
+
+
+def kind_of(error: HpcrlError) -> str:
+    """The nearest of KINDS that `error` is one of: what lies in other rooms, such as an HTTP error, counts as what it derives from."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())

@@ -6,6 +6,7 @@ these arrays as they lie (see `queue/share_format.py`), so no per-token Python o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ class Sample:
     tokens: int32 [prompt + response]; loss_mask: uint8 [response]; logprobs: float32 [response], log-probabilities of
     the sampled tokens under the policy that sampled them, at the sampling temperature; versions: int32 [response], the
     policy version that each token was sampled under.  `group` numbers the prompt over the whole run, `index` the
-    response within its group.
+    response within its group.  baseline: the reward of the greedy response to the same prompt, NaN where none was asked for.
     """
 
     group: int
@@ -33,7 +34,7 @@ class Sample:
     logprobs: np.ndarray
     versions: np.ndarray
     reward: float = 0.0
-    advantage: float = 0.0
+    baseline: float = math.nan
     status: str = PENDING
     prompt: Any = None
     response: str = ""
@@ -49,8 +50,8 @@ ROW = np.dtype(
         ("length", "<i4"),  # prompt + response
         ("response_length", "<i4"),
         ("status", "<i4"),  # position in STATUSES
-        ("reward", "<f4"),
-        ("advantage", "<f4"),
+        ("reward", "<f8"),
+        ("baseline", "<f8"),  # NaN: none
     ]
 )
 
@@ -76,7 +77,7 @@ class SampleBatch:
     def of(cls, samples: list[Sample]) -> SampleBatch:
         """Columns of `samples`, in their order."""
         rows = [
-            (s.group, s.index, len(s.tokens), s.response_length, STATUSES.index(s.status), s.reward, s.advantage) for s in samples
+            (s.group, s.index, len(s.tokens), s.response_length, STATUSES.index(s.status), s.reward, s.baseline) for s in samples
         ]
         return cls(
             np.array(rows, ROW),

@@ -1,4 +1,4 @@
-"""The schedule: every sample once, equal counts, the token limit; and advantages against their definition."""
+"""The schedule: every sample once, equal counts, the token limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.advantages import group_advantages
 from hpcrl.errors import UsageError
 from hpcrl.microbatches import make_schedule
 
@@ -117,15 +116,3 @@ def test_every_rank_begins_with_its_largest_micro_batch(balance: bool) -> None:
 def test_what_does_not_divide_is_refused(count: int, dp: int, steps: int) -> None:
     with pytest.raises(UsageError, match="do not divide"):
         make_schedule([1] * count, dp=dp, num_steps=steps)
-
-
-def test_advantages_are_the_standard_scores_of_a_group() -> None:
-    found = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]]))
-    std = np.sqrt(1 / 3)
-    np.testing.assert_allclose(found[0], np.array([0.5, -0.5, -0.5, 0.5]) / (std + 1e-6))
-    assert not found[1].any()
-
-
-def test_advantages_without_the_deviation_and_of_single_samples() -> None:
-    np.testing.assert_allclose(group_advantages(np.array([[1.0, 0.0]]), std_normalize=False), [[0.5, -0.5]])
-    assert group_advantages(np.array([[5.0]])).tolist() == [[0.0]]

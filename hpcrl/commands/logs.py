@@ -21,7 +21,7 @@ from hpcrl.commands.find_run import Ending, Jobs, Parser, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
-from hpcrl.report.status_text import plain
+from hpcrl.report.status_text import strip_control
 
 ROLES = ("trainer", "engine", "rollout", "job")
 GLANCE = 0.3  #: seconds between looks at the files
@@ -163,7 +163,7 @@ def hosts_of(run: Run, every: Iterable[RoleLog]) -> list[str]:
 
 def clean(text: bytes) -> str:
     """A line as it stands after what a progress bar has written over it, with nothing in it that a terminal obeys."""
-    return plain(text.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
+    return strip_control(text.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
 
 
 def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, FileTail], old: set[Path]) -> None:

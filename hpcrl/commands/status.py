@@ -1,20 +1,23 @@
 """`hpcrl status` and `hpcrl watch`: what runs are doing, once or live.
 
-Invariant: nothing is changed, anywhere; Slurm is asked a few times a minute, and less while it does not answer.
+Invariant: nothing is changed, anywhere; a scheduler is asked a few times a minute, and less while it does not answer.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hpcrl.commands.find_run import Ending, Jobs, Parser, all_runs, find_run, look_at_run, look_at_runs
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
-from hpcrl.report.status_text import line, page, plain, table
+from hpcrl.report.status_text import line, on_terminal, page, strip_control, table
+
+if TYPE_CHECKING:
+    from hpcrl.report.terminal import LivePage
 
 EVERY = 1.0  #: seconds between looks
 #: what `watch` ends with
@@ -29,18 +32,29 @@ def status(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.run:
         found = look_at_run(find_run(args.run))
-        print(_json(found) if args.json else page(found))
+        if args.json:
+            print(_json(found))
+        elif on_terminal(sys.stdout):
+            from hpcrl.report import terminal
+
+            terminal.console(sys.stdout).print(terminal.run_page(found))
+        else:
+            print(page(found))
         return 0
     many, note = look_at_runs([Run(root) for root in all_runs()])
     if args.json:
         print(_json(many))
+    elif many and on_terminal(sys.stdout):
+        from hpcrl.report import terminal
+
+        console = terminal.console(sys.stdout)
+        console.print(terminal.runs_table(many, console.width))
     elif many:
-        terminal = sys.stdout.isatty()
-        print(table(many, shutil.get_terminal_size().columns if terminal else None, colour=terminal))
+        print(table(many))
     else:
         print("no runs are known here; name a run directory, or go to where runs/ is")
     if note and not args.json:
-        print(f"hpcrl: note: {plain(note)}; this is from the run directories alone", file=sys.stderr)
+        print(f"hpcrl: note: {strip_control(note)}; this is from the run directories alone", file=sys.stderr)
     return 0
 
 
@@ -56,52 +70,44 @@ def watch(argv: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
     root = find_run(parser.parse_args(argv).run).root
-    view = Screen() if sys.stdout.isatty() else Lines()
-    jobs, asked, ending = Jobs([Run(root)]), time.monotonic(), Ending()
-    while True:
-        now = time.monotonic()
-        if now - asked > (60.0 if jobs.note else ending.interval):
-            jobs, asked = Jobs([Run(root)]), now
-        found = look_at_run(Run(root), jobs)
-        view.show(found)
-        if ending.sure(found):
-            view.close(found)
-            return EXIT[found.phase]
-        time.sleep(EVERY)
+    with _view() as view:
+        jobs, asked, ending = Jobs([Run(root)]), time.monotonic(), Ending()
+        while True:
+            now = time.monotonic()
+            if now - asked > (60.0 if jobs.note else ending.interval):
+                jobs, asked = Jobs([Run(root)]), now
+            found = look_at_run(Run(root), jobs)
+            view.show(found)
+            if ending.sure(found):
+                return EXIT[found.phase]
+            time.sleep(EVERY)
 
 
-class Screen:
-    """A page that is drawn over the one before, on a terminal."""
+def _view() -> LivePage | Lines:
+    if not on_terminal(sys.stdout):
+        return Lines()
+    from hpcrl.report.terminal import LivePage
 
-    def __init__(self) -> None:
-        self.lines = 0
-
-    def show(self, found: Status) -> None:
-        width, height = shutil.get_terminal_size()
-        text = [row[: width - 1] for row in page(found).splitlines()][: height - 1]  # a wrapped line would not be drawn over
-        up = f"\x1b[{self.lines}A" if self.lines else ""
-        sys.stdout.write(f"{up}\r\x1b[J" + "\n".join(text) + "\n")
-        sys.stdout.flush()
-        self.lines = len(text)
-
-    def close(self, found: Status) -> None:
-        up = f"\x1b[{self.lines}A" if self.lines else ""
-        print(f"{up}\r\x1b[J{page(found)}", flush=True)  # whole, for it stays
+    return LivePage(sys.stdout)
 
 
 class Lines:
-    """A line for each change, where there is no terminal."""
+    """A line for each change, where there is no terminal; at the end, where the log is.  A context."""
 
     def __init__(self) -> None:
-        self.last = ""
+        self.last, self.log = "", ""
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if self.log and kind is None:
+            print(f"log: {self.log}", flush=True)
 
     def show(self, found: Status) -> None:
-        text = line(found)
+        """Print the line, unless it would say the same again."""
+        text, self.log = line(found), strip_control(found.log or "")
         what = text if found.phase != "lost" else "lost"  # whose message grows older every second
         if what != self.last:
             print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
             self.last = what
-
-    def close(self, found: Status) -> None:
-        if found.log:
-            print(f"log: {found.log}", flush=True)

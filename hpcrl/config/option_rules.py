@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from hpcrl.config.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.schedules import check_schedules
 from hpcrl.errors import UsageError
-
-#: estimators whose advantage is a response's reward beside those of the other responses to the same prompt
-NEEDS_GROUPS = {"grpo"}
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
@@ -22,7 +20,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _evaluation, _algorithm):
+    for rule in (_needed, _layout, _batches, _sampling, _evaluation, check_algorithm, check_schedules):
         rule(options)
     without = inert(options)
     for name in sorted(options.model_fields_set) if given is None else given:
@@ -72,7 +70,7 @@ def _layout(o: Options) -> None:
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
     if o.needs_engines and gpus < 1:
-        why = "--loss-type policy_loss" if o.loss_type == "policy_loss" else "--eval-interval"
+        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
@@ -128,6 +126,8 @@ def _batches(o: Options) -> None:
         )
     if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
         raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
+    if o.log_probs_chunk_size == 0:
+        raise UsageError("--log-probs-chunk-size 0 leaves no row", "give 1 or more, or -1 for all of a micro-batch")
 
 
 def _sampling(o: Options) -> None:
@@ -163,35 +163,17 @@ def label_key(o: Options, evaluation: bool) -> str | None:
     UsageError if the loss or the reward needs one and no key is given.
     """
     key = (o.eval_label_key if evaluation else None) or o.label_key
-    if key is None and o.loss_type == "sft_loss" and not evaluation:
-        raise UsageError("--loss-type sft_loss learns the label", "give --label-key")
-    if key is None and o.rm_type and (evaluation or o.loss_type == "policy_loss"):
+    if key is None and o.learns_labels and not evaluation:
+        raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
+    if key is None and o.rm_type and (evaluation or not o.learns_labels):
         where = "--eval-label-key or --label-key" if evaluation else "--label-key"
         raise UsageError(f"--rm-type {o.rm_type} compares with the label", f"give {where}")
     return key
 
 
-def _algorithm(o: Options) -> None:
-    if o.eps_clip_high is not None and o.eps_clip_high < o.eps_clip:
-        raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
-    groups_of_one(o)
-    check_schedules(o)
-
-
-def groups_of_one(o: Options) -> None:
-    """UsageError if an estimator that compares the responses to one prompt would have nothing to compare."""
-    trains = o.loss_type == "policy_loss" and o.num_rollout != 0
-    if trains and o.n_samples_per_prompt == 1 and o.advantage_estimator in NEEDS_GROUPS and not o.disable_rewards_normalization:
-        raise UsageError(
-            f"--advantage-estimator {o.advantage_estimator} compares the responses to one prompt, and --n-samples-per-prompt is 1: "
-            "every advantage would be 0",
-            "give --n-samples-per-prompt 8 or more",
-        )
-
-
 # ---- what would have no effect
 
-_NO_ENGINE = "--loss-type sft_loss without --eval-interval asks no engine"
+_NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
 
 
 def inert(o: Options) -> dict[str, str]:
@@ -200,14 +182,11 @@ def inert(o: Options) -> dict[str, str]:
 
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
-    if o.loss_type == "sft_loss":
-        yield (
-            "disable_grpo_std_normalization disable_rewards_normalization eps_clip eps_clip_high eps_clip_c entropy_coef "
-            "use_rollout_logprobs max_logprob_diff",
-            "--loss-type is sft_loss",
-        )
-    elif o.disable_rewards_normalization:
-        yield "disable_grpo_std_normalization", "--disable-rewards-normalization is given"
+    yield from inert_in_algorithm(o)
+    if o.learns_labels:
+        yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
+    if o.loss_type != "dpo_loss":
+        yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "

@@ -196,7 +196,9 @@ def _preferred() -> dict[tuple[str, bool | None], str]:
     found: dict[tuple[str, bool | None], list[str]] = {}
     for flag, target in spellings("megatron").items():
         regular = dashed(target.field)
-        if flag not in (regular, f"no-{regular}") and (target.fixed is None or isinstance(target.fixed, bool)):
+        if flag not in (regular, f"no-{regular}", f"disable-{regular}") and (
+            target.fixed is None or isinstance(target.fixed, bool)
+        ):
             found.setdefault((target.field, target.fixed), []).append(flag)
     return {said: flags[0] for said, flags in found.items() if len(flags) == 1}
 

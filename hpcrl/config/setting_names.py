@@ -1,7 +1,7 @@
 """Every name that a flag or a key of a recipe may have, and where it leads.
 
-Invariant: a name that leads nowhere is an error that says which known name is nearest; hpcrl's own names come before
-Megatron's, so no setting can be reached in two places.
+Invariant: a name that leads nowhere is an error, with a hint where one is to be had; hpcrl's own names come before Megatron's,
+so no setting can be reached in two places.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -33,9 +33,10 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files.config_json import read_config, write_config
 from hpcrl.model_files.hf_writer import Tensor, copy_assets, directory, header
 from hpcrl.model_files.safetensors_headers import DTYPES, INDEX, SINGLE, Entry, listing, open_file
+from hpcrl.report.progress import track
 from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
 
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+Progress = Callable[[Iterator[Any], int], Generator[Any, None, None]]
 
 
 def convert(
@@ -44,7 +45,7 @@ def convert(
     scheme: Scheme,
     workers: int = 1,
     force: bool = False,
-    progress: Progress = lambda done, total: done,
+    progress: Progress = lambda done, total: (job for job in done),
 ) -> None:
     """Write `output` from the safetensors of `source`.
 
@@ -64,10 +65,11 @@ def convert(
         where: dict[str, str] = {}
         size = 0
         try:
-            for job in progress(as_completed(jobs), len(jobs)):
-                name, sizes = job.result()
-                where |= dict.fromkeys(sizes, name)
-                size += sum(sizes.values())
+            with closing(progress(as_completed(jobs), len(jobs))) as ready:  # a bar ends before an error is told
+                for job in ready:
+                    name, sizes = job.result()
+                    where |= dict.fromkeys(sizes, name)
+                    size += sum(sizes.values())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -205,7 +207,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _bar(done: Iterable[Any], total: int) -> Iterable[Any]:
-    from tqdm import tqdm
-
-    return tqdm(done, total=total, unit="file", desc="to FP8", file=sys.stderr)
+def _bar(done: Iterator[Any], total: int) -> Generator[Any, None, None]:
+    return track(done, total, "to FP8", "files")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import re
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -23,7 +22,6 @@ from threading import BoundedSemaphore, Lock
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files import torch_dist
@@ -33,6 +31,7 @@ from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_
 from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
+from hpcrl.report.progress import Meter
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
@@ -43,14 +42,13 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.
 class Conversion:
     """One stored tensor, or a part of it with leading indices, and the Hugging Face tensors that it becomes.
 
-    origin: it is copied from the origin's files instead.
+    rule: how; None for a tensor that is copied from the origin's files instead.
     """
 
     key: str
     at: tuple[int, ...]
     rule: Rule | None
     tensors: tuple[Tensor, ...]
-    origin: bool = False
 
 
 def convert(
@@ -117,10 +115,9 @@ def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWri
             for tensor, part in zip(job.tensors, own.read(job), strict=True):
                 writer.add(tensor.name, part)
                 with count:
-                    bar.update(tensor.size)
+                    meter.add(tensor.size)
 
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="to Hugging Face", file=sys.stderr)
-    with writer, bar, ThreadPoolExecutor(max_workers=workers) as pool:
+    with writer, Meter("to Hugging Face", total, "B", size=True) as meter, ThreadPoolExecutor(max_workers=workers) as pool:
         try:
             for done in as_completed([pool.submit(write, file) for file in writer.plan]):
                 done.result()
@@ -213,7 +210,7 @@ def _missing(files: Files, jobs: list[Conversion], config: Config) -> list[Conve
         if base in made or (tied(config) and name == "lm_head.weight"):
             continue
         part = files.slice(name)
-        found.append(Conversion(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),), origin=True))
+        found.append(Conversion(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),)))
     return found
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -187,9 +186,10 @@ def _prepare(root: Path, final: Path, beside: Path) -> None:
 
 
 def _bar(rules: Iterable[Any]) -> Iterable[Any]:
-    from tqdm import tqdm
+    from hpcrl.report.progress import track
 
-    return tqdm(list(rules), desc="to torch_dist", unit="tensor", file=sys.stderr)
+    rules = list(rules)
+    return track(rules, len(rules), "to torch_dist", "tensors")
 
 
 def _take_dtypes(policy: Any, directory: Path) -> None:

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -29,6 +28,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -119,16 +119,15 @@ class EngineSupervisor:
     def publish(self) -> None:
         """Tell the run where the engine is and what it can do."""
         model = ask(self.address, "GET", "/v1/models", 60)["data"][0]
-        facts: dict[str, Any] = {
-            "host": self.address.host,
-            "port": self.address.port,
-            "model_len": model["max_model_len"],
-            "vllm": ask(self.address, "GET", "/version", 60)["version"],
-            "backend": self.backend,
-        }
+        peer = EnginePeer(
+            host=self.address.host,
+            port=self.address.port,
+            model_len=model["max_model_len"],
+        )
         self.shared |= leftovers(descendants())
-        self.context.rundir.publish("engine", self.context.index, **facts)
-        say(f"{self.name} is up: {facts}")
+        publish(self.context.rundir, peer, self.context.index)
+        version = ask(self.address, "GET", "/version", 60)["version"]
+        say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
 
     def watch(self) -> None:
         """Return when told to stop; PeerError as soon as the server has died or answers no more."""

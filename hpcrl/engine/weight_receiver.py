@@ -3,34 +3,36 @@
 What is loaded is received by vLLM's own NCCL backend or one of receivers/. Here are a few calls for POST /collective_rpc: what the
 engine holds, whether it holds what was sent, giving up an update.
 
-Invariants: those of weight_loading.py; nothing from the wire is unpickled or imported by name; no worker outlives its server.
+Invariants: those of weight_loading.py; importing this does nothing; nothing from the wire is unpickled or imported by name; no worker outlives its server.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, Self
 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, stock
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.digest import digest
 
-if os.environ.get(KEY_FILE):  # in an engine, not in a test that imports this
-    os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
-    die_with_parent()  # a worker never outlives who started it, however that one ends
-
-
-register_receivers()
-
 
 class WorkerExtension:
-    """Methods of each worker for POST /collective_rpc; only text and plain values cross."""
+    """Methods of each worker for POST /collective_rpc; only text and plain values cross.
+
+    vLLM makes it a base of its worker's class, so that `__new__` runs once in every worker's process: when the worker is
+    made, before it has a model or a weight-transfer engine.  (Its own `__init__` would not be called.)
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        register_receivers()
+        os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
+        die_with_parent()  # a worker never outlives who started it, however that one ends
+        return super().__new__(cls)
 
     model_runner: Any
     rank: int

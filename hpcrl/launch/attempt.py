@@ -1,7 +1,7 @@
 """One attempt, seen from the launcher: start the hosts, watch them, end them.
 
 Invariants: an attempt has succeeded only if the trainer says so in summary.json and every host ended well (an exit code
-of 0 alone proves nothing: srun returns it after a node failure); whatever happens, no process of it outlives the call.
+of 0 alone proves nothing: srun, for one, returns it after a node failure); whatever happens, no process of it outlives the call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hpcrl.launch.host import GRACE
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
@@ -65,7 +66,7 @@ class Stop:
 
 @dataclass
 class Member:
-    """A process of the launcher that stands for some hosts: a host's own, or an srun."""
+    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step."""
 
     name: str
     log: Path
@@ -110,6 +111,15 @@ class Backend(Protocol):
         """Start a command that makes what the run needs, once, where the run's software is."""
 
 
+class BatchBackend(Backend, Protocol):
+    """The hosts of a scheduler's job, some of which may be lost.  count: how many there are."""
+
+    count: int
+
+    def silent(self, seconds: float) -> list[str]:
+        """The hosts that cannot start a task within `seconds`."""
+
+
 def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
     """Run one attempt to its end and return its summary.
 
@@ -143,7 +153,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
         poll()
         _check(members, rundir)
         now = time.monotonic()
-        if stop.requests and rundir.find("trainer", 0) is None:
+        if stop.requests and find(rundir, TrainerPeer) is None:
             reason = f" ({stop.why})" if stop.why else ""
             raise Stopped(
                 f"stopped while starting{reason}: nothing was trained since the last checkpoint", "continue with hpcrl resume"

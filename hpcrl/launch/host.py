@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from hpcrl.config.options import Options
@@ -30,7 +29,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
-from hpcrl.run.role import read_options, say
+from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
 
@@ -228,8 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     rundir = RunDir(args.run, args.attempt)
     try:
         with Told() as told:
-            plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
-            run_host(read_options(rundir), plan, rundir, args.host, args.slot, told)
+            run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"host {args.host}: {error}")
         rundir.fail("host", 0, f"on {args.host}: {error}")  # unless a role has said more already

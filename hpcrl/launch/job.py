@@ -34,6 +34,7 @@ from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.registry import remember
@@ -198,7 +199,7 @@ def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobSt
 
     def poll() -> None:
         progress.poll()
-        if state.phase == "starting" and rundir.find("trainer", 0):
+        if state.phase == "starting" and find(rundir, TrainerPeer):
             state.set("running")
         turn(rundir)
 

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.errors import DeadlineError, UsageError
+from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.run.rundir import RunDir, write_atomic
 
 MEND = "name the network with --interface, or interface = in the site's profile"
 
 
-class Network(msgspec.Struct, frozen=True):
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One address of one interface.  speed: Mbit/s as the driver says it, 0 if it does not."""
 
     interface: str
@@ -40,7 +40,7 @@ class Network(msgspec.Struct, frozen=True):
         return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A host's own view.  sees: whether the run directory's token is there; time: of its clock, in Unix seconds."""
 
     host: str
@@ -50,7 +50,6 @@ class Report(msgspec.Struct, frozen=True):
     time: float
     cpus: int
     memory: int
-    pid: int
 
 
 def report(host: str, token: Path | None = None) -> Report:
@@ -63,7 +62,6 @@ def report(host: str, token: Path | None = None) -> Report:
         time=time.time(),
         cpus=len(os.sched_getaffinity(0)),
         memory=psutil.virtual_memory().available,
-        pid=os.getpid(),
     )
 
 
@@ -150,6 +148,14 @@ def write(rundir: RunDir, host: str) -> None:
     write_atomic(rundir.here / "hosts" / f"{host}.json", msgspec.json.encode(found))
 
 
+def read_report(path: Path) -> Report:
+    """What a host has put into `path`.  PeerError if it is something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise PeerError(f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts") from error
+
+
 def gather(rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None) -> dict[str, Report]:
     """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
     deadline, found = time.monotonic() + seconds, {}
@@ -157,7 +163,7 @@ def gather(rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[],
         for host in [h for h in hosts if h not in found]:
             path = rundir.here / "hosts" / f"{host}.json"
             if path.exists():
-                found[host] = msgspec.json.decode(path.read_bytes(), type=Report)
+                found[host] = read_report(path)
         if len(found) < len(hosts):
             check()
         if time.monotonic() > deadline:

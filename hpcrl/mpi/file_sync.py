@@ -7,10 +7,10 @@ outside of the run directory is written, whatever a message says.
 
 from __future__ import annotations
 
-import base64
 from pathlib import PurePosixPath
 
 from hpcrl.errors import PeerError
+from hpcrl.run.failure import ERROR
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, summary_of
 
@@ -23,36 +23,37 @@ class FileSync:
     def __init__(self, rundir: RunDir) -> None:
         self.rundir, self.seen = rundir, set[str]()
 
-    def new(self) -> dict[str, str]:
-        """Files that have appeared since the last look, as text that JSON can carry, by path."""
+    def new(self) -> dict[str, bytes]:
+        """Files that have appeared since the last look, by path."""
         here = self.rundir.here
-        found = [*here.glob("peers/*.json"), here / "error.json", here / "stop", here / "end"]
+        found = [*here.glob("peers/*.json"), here / ERROR, here / "stop", here / "end"]
         if summary_of(self.rundir) is not None:
             found.append(self.rundir.root / SUMMARY)
         names = [str(p.relative_to(self.rundir.root)) for p in found if not p.name.startswith(".") and p.exists()]
         fresh = [name for name in names if name not in self.seen]
         self.seen.update(fresh)
-        return pack_files(self.rundir, fresh)
+        return read_files(self.rundir, fresh)
 
-    def put(self, files: dict[str, str]) -> None:
-        """Write what another host has sent."""
+    def put(self, files: dict[str, bytes]) -> None:
+        """Write what another host has sent.  PeerError as `write_files`."""
         self.seen.update(files)
-        unpack_files(self.rundir, files)
+        write_files(self.rundir, files)
 
 
-def pack_files(rundir: RunDir, names: list[str]) -> dict[str, str]:
+def read_files(rundir: RunDir, names: list[str]) -> dict[str, bytes]:
     """The contents of files of the run directory, for a message."""
-    return {name: base64.b64encode((rundir.root / name).read_bytes()).decode() for name in names}
+    return {name: (rundir.root / name).read_bytes() for name in names}
 
 
-def unpack_files(rundir: RunDir, files: dict[str, str]) -> None:
-    """Write files from a message.  PeerError for a path that has no business there."""
-    for name, text in files.items():
+def write_files(rundir: RunDir, files: dict[str, bytes]) -> None:
+    """Write files from a message.  PeerError for a path that has no business there, before anything is written."""
+    for name in files:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or path.parts[0] not in ALLOWED:
-            raise PeerError(f"another host sent {name}, which is no file of an attempt")
-        target = rundir.root / path
+        if path.is_absolute() or ".." in path.parts or "\0" in name or path.parts[:1] not in {(part,) for part in ALLOWED}:
+            raise PeerError(f"another host sent {name!r}, which is no file of an attempt")
+    for name, data in files.items():
+        target = rundir.root / name
         if target.exists() and name != SUMMARY:
             continue
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomic(target, base64.b64decode(text))
+        write_atomic(target, data)

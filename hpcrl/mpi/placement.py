@@ -24,15 +24,15 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """hands: in rank order; hosts: in role order, without addresses; per_slot: a rank for each slot, not one for each host."""
+    """places: in rank order; hosts: in role order, without addresses; per_slot: a rank for each slot, not one for each host."""
 
-    hands: tuple[RankPlace, ...]
+    places: tuple[RankPlace, ...]
     hosts: tuple[Host, ...]
     per_slot: bool
 
     def first(self, host: str) -> int:
         """The rank that speaks for a host."""
-        return next(hand.rank for hand in self.hands if hand.host == host and hand.local == 0)
+        return next(place.rank for place in self.places if place.host == host and place.local == 0)
 
 
 def place_ranks(reports: Sequence[Report], gpus: Sequence[int], hostfile: Sequence[Host] | None) -> Placement:
@@ -57,12 +57,12 @@ def place_ranks(reports: Sequence[Report], gpus: Sequence[int], hostfile: Sequen
     if per_slot:
         _check_slots(hosts, {names[m]: n for m, n in counts.items()})
     seen: dict[str, int] = {}
-    hands = []
+    places = []
     for rank, report in enumerate(reports):
         name = names[report.hostname]
-        hands.append(RankPlace(rank, name, seen.get(name, 0)))
+        places.append(RankPlace(rank, name, seen.get(name, 0)))
         seen[name] = seen.get(name, 0) + 1
-    return Placement(tuple(hands), tuple(hosts), per_slot)
+    return Placement(tuple(places), tuple(hosts), per_slot)
 
 
 def _check_slots(hosts: Sequence[Host], counts: dict[str, int]) -> None:

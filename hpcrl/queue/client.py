@@ -22,6 +22,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.share_format import Share, WireError, decode
+from hpcrl.run.peers import RolloutPeer, wait_for
 from hpcrl.run.rundir import RunDir
 
 #: seconds between looks at the run directory; between repetitions of what is unanswered
@@ -51,7 +52,7 @@ class QueueClient:
         self._awaited: messages.FromClient | None = None  # what is not answered yet, and is said again after a reconnect
         self._welcomed = self._shut_out = False
         end = time.monotonic() + timeout
-        self._open(self._address(rundir.wait_for("rollout", 0, timeout)))
+        self._open(self._address(wait_for(rundir, RolloutPeer, 0, timeout)))
         try:
             self._send(self._hello())
             self._wait(end, timeout, "did not welcome", lambda message: isinstance(message, messages.Welcome) or None)
@@ -111,18 +112,18 @@ class QueueClient:
 
     # ---- connecting
 
-    def _address(self, peer: dict[str, Any]) -> str:
+    def _address(self, peer: RolloutPeer) -> str:
         """Where the server is.  PeerError unless what it published is of this run and attempt, and under the key we know."""
-        mine, its = (self._plan.run_id, self._plan.attempt), (peer.get("run_id"), peer.get("attempt"))
+        mine, its = (self._plan.run_id, self._plan.attempt), (peer.run_id, peer.attempt)
         self._keys = auth.client_keys(self._rundir, self._rank)
-        self._where = f"rollout-0 on {peer['host']}:{peer['port']}"
+        self._where = f"rollout-0 on {peer.host}:{peer.port}"
         if mine != its:
             raise PeerError(
                 f"{self._where} belongs to run {its[0]}, attempt {its[1]}; {self._me()} to run {mine[0]}, attempt {mine[1]}"
             )
-        if peer.get("public_key") != self._keys.server:
+        if peer.public_key != self._keys.server:
             raise PeerError(f"{self._where} has another key than {self._rundir.keys} names: it is not of this attempt")
-        return sockets.endpoint(peer["host"], peer["port"])
+        return sockets.endpoint(peer.host, peer.port)
 
     def _me(self) -> str:
         return f"trainer DP rank {self._rank} on {socket.gethostname()}"

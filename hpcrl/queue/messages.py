@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, Stopped, UsageError
+from hpcrl import errors
+from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.queue.share_format import Buffer, Count, WireError
 
 #: number of this protocol; both sides must speak the same
@@ -77,7 +78,7 @@ class Fetch(_Message, tag="fetch"):
 class Part(_Message, tag="part"):
     """One part of a share; its pieces follow as frames.
 
-    parts: number of parts; sizes: bytes of each frame of the whole share (`wire.encode`), whose concatenation the pieces
+    parts: number of parts; sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation the pieces
     of all parts, in order, make up.
     """
 
@@ -171,9 +172,8 @@ def _read(decode: Any, frame: Buffer) -> Any:
 
 # ---- errors
 
-_KINDS: dict[str, type[HpcrlError]] = {
-    kind.__name__: kind for kind in (UsageError, DataError, DeadlineError, PeerError, Stopped, WireError)
-}
+#: what is of none of these kinds came from a peer, and nothing more is known of it
+_KINDS = {name: kind for name, kind in errors.KINDS.items() if kind is not HpcrlError} | {WireError.__name__: WireError}
 
 
 def failed(error: HpcrlError, call_id: int | None = None, rollout_id: int | None = None) -> Failed:

@@ -25,6 +25,7 @@ from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.outbox import Outbox
 from hpcrl.queue.rank_state import MAX_CALLS, Calls, Rank, Seat
 from hpcrl.queue.share_format import Buffer, Share, WireError, encode
+from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -78,7 +79,8 @@ class QueueServer:
             ) from error
         port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
         self._spawn(self._listen())
-        self._rundir.publish("rollout", 0, host=host, port=port, public_key=public_key, run_id=self._plan.run_id)
+        peer = RolloutPeer(host=host, port=port, public_key=public_key, run_id=self._plan.run_id, attempt=self._plan.attempt)
+        publish(self._rundir, peer)
 
     async def close(self) -> None:
         """Send what is written, end handlers that still run, let go of the port."""

@@ -1,13 +1,15 @@
 """A share of a batch as bytes: one msgspec header and the columns as they lie in memory.
 
     frame 0   header: wire format, rollout id, policy version, the columns' names, dtypes and sizes, the micro-batches
-    frame 1-5 rows, tokens, loss_mask, logprobs, versions (see `sample.SampleBatch`), little-endian
+    frame 1   table: a row for each sample of the whole rollout, so that every rank can compare a sample with all others
+    frame 2   own: which rows of the table are this share's samples, in its order
+    frame 3-6 their tokens, loss_mask, logprobs, versions (see `sample.SampleBatch`), little-endian
 
 Encryption costs more than all else together, so two columns go in fewer bytes: the versions of the tokens as runs (a sample
 has one version, or a few, but thousands of tokens), the loss mask as bits.
 
 Invariants: nothing is pickled and no Python object exists per token; whatever the bytes are, `decode` returns a share
-whose parts fit each other, or raises WireError and nothing else; rows, tokens and logprobs of a decoded share are views on
+whose parts fit each other, or raises WireError and nothing else; table, tokens and logprobs of a decoded share are views on
 the frames.
 """
 
@@ -27,17 +29,19 @@ from hpcrl.sample import ROW, STATUSES, SampleBatch
 #: bytes, bytearray, memoryview, zmq.Frame: anything with the buffer protocol
 Buffer = Any
 #: number of the wire format; both sides must speak the same
-FORMAT = 1
+FORMAT = 2
 #: so many tokens in a row, of one policy version
 RUN = np.dtype([("version", "<i8"), ("length", "<i8")])
 #: name and dtype of each column on the wire, in frame order; loss_mask: 8 tokens an element, the first in the highest bit
 COLUMNS: tuple[tuple[str, np.dtype], ...] = (
-    ("rows", ROW),
+    ("table", ROW),
+    ("own", np.dtype("<i4")),
     ("tokens", np.dtype("<i4")),
     ("loss_mask", np.dtype("u1")),
     ("logprobs", np.dtype("<f4")),
     ("versions", RUN),
 )
+_OF_TABLE, _WRONG = "row {} of the table: ", "is not between 0 and length"
 _WHAT_DECODING_RAISES = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, BufferError)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -55,6 +59,8 @@ class Share:
     batch: the rank's samples; micro_batches[optimizer step][micro-batch]: rows of `batch`, each row in exactly one;
     step_samples: samples of each optimizer step over all ranks; step_tokens: sum of the loss mask of each step over all
     ranks; version: the policy version that the batch is meant for; metrics: numbers about the rollout, to be logged.
+    table: ROW [n], every sample of the rollout, on all ranks, by group and index; own: int32 [samples of the batch], where
+    in it the batch's rows are; without them the batch is the whole rollout.
     frames: the bytes that it was decoded from, for handing them on as they are; none where the share was made.
     """
 
@@ -65,7 +71,13 @@ class Share:
     step_samples: list[int]
     step_tokens: list[int]
     metrics: dict[str, float] = field(default_factory=dict)
+    table: np.ndarray = None  # type: ignore[assignment]
+    own: np.ndarray = None  # type: ignore[assignment]
     frames: Sequence[Buffer] = field(default=(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.table is None:
+            self.table, self.own = self.batch.rows, np.arange(len(self.batch), dtype=np.int32)
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -111,8 +123,10 @@ def encode(share: Share) -> list[Buffer]:
     try:
         batch = share.batch
         _check_lengths(batch)
-        rows, tokens, mask, logprobs = (np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in COLUMNS[:-1])
-        arrays = [rows, tokens, np.packbits(mask), logprobs, _runs(batch.versions)]
+        values = (share.table, share.own, batch.tokens, batch.loss_mask, batch.logprobs)
+        parts = zip(COLUMNS, values, strict=False)
+        table, own, tokens, mask, logprobs = (np.ascontiguousarray(array, dtype) for (_, dtype), array in parts)
+        arrays = [table, own, tokens, np.packbits(mask), logprobs, _runs(batch.versions)]
         header = Header(
             FORMAT,
             share.rollout_id,
@@ -123,7 +137,8 @@ def encode(share: Share) -> list[Buffer]:
             share.step_tokens,
             share.metrics,
         )
-        _check(header, SampleBatch(rows, tokens, mask, logprobs, batch.versions))
+        rows = np.ascontiguousarray(batch.rows, ROW)
+        _check(header, SampleBatch(rows, tokens, mask, logprobs, batch.versions), table, own)
         return [_pack(header), *(memoryview(array.view(np.uint8)) for array in arrays)]
     except _WHAT_DECODING_RAISES as error:
         raise WireError(f"the share of rollout {share.rollout_id} cannot be sent: {error}") from error
@@ -142,9 +157,10 @@ def decode(frames: Sequence[Buffer]) -> Share:
     if len(header.columns) != len(COLUMNS):
         raise WireError(f"a share has {len(COLUMNS)} columns, this one declares {len(header.columns)}")
     parts = zip(COLUMNS, header.columns, frames[1:], strict=True)
-    rows, tokens, bits, logprobs, runs = (_column(*part) for part in parts)
-    batch = SampleBatch(rows, tokens, _unpack_mask(bits, len(logprobs)), logprobs, _spread(runs, len(logprobs)))
-    _check(header, batch)
+    table, own, tokens, bits, logprobs, runs = (_column(*part) for part in parts)
+    _check_own(table, own)  # before it says where to look
+    batch = SampleBatch(table[own], tokens, _unpack_mask(bits, len(logprobs)), logprobs, _spread(runs, len(logprobs)))
+    _check(header, batch, table, own)
     return Share(
         header.rollout_id,
         header.version,
@@ -153,6 +169,8 @@ def decode(frames: Sequence[Buffer]) -> Share:
         header.step_samples,
         header.step_tokens,
         header.metrics,
+        table,
+        own,
         frames,
     )
 
@@ -214,19 +232,36 @@ def _spread(runs: np.ndarray, tokens: int) -> np.ndarray:
 # ---- what must hold of every share
 
 
-def _check(header: Header, batch: SampleBatch) -> None:
-    """WireError unless rows, columns, micro-batches and numbers fit each other."""
+def _check(header: Header, batch: SampleBatch, table: np.ndarray, own: np.ndarray) -> None:
+    """WireError unless table, rows, columns, micro-batches and numbers fit each other."""
+    _check_own(table, own)
+    if batch.rows.tobytes() != table[own].tobytes():
+        raise WireError("the rows of the batch are not those of the table")
+    _check_table(table)
     _check_lengths(batch)
     _check_values(batch)
-    _check_micro_batches(header, len(batch))
+    _check_micro_batches(header, len(batch), len(table))
     for name, value in header.metrics.items():
         if not math.isfinite(value):
             raise WireError(f"metric {name!r} is {value}")
 
 
+def _check_own(table: np.ndarray, own: np.ndarray) -> None:
+    _refuse((own < 0) | (own >= len(table)), "sample {} is no row of the table")
+    if len(np.unique(own)) < len(own):
+        raise WireError("a row of the table is in the share twice")
+
+
+def _check_table(table: np.ndarray) -> None:
+    _refuse((table["response_length"] < 0) | (table["response_length"] > table["length"]), f"{_OF_TABLE}response_length {_WRONG}")
+    _refuse((table["status"] < 0) | (table["status"] >= len(STATUSES)), _OF_TABLE + "unknown status code")
+    _refuse(~np.isfinite(table["reward"]), _OF_TABLE + "reward is not finite")
+    _refuse(np.isinf(table["baseline"]), _OF_TABLE + "baseline is not finite")
+
+
 def _check_lengths(batch: SampleBatch) -> None:
     length, response = (batch.rows[name].astype(np.int64) for name in ("length", "response_length"))
-    _refuse((response < 0) | (response > length), "row {}: response_length is not between 0 and length")
+    _refuse((response < 0) | (response > length), f"row {{}}: response_length {_WRONG}")
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         declared, found = int((length if name == "tokens" else response).sum()), len(getattr(batch, name))
         if declared != found:
@@ -234,9 +269,6 @@ def _check_lengths(batch: SampleBatch) -> None:
 
 
 def _check_values(batch: SampleBatch) -> None:
-    _refuse((batch.rows["status"] < 0) | (batch.rows["status"] >= len(STATUSES)), "row {}: unknown status code")
-    for name in ("reward", "advantage"):
-        _refuse(~np.isfinite(batch.rows[name]), f"row {{}}: {name} is not finite")
     if len(batch.tokens) and int(batch.tokens.min()) < 0:
         _refuse(batch.tokens < 0, "token {}: negative id")
     if len(batch.loss_mask):
@@ -247,19 +279,21 @@ def _check_values(batch: SampleBatch) -> None:
             _refuse(~np.isfinite(batch.logprobs), "logprob {}: not finite")
 
 
-def _check_micro_batches(header: Header, count: int) -> None:
+def _check_micro_batches(header: Header, count: int, samples: int) -> None:
     steps = header.micro_batches
-    for name, found in (("step_samples", header.step_samples), ("step_tokens", header.step_tokens)):
-        if len(found) != len(steps):
-            raise WireError(f"{len(steps)} optimizer steps, but {name} has {len(found)} entries")
+    for name, entries in (("step_samples", header.step_samples), ("step_tokens", header.step_tokens)):
+        if len(entries) != len(steps):
+            raise WireError(f"{len(steps)} optimizer steps, but {name} has {len(entries)} entries")
     if not all(step and all(step) for step in steps):
         raise WireError("an optimizer step has no micro-batch, or a micro-batch no rows")
     if sorted(row for step in steps for micro_batch in step for row in micro_batch) != list(range(count)):
         raise WireError(f"the micro-batches do not hold each of the {count} rows exactly once")
-    for number, (step, samples) in enumerate(zip(steps, header.step_samples, strict=True)):
+    for number, (step, found) in enumerate(zip(steps, header.step_samples, strict=True)):
         own = sum(map(len, step))
-        if own > samples:
-            raise WireError(f"optimizer step {number} has {samples} samples over all ranks, but {own} on this one")
+        if own > found:
+            raise WireError(f"optimizer step {number} has {found} samples over all ranks, but {own} on this one")
+    if sum(header.step_samples) != samples:
+        raise WireError(f"the optimizer steps have {sum(header.step_samples)} samples, the table {samples}")
 
 
 def _refuse(bad: np.ndarray, message: str) -> None:

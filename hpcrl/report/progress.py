@@ -1,24 +1,28 @@
-"""Progress of a stage on the screen: the launcher follows metrics.jsonl and shows the numbers that matter.
+"""Progress on the screen: of a stage, whose metrics.jsonl the launcher follows, and of a conversion.
 
-Invariant: it only reads, and reads every byte once; on a terminal it is one bar, elsewhere a line every few seconds, so
-that a job's log stays readable.
+Invariant: it only reads, and reads every byte once; on a terminal it is one bar and the numbers that matter below it,
+elsewhere a line every few seconds, so that a job's log stays readable.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
-
-from tqdm import tqdm
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
+from hpcrl.report.status_text import on_terminal, strip_control
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
+
+if TYPE_CHECKING:
+    from hpcrl.report.terminal import Bar
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
 GLANCE = 0.5  #: seconds between looks at the file
-FORMAT = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+Item = TypeVar("Item")
 
 #: metric -> how it is shown
 SHOWN = {
@@ -35,13 +39,13 @@ class Progress:
 
     def __init__(self, rundir: RunDir, title: str, total: int | None) -> None:
         self.rundir, self.title, self.total = rundir, title, total
-        self.done = self.start = 0
+        self.done = 0
         self.latest: dict[str, Any] = {}
         self.accuracy: dict[str, float | None] = {}
         self._tail, self._looked = FileTail(rundir.metrics_file), 0.0
         self._begun = self._told = time.monotonic()
         self._line, self._working = "", False
-        self._bar = tqdm(total=total, desc=title, dynamic_ncols=True, bar_format=FORMAT) if sys.stderr.isatty() else None
+        self._bar = _bar(strip_control(title), total)
 
     def poll(self) -> None:
         """Look at the run and bring the screen up to date.  Cheap: may be called as often as one likes."""
@@ -61,23 +65,19 @@ class Progress:
                     self.latest, self.done = row, row["rollout_id"] + 1
                 found = {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
                 self.accuracy |= found
-        if not self._working and (trainer := self.rundir.find("trainer", 0)):
-            self._working, self.total, self.start = True, trainer["total"], trainer["start"]
-            self.done = max(self.done, self.start)
+        if not self._working and (trainer := find(self.rundir, TrainerPeer)):
+            self._working, self.total = True, trainer.total
+            self.done = max(self.done, trainer.start)
 
-    def _draw(self, bar: tqdm) -> None:
-        bar.total, bar.initial, bar.n = self.total, self.start, max(bar.n, self.start)  # what is resumed is no speed of ours
-        bar.set_description_str(self.title if self._working else f"{self.title} (starting)", refresh=False)
-        bar.set_postfix_str(self.text(), refresh=False)
-        bar.update(self.done - bar.n)
-        bar.refresh()
+    def _draw(self, bar: Bar) -> None:
+        title = self.title if self._working else f"{self.title} (starting)"
+        bar.show(strip_control(title), self.done, self.total, strip_control(self.text()))
 
     def _tell(self, now: float) -> None:
         """A line, unless it would say the same again."""
         line = f"{self.title}: {self.done}/{'?' if self.total is None else self.total}  {self.text() or 'starting'}"
         if line != self._line:
-            minutes, seconds = divmod(int(now - self._begun), 60)
-            print(f"{line}  [{minutes:02d}:{seconds:02d}]", file=sys.stderr, flush=True)
+            _print_line(line, now - self._begun)
         self._line, self._told = line, now
 
     def text(self) -> str:
@@ -100,3 +100,59 @@ class Progress:
             self._bar.close()
         else:
             self._tell(time.monotonic())
+
+
+class Meter:
+    """How far a conversion is.  A context; total: how many units, bytes if `size` is given."""
+
+    def __init__(self, title: str, total: int, unit: str, size: bool = False) -> None:
+        self.title, self.total, self.unit, self.size = title, total, unit, size
+        self.done, self._begun = 0, time.monotonic()
+        self._shown = self._begun
+
+    def __enter__(self) -> Self:
+        self._bar = _bar(self.title, self.total, self.size)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._show(time.monotonic())
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, count: int) -> None:
+        """So much more is done."""
+        self.done += count
+        now = time.monotonic()
+        if now - self._shown >= (EVERY if self._bar is None else GLANCE):
+            self._show(now)
+
+    def _show(self, now: float) -> None:
+        self._shown = now
+        if self._bar is not None:
+            self._bar.show(self.title, self.done, self.total)
+        elif self.size:
+            _print_line(f"{self.title}: {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB", now - self._begun)
+        else:
+            _print_line(f"{self.title}: {self.done} of {self.total} {self.unit}", now - self._begun)
+
+
+def track(items: Iterable[Item], total: int, title: str, unit: str) -> Generator[Item, None, None]:
+    """The items, while a `Meter` counts them; who does not take them all closes it."""
+    with Meter(title, total, unit) as meter:
+        for item in items:
+            yield item
+            meter.add(1)
+
+
+def _bar(title: str, total: int | None, size: bool = False) -> Bar | None:
+    """A bar on stderr; None if it is no terminal."""
+    if not on_terminal(sys.stderr):
+        return None
+    from hpcrl.report.terminal import Bar
+
+    return Bar(sys.stderr, title, total, size)
+
+
+def _print_line(text: str, passed: float) -> None:
+    minutes, seconds = divmod(int(passed), 60)
+    print(f"{text}  [{minutes:02d}:{seconds:02d}]", file=sys.stderr, flush=True)

@@ -16,41 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcrl.report.metrics import last_records
+from hpcrl.run.failure import ERROR, Failure
 from hpcrl.run.job_file import JOB, JobFile
+from hpcrl.run.job_state import STATE, JobState
+from hpcrl.run.peers import TrainerPeer, peer_file
 from hpcrl.run.recipe_file import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
 
 T = TypeVar("T")
-
-
-class JobState(msgspec.Struct):
-    """JOB/state.json, the launcher's word.  time: when it was written; ends: the allocation's time limit (unix times)."""
-
-    phase: str
-    time: float
-    stage: str = ""
-    attempt: int = 0
-    restarts: int = 0
-    message: str = ""
-    host: str = ""
-    pid: int = 0
-    ends: float | None = None
-
-
-class Failure(msgspec.Struct):
-    """attempts/N/error.json.  time: unix time."""
-
-    role: str
-    index: int
-    message: str
-    time: float = 0.0
-
-
-class Begun(msgspec.Struct):
-    """attempts/N/peers/trainer-0.json: the rollouts that were done when the attempt began, and all that are to be done."""
-
-    start: int = 0
-    total: int | None = None
 
 
 class StageSettings(msgspec.Struct):
@@ -94,12 +67,12 @@ class StageFiles:
     @cached_property
     def failure(self) -> Failure | None:
         """The first error of the last attempt."""
-        return load_json(self.here / "error.json", Failure, self.notes)
+        return load_json(self.here / ERROR, Failure, self.notes)
 
     @cached_property
-    def begun(self) -> Begun | None:
+    def begun(self) -> TrainerPeer | None:
         """What trainer rank 0 published in the last attempt, once it was up."""
-        return load_json(self.here / "peers" / "trainer-0.json", Begun, self.notes)
+        return load_json(peer_file(self.here, TrainerPeer, 0), TrainerPeer, self.notes)
 
     def log_of(self, failure: Failure) -> Path:
         """The log of the role that failed first, or the directory of the logs."""
@@ -128,7 +101,7 @@ class Run:
 
     @cached_property
     def state(self) -> JobState | None:
-        return load_json(self.root / "state.json", JobState, self.notes)
+        return load_json(self.root / STATE, JobState, self.notes)
 
     @cached_property
     def recipe(self) -> RecipeFile | None:

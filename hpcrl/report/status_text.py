@@ -1,6 +1,6 @@
-"""A Status as text: a table of many runs, a page of one, a line for a log.
+"""A Status as words: cells of a table of many runs, a page of one, a line for a log, and all of it as plain text.
 
-Invariant: pure; control characters of what a run has written never reach the terminal.
+Terminals are drawn on elsewhere (terminal.py).  Invariant: pure; no control character of what a run has written is left.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from hpcrl.report.run_status import OVER, WORKING, Status, span
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-COLOUR = {"running": "32", "saving": "32", "finished": "32", "failed": "31", "lost": "31", "pending": "33", "requeued": "33"}
 
 
-def forgive() -> None:
-    """Let a terminal that lacks a character show a question mark rather than fail."""
+def replace_unencodable() -> None:
+    """Let stdout and stderr write a question mark, rather than fail, for a character that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def plain(text: str) -> str:
+def on_terminal(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can be drawn on."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def strip_control(text: str) -> str:
     """Text without control characters and escape sequences, on one line."""
     return CONTROL.sub("", text).replace("\n", " ")
 
 
-def short(path: str) -> str:
+def shorten_path(path: str) -> str:
     """A path relative to the current directory if it lies below, with ~ for the home directory elsewhere."""
     for base, mark in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
         if path.startswith(base.rstrip("/") + "/"):
@@ -38,28 +43,26 @@ def short(path: str) -> str:
     return path
 
 
-def table(found: Sequence[Status], width: int | None = None, colour: bool = False) -> str:
-    """One line a run: those at work first, then the others, newest first as given.  width: of the terminal."""
-    rows = [HEAD, *(_row(status) for status in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    used = [i for i in range(len(HEAD)) if i < 2 or any(row[i] not in ("", "-") for row in rows[1:])]
-    lines = []
-    for number, row in enumerate(rows):
-        line = "  ".join(row[i].ljust(widths[i]) if i < len(HEAD) - 1 else row[i] for i in used).rstrip()
-        line = line[:width] if width else line
-        if colour and number and (code := COLOUR.get(row[1])):
-            at = widths[0] + 2
-            line = f"{line[:at]}\x1b[{code}m{line[at : at + len(row[1])]}\x1b[0m{line[at + len(row[1]) :]}"
-        lines.append(line)
-    return "\n".join(lines)
+def cells(found: Sequence[Status]) -> dict[str, list[str]]:
+    """Columns by their heads, a cell for each run; those are left out that no run has anything in."""
+    columns = dict(zip(HEAD, map(list, zip(*map(_row, found), strict=True)), strict=True)) if found else {}
+    return {head: column for head, column in columns.items() if head in HEAD[:2] or not {"", "-"}.issuperset(column)}
+
+
+def table(found: Sequence[Status]) -> str:
+    """One line a run, as given, however long; for files and pipes."""
+    columns = [[head, *column] for head, column in cells(found).items()]
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*([cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)), strict=True)
+    return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 def _row(s: Status) -> tuple[str, ...]:
     step = f"{s.step}/{'?' if s.total is None else s.total}" if s.attempt is not None else "-"
     needs = "-" if s.needs is None else span(s.needs) + (" !" if s.fits is False else "")
     last = "-" if s.last_step is None else span(s.last_step)
-    cells = (
-        short(s.run),
+    row = (
+        shorten_path(s.run),
         s.phase,
         s.stage or "-",
         step,
@@ -71,7 +74,7 @@ def _row(s: Status) -> tuple[str, ...]:
         s.job_id or "-",
         s.message or ("asked to stop" if s.stop_asked else ""),
     )
-    return tuple(map(plain, cells))
+    return tuple(map(strip_control, row))
 
 
 def _number(value: float | None, form: str) -> str:
@@ -79,12 +82,18 @@ def _number(value: float | None, form: str) -> str:
 
 
 def page(s: Status) -> str:
-    """All that is known of one run."""
+    """All that is known of one run; for files and pipes."""
+    (title, phase), *rows = facts(s)
+    return "\n".join([f"{title}: {phase}", *(f"  {name:10}  {text}" for name, text in rows)])
+
+
+def facts(s: Status) -> list[tuple[str, str]]:
+    """All that is known of one run: its path and phase, then what is said of it by name."""
     rows: list[tuple[str, str]] = []
     if s.message:
         rows.append(("error" if s.phase in ("failed", "lost") else "", s.message))
     if s.log:
-        rows.append(("log", short(s.log)))
+        rows.append(("log", shorten_path(s.log)))
     if s.job_id or s.host:
         rows.append(("job", _job(s)))
     if s.stage or s.attempt is not None:
@@ -96,14 +105,13 @@ def page(s: Status) -> str:
     rows += [("note", note) for note in s.notes]
     if s.phase in ("stopped", "failed", "cancelled", "lost"):
         rows.append(("go on", _hint_for(s)))
-    lines = [f"{short(s.run)}: {s.phase}", *(f"  {name:10}  {plain(text)}" for name, text in rows)]
-    return "\n".join(plain(line) if number == 0 else line for number, line in enumerate(lines))
+    return [(strip_control(name), strip_control(text)) for name, text in [(shorten_path(s.run), s.phase), *rows]]
 
 
 def _job(s: Status) -> str:
-    parts = [f"{'Slurm job' if s.scheduler == 'slurm' else s.scheduler} {s.job_id}" if s.job_id else s.scheduler]
-    if s.slurm:
-        parts.append(s.slurm.lower())
+    parts = [f"{f'{s.title} job' if s.title else s.scheduler} {s.job_id}" if s.job_id else s.scheduler]
+    if s.job_state:
+        parts.append(s.job_state.lower())
     if s.host:
         parts.append(f"launcher on {s.host}")
     if s.restarts:
@@ -145,14 +153,14 @@ def _time(s: Status) -> str:
         return needs
     left = f"{span(s.left)} to the time limit"
     if s.fits is False:
-        fate = "saved and requeued" if s.scheduler == "slurm" else "ended"
+        fate = "saved and requeued" if s.title else "ended"
         return f"{needs}, {left}: it will not finish before, and will be {fate}"
     return f"{needs}, {left}" if needs else left
 
 
 def _hint_for(s: Status) -> str:
-    ways = {"slurm": "hpcrl resume {}", "mpirun": "hpcrl launch --resume {} --hostfile FILE"}
-    return ways.get(s.scheduler, "hpcrl run --resume {}").format(short(s.run))
+    ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE", "local": "hpcrl run --resume {}"}
+    return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 
 
 def line(s: Status) -> str:
@@ -169,5 +177,5 @@ def line(s: Status) -> str:
             parts.append(f"{s.tokens_per_sec:.0f} tok/s")
     parts += [f"{name} accuracy {value:.3f}" for name, value in s.accuracy.items()]
     if s.message and (s.phase in OVER or s.phase in ("pending", "lost", "requeued")):
-        parts.append(f"({plain(s.message)})")
-    return "  ".join(parts)
+        parts.append(f"({s.message})")
+    return strip_control("  ".join(parts))

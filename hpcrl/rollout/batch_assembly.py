@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpcrl.advantages import group_advantages
+from hpcrl.config.algorithm_needs import needs
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.microbatches import make_schedule
+from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
 from hpcrl.rollout.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
@@ -65,17 +65,6 @@ class Rollout:
         return [self._found[key] for key in sorted(self._found)]
 
 
-def set_advantages(samples: Sequence[Sample], each: int, options: Options) -> None:
-    """Write every sample's advantage from the rewards of its group; `samples` are groups of `each`, one after another."""
-    rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
-    if options.disable_rewards_normalization:
-        values = rewards
-    else:
-        values = group_advantages(rewards, std_normalize=not options.disable_grpo_std_normalization)
-    for sample, value in zip(samples, np.asarray(values).ravel().tolist(), strict=True):
-        sample.advantage = value
-
-
 def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> None:
     """HpcrlError if a token is older than `bound` policy versions, or newer than the trainer, at consumption."""
     for sample in samples:
@@ -88,29 +77,44 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> 
 
 
 def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -> list[Share]:
-    """One Share a data-parallel rank: its samples, packed for every optimizer step."""
-    batch = SampleBatch.of(rollout.samples())
-    steps, size = options.steps_per_rollout, options.step_batch_size
+    """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all."""
+    return shares_of(SampleBatch.of(rollout.samples()), options, rollout.rollout_id, rollout.version, metrics)
+
+
+def shares_of(batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]) -> list[Share]:
+    """The same for samples in the order of group and index."""
+    steps = options.steps_per_rollout
+    size = len(batch) // steps
+    masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
+    tokens = np.diff(masked[batch.response_offsets[::size]]).tolist()  # trained tokens of each optimizer step
+    shares = []
+    for parts in _schedule(batch.rows["length"], options).steps:
+        rows = [index for step in parts for micro in step for index in micro]
+        local = iter(range(len(rows)))
+        micros = [[[next(local) for _ in micro] for micro in step] for step in parts]
+        of_all = {"step_samples": [size] * steps, "step_tokens": tokens, "metrics": metrics, "table": batch.rows}
+        shares.append(Share(rollout_id, version, batch.take(rows), micros, **of_all, own=np.asarray(rows, np.int32)))
+    return shares
+
+
+def _schedule(lengths: np.ndarray, options: Options) -> Schedule:
+    """Which sample goes where; where a loss compares the two samples of a group, these stay together."""
+    each = 2 if needs(options).pairs else 1
     schedule = make_schedule(
-        batch.rows["length"].tolist(),
+        lengths.reshape(-1, each).sum(1).tolist(),
         dp=options.data_parallel_size,
         cp=options.context_parallel_size,
-        num_steps=steps,
+        num_steps=options.steps_per_rollout,
         max_tokens_per_gpu=options.max_tokens_per_gpu if options.use_dynamic_batch_size else None,
-        micro_batch_size=options.micro_batch_size,
+        micro_batch_size=max(1, options.micro_batch_size // each),
         multiple=options.micro_batch_multiple,
         balance=options.balance_data,
     )
-    masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
-    bounds = masked[batch.response_offsets[::size]]  # masked tokens before each optimizer step
-    tokens = np.diff(bounds).tolist()
-    shares = []
-    for own in schedule.steps:
-        rows = [index for step in own for micro in step for index in micro]
-        local = iter(range(len(rows)))
-        micros = [[[next(local) for _ in micro] for micro in step] for step in own]
-        shares.append(Share(rollout.rollout_id, rollout.version, batch.take(rows), micros, [size] * steps, tokens, metrics))
-    return shares
+
+    def whole(micro: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(each * i + k for i in micro for k in range(each))
+
+    return Schedule(tuple(tuple(tuple(map(whole, step)) for step in rank) for rank in schedule.steps))
 
 
 def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool = True) -> dict[str, float]:

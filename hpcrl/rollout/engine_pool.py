@@ -20,6 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -79,7 +80,7 @@ class EnginePool:
             return
         deadline, found = time.monotonic() + self._patience, []
         for index, place in enumerate(self._plan.engines):
-            while (peer := self._rundir.find("engine", index)) is None:
+            while (peer := find(self._rundir, EnginePeer, index)) is None:
                 self._rundir.check()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
@@ -91,15 +92,13 @@ class EnginePool:
         key = http_key(self._rundir)
         self.engines = [self._engine(index, peer, key) for index, peer in enumerate(found)]
 
-    def _engine(self, index: int, peer: dict[str, Any], key: str) -> PooledEngine:
-        """A session with one engine.  It has a session of its own: a Unix socket is a property of the session."""
-        socket = peer.get("uds")
-        connector = aiohttp.UnixConnector(socket, limit=0) if socket else aiohttp.TCPConnector(limit=0)
+    def _engine(self, index: int, peer: EnginePeer, key: str) -> PooledEngine:
+        """One engine, with a session of its own."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"Authorization": f"Bearer {key}"})
-        host = self._plan.engines[index].host
-        url = "http://engine" if socket else f"http://{_bracket(peer['host'])}:{peer['port']}"
-        return PooledEngine(index, host, url, session, self._log(index), peer.get("model_len"))
+        headers = {"Authorization": f"Bearer {key}"}
+        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers)
+        url = f"http://{_bracket(peer.host)}:{peer.port}"
+        return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len)
 
     def _log(self, index: int) -> str:
         return str(self._rundir.logs / f"engine-{index}.log")

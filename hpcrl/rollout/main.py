@@ -18,18 +18,19 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from hpcrl.config.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout import rewards
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
-from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
+from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engine_pool import EnginePool
 from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
 from hpcrl.rollout.generate import Generator
 from hpcrl.rollout.prompt_files import Reading, read_prompts
 from hpcrl.rollout.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.sample_files import write_samples
-from hpcrl.rollout.samplers import EngineSampler, LabelSampler, Sampler
+from hpcrl.rollout.samplers import GREEDY, EngineSampler, LabelSampler, Sampler
 from hpcrl.rollout.tokenizer import load_tokenizer
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -43,14 +44,14 @@ class Work:
 
     def __init__(self, context: RoleContext) -> None:
         options = context.options
-        self.sft = options.loss_type == "sft_loss"
-        if not self.sft and not context.plan.engines:
+        self.samples = not options.learns_labels
+        if self.samples and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
         if options.prompt_data is None:
             raise UsageError("--prompt-data is not given")
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
-        self.grader = rewards.load_reward(options) if evaluates or not self.sft else None
+        self.grader = rewards.load_reward(options) if evaluates or self.samples else None
         self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
         self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
@@ -66,7 +67,7 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
-        if work.grader is not None and not work.sft:
+        if work.grader is not None and work.samples:
             self.maker = EngineSampler(self.options, work.file, work.tokenizer, generator, work.grader)
         if work.grader is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grader)
@@ -174,10 +175,8 @@ class RolloutRole:
             self._patience, self._sample(rollout), lambda: self._late(f"{rollout.missing} of {rollout.size} samples of {rollout}")
         )
         samples = rollout.samples()
-        if not self.work.sft:
-            set_advantages(samples, rollout.each, self.options)
         check_staleness(samples, rollout.version)
-        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=not self.work.sft)
+        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=self.work.samples)
         shares = make_shares(rollout, self.options, metrics)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)
@@ -187,12 +186,21 @@ class RolloutRole:
 
     async def _sample(self, rollout: Rollout) -> None:
         """All samples of a rollout, side by side."""
+        baselines: dict[int, asyncio.Task[float]] = {}
         async with asyncio.TaskGroup() as tasks:
             for group, index in rollout.wanted():
                 tasks.create_task(self._one(rollout, group, index))
+            if needs(self.options).greedy:
+                baselines = {group.number: tasks.create_task(self._baseline(rollout, group)) for group in rollout.groups}
+        for sample in rollout.samples() if baselines else ():
+            sample.baseline = baselines[sample.group].result()
 
     async def _one(self, rollout: Rollout, group: Group, index: int) -> None:
         rollout.add(await self.maker.make(group, index, rollout.rollout_id, rollout.version))
+
+    async def _baseline(self, rollout: Rollout, group: Group) -> float:
+        """The reward of the greedy response to a prompt."""
+        return (await self.maker.make(group, GREEDY, rollout.rollout_id, rollout.version)).reward
 
     @property
     def _patience(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Prompt:
     """One line of a prompt file.
 
     raw: the prompt as it stands there; tokens: int32 [prompt], rendered; target: int32 [response], the tokens to learn
-    after it (fine-tuning only).
+    after it, rejected: those of the worse response, whose text is worse (only where the file's responses are learned).
     """
 
     line: int
@@ -35,6 +35,8 @@ class Prompt:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     target: np.ndarray | None = None
+    rejected: np.ndarray | None = None
+    worse: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Reading:
     """How to read a prompt file.
 
     label_key None: labels are not wanted.  limit: tokens of a prompt at most; context: of prompt and target together;
-    None: no limit.  sft: also make the target tokens from the label.
+    None: no limit.  learned: the keys of responses that are learned, whose tokens are made too: the label's, or the better
+    one's and the worse one's.
     """
 
     input_key: str
@@ -64,22 +67,22 @@ class Reading:
     chat_template: bool
     limit: int | None
     context: int | None
-    sft: bool = False
+    learned: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Reading:
         """As the options ask for.  UsageError if the reward or the loss needs labels and no key is given."""
-        sft = options.loss_type == "sft_loss" and not evaluation
+        learns, label = options.learns_labels and not evaluation, label_key(options, evaluation)
         context = options.rollout_max_context_len or tokenizer.context
         limits = [n for n in (options.rollout_max_prompt_len, context and context - 1) if n]
         return cls(
             (options.eval_input_key if evaluation else None) or options.input_key,
-            label_key(options, evaluation),
+            label,
             options.metadata_key,
             options.apply_chat_template,
             min(limits, default=None),
             context,
-            sft,
+            tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
         )
 
 
@@ -125,16 +128,19 @@ def _prompts(path: Path, rows: list[tuple[int, dict[str, Any]]], reading: Readin
     """Render every row, tokenize all at once, check every length."""
     texts = [_render(path, number, row, reading, tokenizer) for number, row in rows]
     tokens = tokenizer.encode([text for text, _ in texts])
-    targets = tokenizer.targets([target for _, target in texts]) if reading.sft else [None] * len(rows)
-    for (number, row), ids, target in zip(rows, tokens, targets, strict=True):
-        _check_lengths(path, number, ids, target, reading)
+    columns = [tokenizer.targets([targets[i] for _, targets in texts]) for i in range(len(reading.learned))]
+    for place, ((number, row), ids) in enumerate(zip(rows, tokens, strict=True)):
+        targets = [column[place] for column in columns]
+        _check_lengths(path, number, ids, max(map(len, targets), default=0), reading)
         label = row[reading.label_key] if reading.label_key is not None else None
-        yield Prompt(number, row[reading.input_key], ids, label, _metadata(path, number, row, reading), target)
+        found = Prompt(number, row[reading.input_key], ids, label, _metadata(path, number, row, reading), *targets)
+        yield replace(found, worse=row[reading.learned[1]]) if len(targets) > 1 else found
 
 
-def _render(path: Path, number: int, row: dict[str, Any], reading: Reading, tokenizer: Tokenizer) -> tuple[str, str]:
-    """The text of the prompt and, for fine-tuning, of what is to be learned after it."""
-    for key, flag in ((reading.input_key, "--input-key"), (reading.label_key, "--label-key")):
+def _render(path: Path, number: int, row: dict[str, Any], reading: Reading, tokenizer: Tokenizer) -> tuple[str, list[str]]:
+    """The text of the prompt and of each response that is to be learned after it."""
+    keys = {reading.input_key: "--input-key", reading.label_key: "--label-key"}
+    for key, flag in (dict.fromkeys(reading.learned, "--rejected-key") | keys).items():
         if key is not None and row.get(key) is None:
             what = f"{key!r} is null" if key in row else f"no key {key!r}"
             raise _bad(path, number, what, f"its keys are {', '.join(sorted(row))}; {flag} chooses one")
@@ -148,14 +154,13 @@ def _render(path: Path, number: int, row: dict[str, Any], reading: Reading, toke
         raise _bad(path, number, f"the prompt is neither text nor a list of chat messages but {_kind(prompt)}")
     elif reading.chat_template:
         messages = [{"role": "user", "content": prompt}]
+    for key in reading.learned:
+        if isinstance(row[key], bool) or not isinstance(row[key], str | int | float):
+            said = "the label" if key == reading.label_key else f"the worse response ({key!r})"
+            raise _bad(path, number, f"{said} is neither text nor a number but {_kind(row[key])}")
     try:
         text = prompt if messages is None else tokenizer.render(messages, generation=True)
-        if not reading.sft:
-            return text, ""
-        label = row[reading.label_key]
-        if isinstance(label, bool) or not isinstance(label, str | int | float):
-            raise _bad(path, number, f"the label is neither text nor a number but {_kind(label)}")
-        return text, tokenizer.target(messages, text, str(label))
+        return text, [tokenizer.target(messages, text, str(row[key])) for key in reading.learned]
     except ValueError as error:
         raise _bad(path, number, str(error)) from error
 
@@ -172,13 +177,13 @@ def _check_messages(path: Path, number: int, messages: list[Any]) -> None:
             raise _bad(path, number, "a chat message of the prompt is not an object with role and content as text")
 
 
-def _check_lengths(path: Path, number: int, tokens: np.ndarray, target: np.ndarray | None, reading: Reading) -> None:
+def _check_lengths(path: Path, number: int, tokens: np.ndarray, target: int, reading: Reading) -> None:
     hint = "shorten it, or raise --rollout-max-prompt-len or --rollout-max-context-len"
     if not len(tokens):
         raise _bad(path, number, "the prompt is empty")
     if reading.limit is not None and len(tokens) > reading.limit:
         raise _bad(path, number, f"the prompt is {len(tokens)} tokens long, the limit is {reading.limit}", hint)
-    total = len(tokens) + (0 if target is None else len(target))
+    total = len(tokens) + target
     if reading.context is not None and total > reading.context:
         raise _bad(path, number, f"prompt and label together are {total} tokens long, the limit is {reading.context}", hint)
 

@@ -5,6 +5,7 @@ Invariant: a file depends on the samples alone (no times, no engine names), so a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, object]:
-    """versions: the policy versions that its tokens were sampled under, each once."""
+    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for."""
+    baseline = {} if math.isnan(sample.baseline) else {"baseline": sample.baseline}
     return {
         "group": sample.group,
         "index": sample.index,
@@ -29,7 +31,7 @@ def _record(sample: Sample) -> dict[str, object]:
         "response": sample.response,
         "label": sample.label,
         "reward": sample.reward,
-        "advantage": sample.advantage,
+        **baseline,
         "prompt_len": len(sample.tokens) - sample.response_length,
         "response_len": sample.response_length,
         "status": sample.status,

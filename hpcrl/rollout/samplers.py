@@ -7,6 +7,7 @@ on what else was in flight.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -19,12 +20,15 @@ from hpcrl.rollout.rewards import Grader, grade
 from hpcrl.rollout.tokenizer import Tokenizer
 from hpcrl.sample import COMPLETED, Sample
 
+#: in place of a sample's index: the likeliest response, which is no sample but what samples are compared with
+GREEDY = -1
+
 
 class Sampler(Protocol):
     """Makes samples."""
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
-        """Sample `index` of `group`, for `rollout_id`, under policy `version`; reward set, advantage not."""
+        """Sample `index` of `group`, for `rollout_id`, under policy `version`; reward set.  index GREEDY: the likeliest."""
 
 
 class EngineSampler:
@@ -37,7 +41,8 @@ class EngineSampler:
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
         seed = seed_of("train", self._seed, rollout_id, group.number, index)
-        completion = await self._generator.complete(group.prompt.tokens, self._sampling, seed, version)
+        sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
+        completion = await self._generator.complete(group.prompt.tokens, sampling, seed, version)
         response = self._tokenizer.decode(completion.tokens, frozenset(self._sampling.stop_token_ids))
         sample = completion.sample(group.number, index, group.prompt, response)
         sample.reward = await grade(self._grader, sample, f"{self._file.path}, line {group.prompt.line}")
@@ -45,10 +50,14 @@ class EngineSampler:
 
 
 class LabelSampler:
-    """Fine-tuning: the label is the response, every token of it is to be learned."""
+    """What the prompt file holds: the label, or of a pair the better response (the label, reward 1) and the worse (reward 0)."""
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
-        target = group.prompt.target
-        assert target is not None, "the prompt file was read for fine-tuning"
+        prompt, pair = group.prompt, group.prompt.rejected is not None
+        target = prompt.rejected if pair and index else prompt.target
+        assert target is not None, "the prompt file was read for learning what it holds"
         nothing, versions = np.zeros(len(target), np.float32), np.full(len(target), version, np.int32)
-        return Completion(target, nothing, versions, COMPLETED).sample(group.number, index, group.prompt, str(group.prompt.label))
+        response = str(prompt.worse if pair and index else prompt.label)
+        sample = Completion(target, nothing, versions, COMPLETED).sample(group.number, index, prompt, response)
+        sample.reward = float(pair and not index)
+        return sample

@@ -12,52 +12,69 @@ import socket
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
 
+STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0
+
+Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
+
+
+class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What it holds, the launcher's word.
+
+    time: when it was written; ends: the allocation's time limit (unix times); restarts: how often the scheduler has started
+    the job again; host, pid: the launcher's; message: how it ended, or why it waits.
+    """
+
+    phase: Phase
+    time: float
+    stage: str = ""
+    attempt: int = 0
+    restarts: int = 0
+    message: str = ""
+    host: str = ""
+    pid: int = 0
+    ends: float | None = None
+
+
+def write_state(root: Path, state: JobState) -> None:
+    """Write it.  A full disk is told by those who need it: no error is raised."""
+    with contextlib.suppress(OSError, HpcrlError):
+        write_atomic(root / STATE, msgspec.json.encode(state))
 
 
 class JobStateFile:
     """The writer of state.json, as a context: leaving it says whether the job finished, stopped or failed."""
 
     def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
-        self.path, self.written = root / "state.json", 0.0
-        self.fields: dict[str, Any] = {
-            "phase": "starting",
-            "stage": "",
-            "attempt": 0,
-            "restarts": restarts,
-            "message": "",
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "ends": ends,
-        }
+        self.root = root
+        self.state = JobState("starting", 0.0, restarts=restarts, host=socket.gethostname(), pid=os.getpid(), ends=ends)
 
     @property
-    def phase(self) -> str:
-        return self.fields["phase"]
+    def phase(self) -> Phase:
+        return self.state.phase
 
-    def set(self, phase: str, **fields: Any) -> None:
-        """Change the phase, and what else is given."""
-        self.fields |= {"phase": phase, **fields}
+    def set(self, phase: Phase, **fields: Any) -> None:
+        """Change the phase, and what else is given of JobState's fields."""
+        self.state = msgspec.structs.replace(self.state, phase=phase, **fields)
         self._write()
 
-    def beat(self, phase: str | None = None) -> None:
+    def beat(self, phase: Phase | None = None) -> None:
         """A sign of life, and perhaps a new phase; cheap to call often."""
         if phase is not None and phase != self.phase:
             self.set(phase)
-        elif time.time() - self.written > BEAT:
+        elif time.time() - self.state.time > BEAT:
             self._write()
 
     def _write(self) -> None:
-        self.written = time.time()
-        with contextlib.suppress(OSError, HpcrlError):  # a full disk is told by those who need it
-            write_atomic(self.path, msgspec.json.encode(self.fields | {"time": self.written}))
+        self.state = msgspec.structs.replace(self.state, time=time.time())
+        write_state(self.root, self.state)
 
     def __enter__(self) -> JobStateFile:
         self._write()

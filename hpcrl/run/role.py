@@ -36,6 +36,16 @@ def read_options(rundir: RunDir) -> Options:
     return Options.model_validate_json(rundir.options_file.read_bytes())
 
 
+def read_plan(rundir: RunDir) -> Plan:
+    """Who runs where in this attempt.  HpcrlError if the launcher has left no whole plan."""
+    try:
+        return msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+    except FileNotFoundError:
+        raise HpcrlError(f"{rundir.plan_file} is not there", "does this host see the run directory?") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise HpcrlError(f"{rundir.plan_file} is damaged, or of another version of hpcrl: {error}") from error
+
+
 def open_role(argv: list[str] | None = None) -> RoleContext:
     """Parse `RUN --attempt N [--index I]` and read the options and the plan of that attempt."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
@@ -44,8 +54,10 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     parser.add_argument("--index", type=int, default=0)
     args = parser.parse_args(argv)
     rundir = RunDir(args.run, args.attempt)
-    plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
-    return RoleContext(rundir, read_options(rundir), plan, args.index)
+    try:
+        return RoleContext(rundir, read_options(rundir), read_plan(rundir), args.index)
+    except HpcrlError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def say(text: str) -> None:

@@ -1,11 +1,11 @@
-"""The run directory: where a run keeps everything, and where its processes find each other.
+"""The run directory: where a run keeps everything, and how an attempt is told to stop, to end, or that it has failed.
 
     RUN/                          mode 0700
       options.json                the resolved options
       prepared/                   what the recipe's prepare command made
       keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
       attempts/N/plan.json        who runs where
-      attempts/N/peers/ROLE-I.json    what a process published: address, port, pid, public key
+      attempts/N/peers/ROLE-I.json    what a process published (peers.py)
       attempts/N/error.json       the first error of the attempt
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
       attempts/N/stop             exists when the run was asked to save and end
@@ -14,7 +14,7 @@
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
 Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is
-kept and later ones never overwrite it; every wait has a deadline and names whom it waited for.
+kept and later ones never overwrite it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.run.failure import ERROR, Failure
 
 #: what a run has from the start
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
@@ -57,7 +57,7 @@ def flush(path: Path) -> None:
 
 
 class RunDir:
-    """Paths and rendezvous of one attempt of one run."""
+    """Paths of one attempt of one run, and the marks by which its processes tell one another how it stands."""
 
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
         self.root, self.attempt = Path(root).resolve(), attempt
@@ -67,10 +67,6 @@ class RunDir:
     @property
     def options_file(self) -> Path:
         return self.root / "options.json"
-
-    @property
-    def prepared(self) -> Path:
-        return self.root / "prepared"
 
     @property
     def keys(self) -> Path:
@@ -141,60 +137,34 @@ class RunDir:
         link.symlink_to(self.logs.name)
         link.replace(self.root / "logs" / "latest")
 
-    # ---- rendezvous
-
-    def publish(self, role: str, index: int, **fields: Any) -> None:
-        """Tell the other processes of this attempt where ROLE-INDEX is: host, port, ..."""
-        record = {"role": role, "index": index, "attempt": self.attempt, "pid": os.getpid(), **fields}
-        write_atomic(self.here / "peers" / f"{role}-{index}.json", msgspec.json.encode(record))
-
-    def find(self, role: str, index: int) -> dict[str, Any] | None:
-        """What ROLE-INDEX published in this attempt, or None."""
-        try:
-            return msgspec.json.decode((self.here / "peers" / f"{role}-{index}.json").read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def wait_for(self, role: str, index: int, seconds: float) -> dict[str, Any]:
-        """What ROLE-INDEX publishes, waited for at most `seconds`.
-
-        DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
-        """
-        end = time.monotonic() + seconds
-        while (found := self.find(role, index)) is None:
-            self.check()
-            if time.monotonic() > end:
-                raise DeadlineError(
-                    f"{role}-{index} did not come up within {seconds:.0f} s", f"see {self.logs / f'{role}-{index}.log'}"
-                )
-            time.sleep(0.05)
-        return found
-
     # ---- failure and stop
 
     def fail(self, role: str, index: int, message: str) -> None:
         """Record an error; only the first of an attempt is kept."""
-        record = {"role": role, "index": index, "message": message, "time": time.time()}
+        record = Failure(role, index, message, time.time())
         beside = self.here / f".error.{role}-{index}.{os.getpid()}"
         try:
             beside.write_bytes(msgspec.json.encode(record))
-            os.link(beside, self.here / "error.json")
+            os.link(beside, self.here / ERROR)
         except OSError:
             pass  # somebody was first, or the disk is full: the exit status and the log still tell
         finally:
             beside.unlink(missing_ok=True)
 
-    def failure(self) -> dict[str, Any] | None:
-        """The first error of this attempt, or None."""
+    def failure(self) -> Failure | None:
+        """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has failed."""
+        path = self.here / ERROR
         try:
-            return msgspec.json.decode((self.here / "error.json").read_bytes())
+            return msgspec.json.decode(path.read_bytes(), type=Failure)
         except FileNotFoundError:
             return None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise PeerError(f"the attempt has failed, and {path} is damaged: {error}", f"see the logs in {self.logs}") from error
 
     def check(self) -> None:
         """PeerError if this attempt has failed somewhere: no use in waiting on."""
         if found := self.failure():
-            raise PeerError(f"{found['role']}-{found['index']}: {found['message']}")
+            raise PeerError(str(found))
 
     def request_stop(self) -> None:
         """Ask the run to save a checkpoint and end."""

@@ -16,9 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
+
+ECHO = 3.0  #: seconds to hold back an error that may only say that another rank is gone: that rank's own error comes first
 
 
 class Crank:
@@ -31,6 +34,7 @@ class Crank:
         from hpcrl.trainer.checkpoint.resume import restore
         from hpcrl.trainer.checkpoint.saver import Saver
         from hpcrl.trainer.megatron import model
+        from hpcrl.trainer.other_models import OtherModels
         from hpcrl.trainer.parallel.collectives import make_patient
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
@@ -47,7 +51,10 @@ class Crank:
         self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         if self.driver:
             say(said)
-        self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options)
+        resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
+        self.others = OtherModels(self.policy, self.ranks, context.options, resumed)
+        also = lambda beside: self.others.save(self.at.version, beside)  # noqa: E731
+        self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if self.shares.fetches else None
@@ -57,7 +64,7 @@ class Crank:
         self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
-            context.rundir.publish("trainer", 0, start=self.at.rollout_id, total=self.total)
+            publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
 
     @property
@@ -83,6 +90,7 @@ class Crank:
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
         from hpcrl.trainer.step import train_batch
+        from hpcrl.trainer.step.staleness import check_staleness
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
@@ -91,7 +99,10 @@ class Crank:
         share = self.shares.exchange(fetched)
         if share is None:
             return False
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share)
+        check_staleness(share, self.at.version)
+        others = self.others.of_share(share.version, self.at.version)
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others)
+        self.others.trained(rollout_id + 1)
         data = self._ask("snapshot", rollout_id=rollout_id)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + len(share.micro_batches), data=data)
         metrics = share.metrics | metrics | self._publish()
@@ -113,7 +124,9 @@ class Crank:
         """The current weights into every engine."""
         from hpcrl.trainer.megatron.model import export
 
-        return self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        self.others.published(self.at.version)
+        return metrics
 
     def _owes_evaluation(self) -> bool:
         """Whether the current weights are to be evaluated and, in a run that was stopped or killed, have not been."""
@@ -166,12 +179,6 @@ class Crank:
         dist.barrier(group=self.patient)
 
 
-def _echo(error: BaseException) -> float:
-    """Seconds to hold back an error that only says that another rank is gone: that rank's own error comes first."""
-    words = ("connection closed by peer", "connection reset", "gloo", "nccl", "timed out")
-    return 3.0 if any(word in str(error).lower() for word in words) else 0.0
-
-
 def main() -> int:
     die_with_parent()
     return work(open_role(), int(os.environ.get("RANK", "0")))
@@ -180,13 +187,18 @@ def main() -> int:
 def work(context: RoleContext, rank: int) -> int:
     """Be trainer rank `rank` to the end of the run; the exit status."""
 
+    def late(error: BaseException) -> float:
+        from hpcrl.trainer.parallel.collectives import may_be_echo
+
+        return ECHO if may_be_echo(error) else 0.0
+
     def body() -> None:
         from hpcrl.trainer.megatron import cpu_shim
 
         cpu_shim.install()
         Crank(context).run()
 
-    return act("trainer", context, rank, body, late=_echo)
+    return act("trainer", context, rank, body, late)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class PendingCalls:
     def _listen(self) -> None:
         """Raise if some role of the run has recorded its failure."""
         if found := self.fleet.rundir.failure():
-            raise PeerError(f"{found['role']}-{found['index']}: {found['message']} (noticed during {self.phase})")
+            raise PeerError(f"{found} (noticed during {self.phase})")
 
 
 def _start(address: Address, path: str, body: Any, seconds: float) -> Future[Any]:

@@ -22,6 +22,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.digest import cut, digest
@@ -50,8 +51,8 @@ class WeightSender:
         self.transport: Transport | None = None
         if not (self.active and is_driver):
             return
-        peers = [rundir.wait_for("engine", i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
-        engines = [FleetEngine(i, Address(peer["host"], peer["port"], http_key(rundir))) for i, peer in enumerate(peers)]
+        peers = [wait_for(rundir, EnginePeer, i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
+        engines = [FleetEngine(i, Address(peer.host, peer.port, http_key(rundir))) for i, peer in enumerate(peers)]
         self.fleet = Fleet(rundir, engines, options.update_timeout)
         self.fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")

@@ -61,7 +61,7 @@ def example(name: str) -> Any:
     one = {
         "bool": not value,
         "int": 4096,
-        "float": 0.5 if "beta" in name or "fraction" in name else 1.5,
+        "float": 0.5 if "beta" in name or "fraction" in name or name in ("gamma", "lambd", "ref_update_weight") else 1.5,
         "str": "some text",
         "object": {},
     }[kind.base]
@@ -426,7 +426,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt is 1: every advantage would be 0; give --n-samples-per-prompt 8"),
         (
             {"n_samples_per_prompt": 1, "disable_grpo_std_normalization": True},
-            "--advantage-estimator grpo compares the responses to one prompt",
+            "--advantage-estimator grpo needs several responses to each prompt",
         ),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
     ],
@@ -443,7 +443,7 @@ def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
         ({"label_key": None}, "learns the label; give --label-key"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rm_type": "exact"}, "--eval-interval needs engines"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rollout_num_gpus": 1}, "give --rm-type"),
-        ({"rm_type": "exact"}, "--rm-type has no effect here: .*asks no engine; leave it out"),
+        ({"rm_type": "exact"}, "--rm-type has no effect here: .*no engine is asked; leave it out"),
         ({"rollout_num_gpus": 1}, "--rollout-num-gpus has no effect here"),
         ({"vllm": {"max_num_seqs": 1}}, "--vllm has no effect here"),
         ({"eps_clip": 0.3}, "--eps-clip has no effect here: --loss-type is sft_loss"),

@@ -56,8 +56,7 @@ def test_a_name_from_elsewhere_is_translated(name: str, hint: str) -> None:
     [
         ("learning-rate", "vllm-video-pruning-rate"),
         ("batch-size", "vllm-ubatch-size"),
-        ("kl-loss-coef", "moe-z-loss-coeff"),
-        ("kl-loss-type", "loss-type"),
+        ("get-mismatch-metrics", "moe-z-loss-coeff"),
         ("over-sampling-batch-size", "global-batch-size"),
         ("partial-rollout", "num-rollout"),
         ("wandb-key", "label-key"),

@@ -12,6 +12,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.launch.attempt import Stop
+from hpcrl.launch.batch_run import Clock
 from hpcrl.launch.host import commands
 from hpcrl.launch.probe import Network, Report, choose, gather, report, write
 from hpcrl.launch.restart_policy import FRUITLESS, check_headway, margin
@@ -19,15 +20,16 @@ from hpcrl.mpi.file_sync import FileSync
 from hpcrl.mpi.mpirun import mpi_command, reach
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host, make_plan
+from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
-from hpcrl.slurm.batch_process import Clock, _alone, read_groups
+from hpcrl.slurm.srun import _alone, read_groups
 
 
 def machine(name: str, **networks: str) -> Report:
     """networks: interface=address/prefix."""
     found = [Network(i.rstrip("_"), a.split("/")[0], int(a.split("/")[1]), 0) for i, a in networks.items()]
-    return Report(name, name, tuple(found), True, 0.0, 8, 10**9, 1)
+    return Report(name, name, tuple(found), True, 0.0, 8, 10**9)
 
 
 # ---- networks
@@ -86,14 +88,14 @@ def test_roles_follow_the_hostfile_and_not_the_order_of_ranks() -> None:
     reports = [machine("a.site", eth0="10.0.0.1/24"), machine("b", eth0="10.0.0.2/24")]
     crew = place_ranks(reports, [8, 8], [Host("10.0.0.2", 4), Host("a", 2)])
     assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)] and not crew.per_slot
-    assert [(h.rank, h.host, h.local) for h in crew.hands] == [(0, "a", 0), (1, "10.0.0.2", 0)]
+    assert [(h.rank, h.host, h.local) for h in crew.places] == [(0, "a", 0), (1, "10.0.0.2", 0)]
 
 
 def test_a_rank_for_each_slot() -> None:
     reports = [machine(n, eth0="10.0.0.1/24") for n in "aabb"]
     crew = place_ranks(reports, [0] * 4, None)
     assert crew.per_slot and [(h.name, h.slots) for h in crew.hosts] == [("a", 2), ("b", 2)]
-    assert [(h.host, h.local) for h in crew.hands] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [(h.host, h.local) for h in crew.places] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert crew.first("b") == 2
 
 
@@ -164,25 +166,28 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
     for rundir in (here, there):
         rundir.begin()
     one, two = FileSync(here), FileSync(there)
-    here.publish("engine", 0, host="10.0.0.1", port=5)
+    publish(here, EnginePeer(host="10.0.0.1", port=5))
     two.put(one.new())
-    assert there.find("engine", 0)["port"] == 5
+    assert find(there, EnginePeer).port == 5
     assert one.new() == {} and two.new() == {}  # neither again, nor back
     there.fail("engine", 0, "broken")
     one.put(two.new())
     with pytest.raises(PeerError, match="engine-0: broken"):
         here.check()
     here.fail("engine", 0, "later")
-    assert there.failure()["message"] == "broken"
+    assert there.failure().message == "broken"
     (here.root / "summary.json").write_text(json.dumps({"attempt": 0, "status": "finished"}))
     two.put(one.new())
     assert summary_of(there).finished
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json"])
+@pytest.mark.parametrize(
+    "name", ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json", "", ".", "attempts\0/x", "attemptsx/y"]
+)
 def test_nothing_outside_of_an_attempt_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(PeerError, match="no file of an attempt"):
-        FileSync(RunDir.create(tmp_path / "run")).put({name: "eA=="})
+        FileSync(RunDir.create(tmp_path / "run")).put({"attempts/0/end": b"", name: b"x"})
+    assert not (tmp_path / "run" / "attempts" / "0").exists()
 
 
 # ---- inside a Slurm job
@@ -230,20 +235,20 @@ def test_the_time_kept_for_saving_follows_steps_and_saves(tmp_path: Path) -> Non
     assert margin(rundir, 600) == 600
 
 
-def test_the_clock_asks_once_and_slurms_early_signal_only_wakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     ends = {"at": time.time() + 1000}
-    monkeypatch.setattr("hpcrl.slurm.batch_process.time_limit", lambda _: ends["at"])
-    clock, stop = Clock("1", 60), Stop()
+    limit = lambda: ends["at"]  # noqa: E731
+    clock, stop = Clock(limit, 60), Stop()
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, stop.nudges, clock.due) == (0, 0, False)
-    ends["at"] = time.time() + 30  # the limit was changed, and Slurm says so
+    ends["at"] = time.time() + 30  # the limit was changed, and the scheduler says so
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
     ends["at"] = None
-    blind, stop = Clock("1", 60), Stop()
+    blind, stop = Clock(limit, 60), Stop()
     blind.watch(stop, rundir)
     assert not stop.requests
     stop.nudges = 1
@@ -251,7 +256,7 @@ def test_the_clock_asks_once_and_slurms_early_signal_only_wakes_it(tmp_path: Pat
     assert stop.requests and blind.due
     stopped = Stop()
     stopped.ask("hpcrl stop")
-    late = Clock("1", 60)
+    late = Clock(limit, 60)
     late.ends, late.next_look = time.time() - 1, 0
     late.watch(stopped, rundir)
     assert not late.due  # the user's stop is not the time limit's: no requeue

@@ -25,6 +25,7 @@ from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.messages import Ack, Call, Failed, Fetch, Part, Ping, Pong, Reply, Welcome, WhoAreYou
 from hpcrl.queue.share_format import WireError
+from hpcrl.run.peers import RolloutPeer, find, publish
 from hpcrl.run.rundir import RunDir
 from tests.support.queues import HERE, PLAN, WAIT, Line, Served, hear, hello, make_rundir, raw, tell, until
 from tests.support.shares import same, share
@@ -236,8 +237,8 @@ def test_another_roles_error_ends_a_wait_at_once(served: Served, client: QueueCl
 
 
 def test_deadlines_name_role_host_and_what_was_awaited(served: Served, client: QueueClient) -> None:
-    peer, host = served.rundir.find("rollout", 0), r"trainer DP rank 0 on \S+"
-    where = rf"rollout-0 on 127\.0\.0\.1:{peer['port']}"
+    peer, host = find(served.rundir, RolloutPeer), r"trainer DP rank 0 on \S+"
+    where = rf"rollout-0 on 127\.0\.0\.1:{peer.port}"
     with pytest.raises(
         DeadlineError, match=rf"{where} did not deliver the samples of rollout 7 to {host} within 0.1 s.*rollout-0\.log"
     ):
@@ -603,7 +604,8 @@ def test_a_server_that_admits_all_is_told_apart(rundir: RunDir, monkeypatch: pyt
         false.curve_server = True
         false.curve_publickey, false.curve_secretkey = zmq.curve_keypair()
         port = false.bind_to_random_port("tcp://127.0.0.1")
-        rundir.publish("rollout", 0, host="127.0.0.1", port=port, run_id=PLAN.run_id, public_key=auth.server_keys(rundir).public)
+        key = auth.server_keys(rundir).public
+        publish(rundir, RolloutPeer(host="127.0.0.1", port=port, run_id=PLAN.run_id, attempt=PLAN.attempt, public_key=key))
         with pytest.raises(DeadlineError, match=r"did not welcome .*\(the encrypted handshake fails: it holds other keys"):
             QueueClient(rundir, PLAN, 0, 2, 0.4)
         assert false.poll(0) == 0
@@ -733,10 +735,10 @@ def test_it_listens_on_the_plans_host_on_a_port_of_the_systems_choice(rundir: Ru
     away = Plan("run-a", 0, (Place("192.0.2.1", (0,)),), (), Place("192.0.2.1", ()))
     with pytest.raises(HpcrlError, match=r"the queue cannot listen on 192.0.2.1: .*; is this the host"):
         Served(rundir, plan=away)
-    one, two = Served(rundir), rundir.find("rollout", 0)
-    assert two["host"] == "127.0.0.1"
-    assert (two["port"] > 0, two["run_id"], two["attempt"]) == (True, "run-a", 0)
-    assert two["public_key"] == auth.server_keys(rundir).public
+    one, two = Served(rundir), find(rundir, RolloutPeer)
+    assert two.host == "127.0.0.1"
+    assert (two.port > 0, two.run_id, two.attempt) == (True, "run-a", 0)
+    assert two.public_key == auth.server_keys(rundir).public
     one.close()
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hpcrl.errors import DataError, HpcrlError, PeerError
 from hpcrl.queue import messages
-from hpcrl.queue.share_format import RUN, Share, WireError, decode, encode
+from hpcrl.queue.share_format import FORMAT, RUN, Share, WireError, decode, encode
 from hpcrl.sample import ROW, SampleBatch
-from tests.support.shares import same, sample, share, share_of
+from tests.support.shares import part_of, same, sample, share, share_of
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6)
 
@@ -43,9 +43,10 @@ def test_what_is_encoded_is_decoded(sizes: list[tuple[int, int]]) -> None:
 def test_the_large_arrays_are_views_on_the_frames() -> None:
     frames = frames_of(share())
     found = decode(frames).batch
-    for array, frame in ((found.rows, frames[1]), (found.tokens, frames[2]), (found.logprobs, frames[4])):
+    table = decode(frames).table
+    for array, frame in ((table, frames[1]), (found.tokens, frames[3]), (found.logprobs, frames[5])):
         assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
-    assert np.shares_memory(np.frombuffer(encode(its := share())[2], np.uint8), its.batch.tokens)
+    assert np.shares_memory(np.frombuffer(encode(its := share())[3], np.uint8), its.batch.tokens)
 
 
 def test_a_frame_at_an_odd_address_is_decoded() -> None:
@@ -61,9 +62,20 @@ def test_nothing_on_the_wire_grows_with_tokens_but_their_columns() -> None:
     its.batch.versions[20_000:] = 5
     frames = frames_of(its)
     assert len(frames[0]) < 500
-    assert len(frames[3]) == 50_000 / 8
-    assert len(frames[5]) == 2 * RUN.itemsize
+    assert len(frames[4]) == 50_000 / 8
+    assert len(frames[6]) == 2 * RUN.itemsize
     assert np.array_equal(decode(frames).batch.versions, its.batch.versions)
+
+
+def test_a_share_of_several_ranks_has_the_table_of_all_samples() -> None:
+    samples = [sample(i, answer=i) for i in range(9)]
+    for own in ([4, 0, 8], [7], list(range(9))):
+        its = part_of(samples, own)
+        found = decode(frames_of(its))
+        assert same(found, its)
+        assert [row["reward"] for row in found.table] == list(range(9))
+        assert [row["reward"] for row in found.batch.rows] == own
+    assert len(frames_of(part_of(samples, [0]))[1]) == 9 * ROW.itemsize
 
 
 def test_a_version_for_every_token_is_possible() -> None:
@@ -86,13 +98,17 @@ def spoil(part: str, at: int, value: Any) -> Callable[[Share], None]:
 
 
 SPOILED: list[tuple[Callable[[Share], Any], str]] = [
-    (spoil("response_length", 1, -1), "row 1: response_length"),
-    (spoil("response_length", 0, 100), "row 0: response_length"),
+    (spoil("response_length", 1, -1), "row 1( of the table)?: response_length"),
+    (spoil("response_length", 0, 100), "row 0( of the table)?: response_length"),
     (spoil("length", 2, 12), "12 elements|elements of tokens"),
-    (spoil("status", 1, 4), "row 1: unknown status"),
-    (spoil("status", 1, -1), "row 1: unknown status"),
-    (spoil("reward", 2, np.nan), "row 2: reward is not finite"),
-    (spoil("advantage", 0, np.inf), "row 0: advantage is not finite"),
+    (spoil("status", 1, 4), "row 1 of the table: unknown status"),
+    (spoil("status", 1, -1), "row 1 of the table: unknown status"),
+    (spoil("reward", 2, np.nan), "row 2 of the table: reward is not finite"),
+    (spoil("baseline", 0, np.inf), "row 0 of the table: baseline is not finite"),
+    (lambda s: setattr(s, "own", np.array([0, 1, 3])), "sample 2 is no row of the table"),
+    (lambda s: setattr(s, "own", np.array([0, -1, 2])), "sample 1 is no row of the table"),
+    (lambda s: setattr(s, "own", np.array([0, 1, 1])), "in the share twice"),
+    (lambda s: setattr(s, "step_samples", [4]), "4 samples, the table 3"),
     (spoil("tokens", 4, -2), "token 4: negative id"),
     (spoil("loss_mask", 3, 2), "loss_mask 3"),
     (spoil("logprobs", 5, -np.inf), "logprob 5: not finite"),
@@ -137,11 +153,11 @@ def test_a_share_that_does_not_fit_is_not_taken(
 
 
 def test_another_wire_format_is_named() -> None:
-    with pytest.raises(WireError, match=r"wire format 7, this side speaks 1.*one version"):
+    with pytest.raises(WireError, match=rf"wire format 7, this side speaks {FORMAT}.*one version"):
         decode([msgspec.msgpack.encode({"format": 7, "anything": ["else"]}), *frames_of(share())[1:]])
 
 
-@pytest.mark.parametrize("column", range(5))
+@pytest.mark.parametrize("column", range(6))
 def test_a_column_must_be_what_it_says(column: int) -> None:
     frames = frames_of(share())
     with pytest.raises(WireError, match=r"bytes\), \d+ bytes found"):
@@ -172,9 +188,9 @@ def test_a_header_must_be_what_it_says(changes: dict[str, Any]) -> None:
 def test_a_mask_has_a_bit_for_each_token(size: int) -> None:
     frames = frames_of(share())
     columns = msgspec.msgpack.decode(frames[0])["columns"]
-    columns[2][2] = size
+    columns[3][2] = size
     with pytest.raises(WireError, match=f"{size} bytes do not hold one bit for each of 14 tokens"):
-        decode([*with_header(frames, columns=columns)[:3], bytes(size), *frames[4:]])
+        decode([*with_header(frames, columns=columns)[:4], bytes(size), *frames[5:]])
 
 
 @pytest.mark.parametrize(
@@ -183,9 +199,9 @@ def test_a_mask_has_a_bit_for_each_token(size: int) -> None:
 def test_runs_of_versions_hold_exactly_the_tokens(runs: list[tuple[int, int]]) -> None:
     frames = frames_of(share())
     columns = msgspec.msgpack.decode(frames[0])["columns"]
-    columns[4][2] = len(runs)
+    columns[5][2] = len(runs)
     with pytest.raises(WireError, match="versions"):
-        decode([*with_header(frames, columns=columns)[:5], np.array(runs, RUN).tobytes()])
+        decode([*with_header(frames, columns=columns)[:6], np.array(runs, RUN).tobytes()])
 
 
 def attempt(frames: list[bytes]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares, set_advantages
+from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompt_source import Group, PromptSource
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
@@ -56,19 +56,6 @@ def test_no_sample_counts_twice_or_unasked() -> None:
     assert rollout.missing == 3
     with pytest.raises(ValueError, match="3 samples of rollout 0 are missing"):
         rollout.samples()
-
-
-def test_advantages_are_those_of_the_own_group() -> None:
-    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    samples = [make(i // 4, i % 4, reward=r) for i, r in enumerate(rewards)]
-    set_advantages(samples, 4, Options())
-    mean, std = 0.25, 0.5  # unbiased
-    expected = [(r - mean) / (std + 1e-6) for r in rewards[:4]] + [0.0] * 4
-    assert [s.advantage for s in samples] == pytest.approx(expected, rel=1e-6)
-    set_advantages(samples, 4, Options(disable_grpo_std_normalization=True))
-    assert [s.advantage for s in samples] == pytest.approx([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
-    set_advantages(samples, 4, Options(disable_rewards_normalization=True))
-    assert [s.advantage for s in samples] == rewards
 
 
 def test_staleness_is_checked_on_every_token() -> None:
@@ -145,6 +132,7 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
     rollout = full(lengths, 2)
     shares = make_shares(rollout, options, {"a": 1.0})
     batch = {(s.group, s.index): s for s in rollout.samples()}
+    rewards = [s.reward for s in rollout.samples()]
     size = len(lengths) // steps
     assert len(shares) == dp
     seen: list[list[tuple[int, int]]] = [[] for _ in range(steps)]
@@ -153,6 +141,8 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
         assert share.step_samples == [size] * steps
         masked = [sum(length - length // 2 for length in lengths[i * size : (i + 1) * size]) for i in range(steps)]
         assert share.step_tokens == masked, "the loss mask of all ranks"
+        assert share.table["reward"].tolist() == rewards, "of all ranks"
+        assert share.table[share.own].tobytes() == share.batch.rows.tobytes()
         assert sorted(i for step in share.micro_batches for micro in step for i in micro) == list(range(len(share.batch)))
         tokens, mask = share.batch.token_offsets, share.batch.response_offsets
         for number, step in enumerate(share.micro_batches):
@@ -171,6 +161,23 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
     assert len({tuple(len(step) for step in share.micro_batches) for share in shares}) == 1, (
         "equally many micro-batches on every rank"
     )
+
+
+@pytest.mark.parametrize("cap", [None, 12, 30])
+def test_the_two_samples_of_a_pair_stay_together(cap: int | None) -> None:
+    options = Options(
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        actor_num_gpus_per_node=2,
+        micro_batch_size=4,
+        use_dynamic_batch_size=cap is not None,
+        max_tokens_per_gpu=cap,
+        loss_type="dpo_loss",
+    )
+    for share in make_shares(full([1, 9, 3, 4, 5, 6, 7, 2], 2), options, {}):
+        for micro in share.micro_batches[0]:
+            members = share.batch.rows["group"][micro].tolist()
+            assert all(members.count(group) == 2 for group in members)
 
 
 def _shapes(lengths: list[int], **values: object) -> list[list[int]]:

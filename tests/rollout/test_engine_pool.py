@@ -23,6 +23,7 @@ from hpcrl.rollout.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.prompt_files import Prompt
 from hpcrl.rollout.prompt_source import Group
 from hpcrl.rollout.samplers import EngineSampler
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import COMPLETED, TRUNCATED
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
@@ -46,7 +47,7 @@ class Bench:
         make_keys(rundir, 1)
         self.engines = [self.stack.enter_context(FakeEngine(script, http_key(rundir))) for script in scripts]
         for index, engine in enumerate(self.engines):
-            rundir.publish("engine", index, host="127.0.0.1", port=engine.port, model_len=model_len)
+            publish(rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=model_len), index)
         places = tuple(Place("node7", (i,)) for i in range(len(scripts)))
         plan = Plan("test", 0, (Place("node7", (0,)),), places, Place("node7", ()))
 

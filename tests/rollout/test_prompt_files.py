@@ -138,7 +138,7 @@ def test_labels_that_are_needed_need_a_key(tokenizer: Tokenizer, values: dict[st
 def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
     options = Options(input_key="a", label_key="b", eval_input_key="c", loss_type="sft_loss")
     reading = Reading.of(options, tokenizer, evaluation=True)
-    assert (reading.input_key, reading.label_key, reading.sft) == ("c", "b", False)
+    assert (reading.input_key, reading.label_key, reading.learned) == ("c", "b", ())
 
 
 # ---- fine-tuning
@@ -177,6 +177,20 @@ def test_a_label_that_does_not_fit_the_context(read: Callable[..., PromptFile]) 
 def test_a_label_that_is_no_text(read: Callable[..., PromptFile]) -> None:
     with pytest.raises(DataError, match="line 1: the label is neither text nor a number but a list"):
         read('{"prompt": "a", "label": ["b"]}', loss_type="sft_loss")
+
+
+def test_a_pair_of_responses(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
+    pairs = {"loss_type": "dpo_loss", "rejected_key": "bad"}
+    (prompt,) = read('{"prompt": "1+1=", "label": "2", "bad": "33"}', **pairs).prompts
+    assert [tokenizer.decode(tokens) for tokens in (prompt.target, prompt.rejected)] == ["2", "33"]
+    assert prompt.target[-1] == prompt.rejected[-1] == 1, "the end of the turn is learned"
+    assert (prompt.label, prompt.worse) == ("2", "33")
+    with pytest.raises(DataError, match="line 1: no key 'bad'; its keys are label, prompt; --rejected-key chooses one"):
+        read('{"prompt": "1+1=", "label": "2"}', **pairs)
+    with pytest.raises(DataError, match=r"line 1: the worse response \('bad'\) is neither text nor a number"):
+        read('{"prompt": "1+1=", "label": "2", "bad": {}}', **pairs)
+    with pytest.raises(DataError, match="line 1: prompt and label together are 28 tokens long"):
+        read(json.dumps({"prompt": "1+1=", "label": "2", "bad": "3" * 20}), rollout_max_context_len=27, **pairs)
 
 
 # ---- tokenizer

@@ -23,6 +23,7 @@ from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.share_format import Share
+from hpcrl.run.peers import EnginePeer
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
 from tests.support.tiny import make_tokenizer
@@ -84,7 +85,7 @@ class Attempt:
         self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
             if publish:
-                self.rundir.publish("engine", index, host="127.0.0.1", port=engine.port, model_len=64)
+                publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
         command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
         self.log = path / "rollout.log"
         with self.log.open("wb") as out:
@@ -127,8 +128,8 @@ class Attempt:
     def error(self) -> str:
         failure = self.rundir.failure()
         assert failure is not None, self.log.read_text()
-        assert (failure["role"], failure["index"]) == ("rollout", 0)
-        return failure["message"]
+        assert (failure.role, failure.index) == ("rollout", 0)
+        return failure.message
 
     def samples(self) -> dict[str, list[dict[str, Any]]]:
         return {p.name: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(self.rundir.samples.iterdir())}
@@ -171,11 +172,23 @@ def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[S
             assert share.metrics["staleness/max"] == 0
             for row in share.batch.rows:
                 written = by_key[int(row["group"]), int(row["index"])]
-                assert row["advantage"] == pytest.approx(written["advantage"])
+                assert row["reward"] == written["reward"]
                 assert row["length"] == written["prompt_len"] + written["response_len"]
-        for g in range(GROUPS):
-            own = [row["advantage"] for row in rows[g * EACH : (g + 1) * EACH]]
-            assert sum(own) == pytest.approx(0, abs=1e-5)
+            assert share.table["reward"].tolist() == [row["reward"] for row in rows], "every rank knows all rewards"
+
+
+def test_a_greedy_response_to_each_prompt_is_what_its_samples_are_compared_with(tmp_path: Path, model: Path) -> None:
+    with Attempt(tmp_path / "run", model, None, advantage_estimator="remax", eval_interval=None) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        bodies = [body["sampling_params"] for engine in attempt.engines for body in engine.bodies]
+        assert sorted(body["temperature"] for body in bodies) == [0.0] * GROUPS + [1.0] * GROUPS * EACH
+        table = shares[0].table
+        assert len(table) == GROUPS * EACH and not np.isnan(table["baseline"]).any()
+        for group in table["baseline"].reshape(GROUPS, EACH):
+            assert len(set(group)) == 1
+        written = attempt.samples()["00000000.jsonl"]
+        assert [row["baseline"] for row in written] == table["baseline"].tolist()
 
 
 def test_every_sample_has_its_own_seed(uncut: tuple[Attempt, Any, Any]) -> None:
@@ -372,6 +385,28 @@ def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
             assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(len(row["label"]) + 1 for row in expected)
 
 
+def test_preferences_come_from_the_file_in_pairs(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1), "worse": "0"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"loss_type": "dpo_loss", "rejected_key": "worse", "ref_load": str(model), "n_samples_per_prompt": 2}
+    more = {"custom_rm_path": None, "prompt_data": str(tmp_path / "pairs.jsonl")}
+    with Attempt(tmp_path / "run", model, **values, **more) as attempt:
+        attempt.begin()
+        shares, _ = attempt.step(0)
+        attempt.call("finish", rollout_id=1)
+        assert attempt.end() == 0
+        (written,) = attempt.samples().values()
+        assert len(written) == 2 * GROUPS
+        for better, worse in zip(written[::2], written[1::2], strict=True):
+            assert better["group"] == worse["group"]
+            assert (better["response"], better["reward"]) == (better["label"], 1.0)
+            assert (worse["response"], worse["reward"]) == ("0", 0.0)
+        for share in shares:
+            for micro in (micro for step in share.micro_batches for micro in step):
+                groups = share.batch.rows["group"][micro].tolist()
+                assert sorted(groups) == sorted(2 * sorted(set(groups))), "both of a pair, together"
+
+
 def test_fine_tuning_may_be_evaluated(tmp_path: Path, model: Path) -> None:
     with Attempt(tmp_path / "run", model, None, loss_type="sft_loss") as attempt:
         attempt.begin()
@@ -408,4 +443,4 @@ def test_it_ends_when_another_role_has_failed(tmp_path: Path, model: Path) -> No
         attempt.call("generate", rollout_id=0, version=0)
         attempt.rundir.fail("trainer", 1, "rank 1 is dead")
         assert attempt.end(5) == 1
-        assert attempt.rundir.failure()["message"] == "rank 1 is dead"
+        assert attempt.rundir.failure().message == "rank 1 is dead"

@@ -1,16 +1,16 @@
-"""The run directory: whole files, the first error kept, waits that end."""
+"""The run directory: whole files, the first error kept."""
 
 from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.run.failure import ERROR
 from hpcrl.run.job_file import read_job, write_job
 from hpcrl.run.recipe_file import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.rundir import RunDir, write_atomic
@@ -47,31 +47,29 @@ def test_latest_log_link_follows_the_attempt(rundir: RunDir) -> None:
     assert RunDir.latest(rundir.root).attempt == 1
 
 
-def test_a_peer_is_found_once_it_has_published(rundir: RunDir) -> None:
-    threading.Timer(0.1, lambda: rundir.publish("engine", 0, host="127.0.0.1", port=7)).start()
-    found = rundir.wait_for("engine", 0, 5)
-    assert (found["port"], found["attempt"], found["pid"]) == (7, 0, os.getpid())
-
-
-def test_an_earlier_attempts_peer_does_not_count(rundir: RunDir) -> None:
-    rundir.publish("engine", 0, port=7)
-    second = RunDir(rundir.root, 1)
-    second.begin()
-    assert second.find("engine", 0) is None
-
-
-def test_a_wait_ends_at_its_deadline_and_names_role_and_log(rundir: RunDir) -> None:
-    with pytest.raises(DeadlineError, match=r"engine-3 did not come up within 0 s.*engine-3\.log"):
-        rundir.wait_for("engine", 3, 0.1)
-
-
-def test_a_wait_ends_at_once_when_the_attempt_has_failed(rundir: RunDir) -> None:
+def test_the_first_error_is_kept_whole_and_told_with_its_role(rundir: RunDir) -> None:
+    assert rundir.failure() is None
     rundir.fail("trainer", 2, "out of memory")
     rundir.fail("engine", 0, "lost connection")
-    begun = time.monotonic()
-    with pytest.raises(PeerError, match="trainer-2: out of memory"):
-        rundir.wait_for("engine", 0, 30)
-    assert time.monotonic() - begun < 5
+    found = rundir.failure()
+    assert (found.role, found.index, found.message) == ("trainer", 2, "out of memory") and abs(found.time - time.time()) < 60
+    with pytest.raises(PeerError, match="^trainer-2: out of memory$"):
+        rundir.check()
+
+
+def test_what_the_launcher_says_speaks_for_itself(rundir: RunDir) -> None:
+    rundir.fail("launcher", 0, "host node7 did not answer")
+    with pytest.raises(PeerError, match="^host node7 did not answer$"):
+        rundir.check()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\xff", b"[]", b'{"role": "engine"}', b'{"role": 1, "index": 0, "message": "", "time": 0}']
+)
+def test_a_damaged_error_still_ends_the_attempt(rundir: RunDir, damage: bytes) -> None:
+    (rundir.here / ERROR).write_bytes(damage)
+    with pytest.raises(PeerError, match=r"the attempt has failed, and .*error\.json is damaged"):
+        rundir.check()
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

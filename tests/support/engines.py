@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hpcrl.config.options import Options
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import fill
 from hpcrl.weights.engine_http import Address, ask
@@ -72,10 +73,10 @@ class Engines:
     def log_file(self, index: int = 0) -> Path:
         return self.rundir.logs / f"engine-{index}.log"
 
-    def wait(self, index: int = 0) -> dict[str, Any]:
+    def wait(self, index: int = 0) -> EnginePeer:
         """What the engine published."""
         deadline = time.monotonic() + 240
-        while (found := self.rundir.find("engine", index)) is None:
+        while (found := find(self.rundir, EnginePeer, index)) is None:
             assert self.processes[index].poll() is None, self.log_file(index).read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -83,7 +84,7 @@ class Engines:
 
     def address(self, index: int = 0) -> Address:
         found = self.wait(index)
-        return Address(found["host"], found["port"], self.key)
+        return Address(found.host, found.port, self.key)
 
     def pids(self, index: int = 0) -> list[int]:
         """The supervisor and everything below it."""
@@ -98,7 +99,7 @@ class Engines:
     def ended(self, index: int = 0, seconds: float = 30) -> tuple[int, str]:
         """(exit status, recorded message)"""
         status = self.processes[index].wait(seconds)
-        return status, (self.rundir.failure() or {"message": ""})["message"]
+        return status, failure.message if (failure := self.rundir.failure()) else ""
 
     def stop(self) -> list[int]:
         """End all with SIGTERM; exit statuses of those that were still running."""

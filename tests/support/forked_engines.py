@@ -26,8 +26,9 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import KEY_FILE
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, build, server_environment
 from hpcrl.model_files.config_json import read_config
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -112,8 +113,7 @@ def _publish(engines: Any) -> None:
             break
         except HttpError:
             time.sleep(0.05)
-    facts = {"host": address.host, "port": address.port}
-    engines.rundir.publish("engine", 0, backend=backend(engines.options, engines.plan, True), **facts)
+    publish(engines.rundir, EnginePeer(host=address.host, port=address.port))
 
 
 # ---- in the nursery

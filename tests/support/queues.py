@@ -19,6 +19,7 @@ from hpcrl.plan import Place, Plan
 from hpcrl.queue import auth, messages
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.server import QueueServer
+from hpcrl.run.peers import RolloutPeer, find, publish
 from hpcrl.run.rundir import RunDir, write_atomic
 
 HERE = Place("127.0.0.1", (0,))
@@ -68,7 +69,7 @@ class Served:
 @contextlib.contextmanager
 def raw(served: Served, rank: int | None = 0, setup: Callable[[zmq.Socket], None] | None = None) -> Iterator[zmq.Socket]:
     """A DEALER that says what the test wants, with the key of `rank`."""
-    peer = served.rundir.find("rollout", 0)
+    peer = find(served.rundir, RolloutPeer)
     assert peer is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -76,7 +77,7 @@ def raw(served: Served, rank: int | None = 0, setup: Callable[[zmq.Socket], None
             auth.lock_client(dealer, auth.client_keys(served.rundir, rank))
         if setup:
             setup(dealer)
-        dealer.connect(f"tcp://{peer['host']}:{peer['port']}")
+        dealer.connect(f"tcp://{peer.host}:{peer.port}")
         yield dealer
 
 
@@ -112,16 +113,15 @@ class Line:
     """
 
     def __init__(self, served: Served) -> None:
-        peer = served.rundir.find("rollout", 0)
+        peer = find(served.rundir, RolloutPeer)
         assert peer is not None
-        self._to = (peer["host"], peer["port"])
+        self._to = (peer.host, peer.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
         self.limit: int | None = None
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
-        fields = {name: peer[name] for name in ("host", "public_key", "run_id")}
-        served.rundir.publish("rollout", 0, **fields, port=self._listener.getsockname()[1])
+        publish(served.rundir, msgspec.structs.replace(peer, port=self._listener.getsockname()[1]))
 
     def cut(self) -> None:
         """Break all connections; new ones are let through."""

@@ -97,7 +97,7 @@ def _serve() -> None:
     from hpcrl.trainer.megatron import cpu_shim
 
     cpu_shim.install()
-    for module in ("megatron.hf_weights", "parallel.parallel_state", "megatron.model", "checkpoint.save_load"):
+    for module in ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load"):
         importlib.import_module(f"hpcrl.trainer.{module}")
     while True:
         try:

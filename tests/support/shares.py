@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hpcrl.queue.share_format import Share
@@ -20,7 +22,7 @@ def sample(number: int, prompt: int = 3, answer: int = 5) -> Sample:
         logprobs=-rng.random(answer, dtype=np.float32),
         versions=np.sort(rng.integers(0, 3, answer, dtype=np.int32)),
         reward=float(number),
-        advantage=-0.5 * number,
+        baseline=-0.5 * number if number % 3 else math.nan,
         status=STATUSES[number % 4] if number else COMPLETED,
     )
 
@@ -40,9 +42,21 @@ def share(rollout_id: int = 0, seed: int = 0, answers: tuple[int, ...] = (5, 1, 
     )
 
 
+def part_of(samples: list[Sample], own: list[int]) -> Share:
+    """The share of one of several ranks, with the samples at `own` of a whole rollout."""
+    whole = share_of(samples)
+    its = share_of([samples[i] for i in own])
+    its.table, its.own, its.step_samples = whole.table, np.asarray(own, np.int32), [len(samples)]
+    return its
+
+
 def same(a: Share, b: Share) -> bool:
     """Whether two shares agree in every bit."""
-    columns = ("rows", "tokens", "loss_mask", "logprobs", "versions")
+    columns = ("tokens", "loss_mask", "logprobs", "versions")
+    if any(
+        x.tobytes() != y.tobytes() for x, y in ((a.table, b.table), (a.own, b.own), (a.batch.rows, b.batch.rows))
+    ):  # NaN = NaN
+        return False
     plain = ("rollout_id", "version", "micro_batches", "step_samples", "step_tokens", "metrics")
     return all(getattr(a, name) == getattr(b, name) for name in plain) and all(
         getattr(a.batch, name).dtype == getattr(b.batch, name).dtype

@@ -98,12 +98,14 @@ def reference(path: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, t
     with torch.no_grad():
         rows = torch.cat([hf(ids[None]).logits[0].float() for ids in parity.sequences(hf.config.vocab_size)])
     data, total = invariance.batch(), torch.zeros(())
+    masks = [invariance.sample(data, i)[1] for i in range(invariance.SAMPLES)]
+    advantages = invariance.expected_advantages(invariance.Options(), data, masks, [], [])
     for i in range(invariance.SAMPLES):
         ids, mask, _ = invariance.sample(data, i)
         every = hf(ids[None]).logits[0, -len(mask) - 1 : -1].float().log_softmax(-1)
         own = every.gather(1, ids[-len(mask) :, None])[:, 0]
         ratio = (own - own.detach()).exp()
-        total = total - (ratio * float(data.rows["advantage"][i]) * mask).sum() / max(float(mask.sum()), 1.0)
+        total = total - (ratio * advantages[i] * mask).sum() / max(float(mask.sum()), 1.0)
     (total / invariance.SAMPLES).backward()
     gradients = {name: p.grad.float() for name, p in hf.named_parameters() if p.grad is not None}
     return rows, gradients

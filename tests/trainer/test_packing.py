@@ -32,7 +32,7 @@ def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
             loss_mask=(rng.random(response) < 0.7).astype(np.uint8),
             logprobs=-rng.random(response).astype(np.float32),
             versions=np.zeros(response, np.int32),
-            advantage=float(rng.normal()),
+            reward=float(rng.normal()),
         )
         for number, (prompt, response) in enumerate(sizes)
     ]
@@ -40,24 +40,26 @@ def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
 
 
 def expected(data: SampleBatch, rows: list[int]) -> list[tuple]:
-    """(sample, position of the row, label, advantage, log-prob, share) of every unmasked response token, by a plain loop."""
+    """(sample, position of the row, label, its place, log-prob, mask sum, reward) of every unmasked response token, by a loop."""
     found = []
     for i in rows:
         length, response = int(data.rows["length"][i]), int(data.rows["response_length"][i])
         tokens = data.tokens[data.token_offsets[i] :][:length]
         mask = data.loss_mask[data.response_offsets[i] :][:response]
         logprobs = data.logprobs[data.response_offsets[i] :][:response]
+        count, reward = int(mask.sum()), float(np.float32(data.rows["reward"][i]))
         for k in range(response):
             if mask[k]:
                 at = length - response + k
-                share = np.float32(1 / int(mask.sum()))
-                found.append((i, at - 1, int(tokens[at]), float(data.rows["advantage"][i]), float(logprobs[k]), float(share)))
+                place = int(data.response_offsets[i]) + k
+                found.append((i, at - 1, int(tokens[at]), place, float(logprobs[k]), count, reward))
     return found
 
 
 def read(packed: Packed, rows: list[int], owner: np.ndarray) -> list[tuple]:
     """The same, from a packed micro-batch; owner: which sample each of its rows belongs to."""
-    columns = (packed.labels, packed.advantages, packed.rollout_logprobs, packed.share)
+    assert packed.group.tolist() == rows  # a group of its own for each sample
+    columns = (packed.labels, packed.source, packed.rollout, packed.counts[packed.sample], packed.reward[packed.sample])
     positions = packed.positions[0][packed.rows].tolist()
     names = [rows[owner[r]] for r in packed.rows.tolist()]
     return list(zip(names, positions, *(c.tolist() for c in columns), strict=True))
@@ -109,7 +111,8 @@ def test_a_masked_sample_has_no_rows() -> None:
     data.loss_mask[:4] = 0
     packed = pack(data, [0], layout(), sequence_parallel=False)
     assert packed.samples == 1
-    assert [len(c) for c in (packed.rows, packed.labels, packed.advantages, packed.rollout_logprobs, packed.share)] == [0] * 5
+    assert [len(c) for c in (packed.rows, packed.labels, packed.sample, packed.source, packed.rollout)] == [0] * 5
+    assert packed.counts.tolist() == [0]
     assert len(pack(data, [0, 1], layout(), sequence_parallel=False).rows) == int(data.loss_mask.sum())
 
 

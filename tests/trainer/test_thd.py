@@ -79,7 +79,7 @@ def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 def test_batching_changes_neither_outputs_nor_gradients(lengths: list[int], call: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thd, "CALL", call)
     cu, inputs = bounds(lengths), leaves(sum(lengths))
-    plan = thd.plan.__wrapped__(cu, 96)  # not the cached one: CALL differs
+    plan = thd.plan(cu, 96)
     close(backward(thd.attend(*inputs, plan, 0.2), inputs), backward(naive(*inputs, cu, 0.2), inputs))
 
 
@@ -117,7 +117,7 @@ def test_context_parallel_ranks_together_compute_the_same(cp: int, call: float, 
     parts = []
     for rank in range(cp):
         mine = inputs[0][thd.cp_indices(cu, cp, rank)]
-        parts.append(thd.attend(mine, keys, values, thd.plan.__wrapped__(cu, 96, cp, rank), 0.2))
+        parts.append(thd.attend(mine, keys, values, thd.plan(cu, 96, cp, rank), 0.2))
     out = torch.zeros_like(inputs[0]).index_copy(0, order, torch.cat(parts))
     close(backward(out, inputs), backward(naive(*inputs, cu, 0.2), inputs))
 
@@ -137,6 +137,21 @@ def test_equal_sequences_are_only_viewed() -> None:
     plan = thd.plan(bounds([24] * 128), 128)
     assert plan.whole
     assert len(plan.buckets) == 1
+
+
+def test_layers_share_the_plan_of_a_micro_batch_and_only_the_latest_are_kept() -> None:
+    cache, other = thd.PlanCache(most=2), thd.PlanCache()
+    first = cache.get((0, 3), 96)
+    assert cache.get((0, 3), 96) is first
+    assert other.get((0, 3), 96) is not first  # nothing is shared between models
+    cache.get((0, 4), 96)
+    assert cache.get((0, 3), 96) is first
+    cache.get((0, 5), 96)
+    assert cache.get((0, 3), 96) is first  # used last but one
+    cache.get((0, 4), 96)
+    assert len(cache._plans) == 2 and cache.get((0, 3), 96) is first
+    cache.get((0, 4), 96), cache.get((0, 5), 96)
+    assert cache.get((0, 3), 96) is not first
 
 
 def test_naive_reference_agrees_with_torch() -> None:

@@ -114,6 +114,31 @@ def test_blocks_do_not_touch_each_other_and_bands_leave_no_trace(monkeypatch: py
     assert torch.equal(quantize_block(weight, (16, 16))[1], scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_bits_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
+    """The package of that format, where it has fp32 to work on; in bf16 its scales would be bf16 too."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weight = (torch.randn(96, 128) * torch.logspace(-5, 1, 96)[:, None]).to(dtype)
+    wide = weight.float()
+    ranges = {
+        "tensor": wide.view(1, -1),
+        "channel": wide,
+        "block": wide.view(3, 32, 2, 64).transpose(1, 2).reshape(3, 2, -1),
+    }
+    for strategy, (codes, scale, _) in pairs(weight, (32, 64), False).items():
+        block = {"block_structure": [32, 64]} if strategy == "block" else {}
+        args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, **block)
+        values = ranges[strategy]
+        shape = {"tensor": (1,), "channel": (96, 1), "block": (3, 2)}[strategy]
+        its, zero = calculate_qparams(values.amin(-1).view(shape), values.amax(-1).view(shape), args)
+        assert torch.equal(its, scale), strategy
+        assert torch.equal(quantize(wide, its, zero, args, dtype=FP8).view(torch.uint8), codes.view(torch.uint8)), strategy
+
+
 @pytest.mark.parametrize(
     ("weight", "text"),
     [

@@ -16,6 +16,10 @@ from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe
 pytestmark = pytest.mark.vllm
 
 
+#: a reference that moves half of the way to the policy after every second rollout
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "ref_update_interval": 2, "ref_update_weight": 0.5}
+
+
 def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
@@ -25,8 +29,9 @@ def start(path: Path, task: Path, **values: object) -> Run:
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
-    """A run on two data-parallel ranks that nobody disturbed."""
-    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
+    """A run on two data-parallel ranks that nobody disturbed, with a reference model."""
+    more = KL | {"ref_load": str(task / "model")}
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, **more)
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert re.fullmatch(r"held-out accuracy: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out
@@ -41,6 +46,14 @@ def test_trainer_and_engine_have_the_same_numbers_after_every_update(uncut: Path
         assert row["train/train_rollout_logprob_abs_diff"] <= 1e-5
         assert row["staleness/max"] == 0
         assert row["train/grad_norm"] > 0
+
+
+def test_the_reference_follows_the_policy(uncut: Path) -> None:
+    kl = [row["train/kl_loss"] for row in metrics(uncut).values()]
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert 0 < kl[1] < 1
+    held = [(path / "reference").is_dir() for path in sorted((uncut / "checkpoints").glob("iter_*"))]
+    assert held == [True] * len(held) and held
 
 
 def test_the_weights_really_change_the_samples(uncut: Path) -> None:
@@ -74,7 +87,7 @@ def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path, how: signal.Signals) -> None:
-    run = start(tmp_path, task, actor_num_gpus_per_node=2)
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, **KL | {"ref_load": str(task / "model")})
     run.until(lambda: run.steps() >= 3)
     pids = run.pids()
     os.kill(run.process.pid, how)

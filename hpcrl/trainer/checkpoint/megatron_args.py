@@ -34,7 +34,7 @@ SAME = (
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
-def megatron_args(policy: Any, padded_vocab_size: int, consumed_samples: int = 0) -> Namespace:
+def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
     """The arguments with which Megatron-LM would have made this checkpoint, as far as a reader asks for them.
 
     policy: hpcrl.trainer.megatron.model.Policy.  `world_size` is left out on purpose: Megatron-LM then expects no state of its own
@@ -66,7 +66,7 @@ def megatron_args(policy: Any, padded_vocab_size: int, consumed_samples: int = 0
         params_dtype=str(config.params_dtype).removeprefix("torch."),
         use_distributed_optimizer=True,
         ckpt_format="torch_dist",
-        consumed_train_samples=consumed_samples,
+        consumed_train_samples=0,  # of Megatron-LM's own data, with which it would begin anew
         skipped_train_samples=0,
         consumed_valid_samples=0,
         no_save_optim=False,

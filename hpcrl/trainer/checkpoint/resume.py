@@ -10,16 +10,16 @@ Invariant: rank 0 looks, and all ranks do what it found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files import torch_dist
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
-from hpcrl.trainer.megatron.model import Policy, load_hf
+from hpcrl.trainer.megatron.model import NoOptimizer, Policy, load_hf
 from hpcrl.trainer.parallel.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
 
@@ -48,11 +48,27 @@ def restore(policy: Policy, ranks: Ranks, options: Options, checkpoints: Path, r
     if source.kind == "all":
         at = save_load.load_checkpoint(policy, ranks, source.path, None if source.foreign else run_id)
         return at, f"resumed from {source.path} at rollout {at.rollout_id}, policy version {at.version}"
+    _take(policy, ranks, source)
+    return Position(), f"took the weights of {source.path}"
+
+
+def load_reference(policy: Policy, ranks: Ranks, options: Options) -> Path:
+    """Fill the modules, and nothing else, with the weights that --ref-load names; collective.  What was read.
+
+    HpcrlError as `restore`.
+    """
+    found = agree(lambda: _reference(options), ranks.rank == 0)
+    kind, path = broadcast_json([found.kind, str(found.path)] if found else None)
+    _take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, WeightSource(kind, Path(path)))
+    return Path(path)
+
+
+def _take(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
+    """The weights of a torch_dist checkpoint or a Hugging Face directory into the policy; collective."""
     if source.kind == "weights":
         save_load.load_weights(policy, ranks, source.path)
     else:
         agree(lambda: load_hf(policy, source.path))
-    return Position(), f"took the weights of {source.path}"
 
 
 def find_source(options: Options, checkpoints: Path, run_id: str) -> WeightSource:
@@ -68,10 +84,16 @@ def find_source(options: Options, checkpoints: Path, run_id: str) -> WeightSourc
     if load and (found := _at(load, options.ckpt_step, "--load")):
         return found
     if options.ref_load:
-        return _at(Path(options.ref_load), None, "--ref-load") or _nothing("--ref-load", options.ref_load)
+        return _reference(options)
     if load and not same:
         _nothing("--load", load)
     return WeightSource("hf", Path(str(options.hf_checkpoint)))
+
+
+def _reference(options: Options) -> WeightSource:
+    """What --ref-load and --ref-ckpt-step name."""
+    directory = str(options.ref_load)
+    return _at(Path(directory), options.ref_ckpt_step, "--ref-load") or _nothing("--ref-load", directory)
 
 
 def _at(directory: Path, ckpt_step: int | None, flag: str) -> WeightSource | None:

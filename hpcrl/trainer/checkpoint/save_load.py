@@ -1,6 +1,7 @@
 """Checkpoints: Megatron's torch_dist layout, written whole or not at all.
 
     DIR/iter_0000020/                   20 rollouts done: model, optimizer, schedule, RNG (torch_dist), hpcrl.json
+    DIR/iter_0000020/reference/         further sets of weights, where a run has them (`weight_sets.py`)
     DIR/latest_checkpointed_iteration.txt   "20"
 
 Invariant: a directory named iter_* is complete.  A checkpoint is written under another name, flushed, renamed, and only
@@ -16,7 +17,7 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,24 @@ class Position:
 # ---- out
 
 
-def save(policy: Policy, ranks: Ranks, directory: Path, position: Position, run_id: str) -> Path:
-    """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written."""
+def nothing(_: Path) -> None:
+    """Write nothing more."""
+
+
+def save(
+    policy: Policy, ranks: Ranks, directory: Path, position: Position, run_id: str, also: Callable[[Path], None] = nothing
+) -> Path:
+    """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written.
+
+    also: writes more into the directory before it gets its name; collective.
+    """
     final = step(directory, position.rollout_id)
     if latest(directory) == final:  # a run stopped right after a save: nothing has changed since
         return final
     with told(final):
         beside = prepare(final, ranks)
         write(everything(policy, ranks, position), beside)
+        also(beside)
         commit(beside, final, position, run_id, ranks)
     return final
 
@@ -129,7 +140,7 @@ def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ra
 
 def settle(beside: Path, final: Path, name: str) -> None:
     """Flush, rename, and write `name` into the tracker; one rank does it."""
-    for path in [*beside.iterdir(), beside]:
+    for path in [*beside.rglob("*"), beside]:
         flush(path)
     if final.exists():  # left by a crash before the tracker named it: nobody reads it
         shutil.rmtree(final)
@@ -154,7 +165,7 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
         del request["rng_state"]
     optimizer = [{k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"} for leaf in _leaves(request["optimizer"])]
-    state = _read(request, stored, policy)
+    state = read(request, stored, policy)
     _fill(policy, state)
     policy.optimizer.load_state_dict(_as_chained(state["optimizer"], optimizer))
     cpu_shim.after_load(policy.optimizer)
@@ -170,11 +181,12 @@ def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
     DataError as `load`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
-    _fill(policy, _read(weights(policy), stored, policy))
+    _fill(policy, read(weights(policy), stored, policy))
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
 
 
-def _read(request: dict[str, Any], stored: TorchDist, policy: Policy) -> dict[str, Any]:
+def read(request: dict[str, Any], stored: TorchDist, policy: Policy) -> dict[str, Any]:
+    """What `request` asks for, once it is known to fit; collective.  DataError as `load_checkpoint`."""
     compatibility.check_fits(request, stored, policy.vocab_size)
     try:
         strategy = FullyParallelLoadStrategyWrapper(

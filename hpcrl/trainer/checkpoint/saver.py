@@ -1,7 +1,7 @@
 """Saving while a run goes on: at once or in the background, and which old checkpoints go.
 
-    saver = Saver(policy, ranks, directory, run_id, options)
-    saver.save(position)           # with --async-save the files are written by a process beside the training
+    saver = Saver(policy, ranks, directory, run_id, options, also)
+    saver.save(position)           # with --async-save the files are written by a process beside the training; not those of `also`
     saver.poll()                   # between steps: names the checkpoint in the tracker once all ranks have written
     saver.finish()                 # before the run ends: waits, with a deadline
 
@@ -51,8 +51,17 @@ class PendingSave:
 class Saver:
     """The checkpoints of one run, on one rank; every method is collective."""
 
-    def __init__(self, policy: Policy, ranks: Ranks, directory: Path, run_id: str, options: Options) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        directory: Path,
+        run_id: str,
+        options: Options,
+        also: Callable[[Path], None] = save_load.nothing,
+    ) -> None:
         self.policy, self.ranks, self.directory, self.run_id, self.options = policy, ranks, directory, run_id, options
+        self.also = also
         self.pending: PendingSave | None = None
 
     def save(self, position: Position, *, wait: bool = False) -> Path:
@@ -60,7 +69,7 @@ class Saver:
         self.finish()
         if self.options.async_save and not wait:
             return self._begin(position)
-        path = save_load.save(self.policy, self.ranks, self.directory, position, self.run_id)
+        path = save_load.save(self.policy, self.ranks, self.directory, position, self.run_id, self.also)
         self._prune()
         return path
 
@@ -98,6 +107,7 @@ class Saver:
             return final
         with save_load.told(final):
             beside = save_load.prepare(final, self.ranks)
+            self.also(beside)
             state = save_load.everything(self.policy, self.ranks, position)
             request = save_load.write(state, beside, later=True)
             writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)

@@ -41,7 +41,7 @@ EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
     """Fill the model from the safetensors of a Hugging Face directory; collective, every rank reads its own part.
 
-    progress: what shows how far it is, such as tqdm.  DataError, the same on all ranks, names the tensors that are missing,
+    progress: what shows how far it is, such as report.progress.track.  DataError, the same on all ranks, names the tensors that are missing,
     in excess, of another shape or no floats, or the file that cannot be read.
     """
     with ExitStack() as stack:

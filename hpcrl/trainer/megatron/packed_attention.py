@@ -12,6 +12,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,9 @@ def block_spec(config: TransformerConfig, adapt: Adapt | None = None, vp_stage: 
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
     if not engine:
+        plans = thd.PlanCache()  # one for the layers of this chunk
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+            layer.submodules.self_attention.submodules.core_attention = partial(PackedAttention, plans=plans)
             for owner in (layer.submodules, layer.submodules.self_attention.submodules):
                 _replace_norms(owner)
         block = TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
@@ -104,6 +106,7 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
+        plans: thd.PlanCache,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
@@ -112,7 +115,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = groups.cp
+        self.cp_group, self.plans = groups.cp, plans
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         assert dropout == 0.0 and config.softmax_type == "vanilla" and config.window_size is None, "refused by settings.py"
@@ -138,7 +141,7 @@ class PackedAttention(MegatronModule):
                 torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
             )
             key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
-        plan = thd.plan(packed_seq_params.ends, query.size(1) * query.size(2), size, rank, query.device)
+        plan = self.plans.get(packed_seq_params.ends, query.size(1) * query.size(2), size, rank, query.device)
         return thd.attend(query, key, value, plan, self.scale).flatten(1)
 
 

@@ -10,8 +10,7 @@ Invariant: a plan computes the same attention and gradients however it groups th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -39,7 +38,6 @@ def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     return pieces.repeat_interleave(sizes) + within
 
 
-@lru_cache(maxsize=8)
 def positions(cu: tuple[int, ...], cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
     """Position of each row of a CP rank within its own sequence [rows / cp_size], int64."""
     bounds = torch.tensor(cu)
@@ -125,7 +123,6 @@ def group(found: Sequence[Segment], width: int) -> list[list[Segment]]:
     return groups
 
 
-@lru_cache(maxsize=4)  # the layers of a micro-batch share one; more would keep its masks in memory
 def plan(
     cu: tuple[int, ...], width: int, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu"
 ) -> AttentionPlan:
@@ -148,6 +145,28 @@ def plan(
         offset += real.numel()
         buckets.append(LengthBucket(queries.to(device), sources.to(device), mask.to(device) if mask is not None else None))
     return AttentionPlan(tuple(buckets), places.to(device))
+
+
+@dataclass
+class PlanCache:
+    """The plans of the latest micro-batches, which the layers of one model chunk share.
+
+    most: plans that are kept; more would keep their masks in the device's memory.
+    """
+
+    most: int = 4
+    _plans: dict[tuple[object, ...], AttentionPlan] = field(default_factory=dict)
+
+    def get(
+        self, cu: tuple[int, ...], width: int, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu"
+    ) -> AttentionPlan:
+        """What `plan` returns."""
+        key = cu, width, cp_size, cp_rank, str(device)
+        found = self._plans.pop(key, None) or plan(cu, width, cp_size, cp_rank, device)
+        self._plans[key] = found  # the latest is last
+        while len(self._plans) > self.most:
+            del self._plans[next(iter(self._plans))]
+        return found
 
 
 def _key_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:

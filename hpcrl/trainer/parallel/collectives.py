@@ -56,6 +56,16 @@ def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None 
     return msgspec.json.decode(broadcast_bytes(data, source, group))
 
 
+def may_be_echo(error: BaseException) -> bool:
+    """Whether an error may come from a collective whose other ranks are gone or late: by its class, whatever it says.
+
+    NCCL, the stores and torch's own checks raise kinds of DistError; gloo raises RuntimeError itself (torch 2.13), where
+    torch's other errors mostly have classes of their own.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return not alone and (isinstance(error, dist.DistError) or type(error) is RuntimeError)
+
+
 def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
     """Run `action` on the ranks where it is wanted; collective.  Its result, or None elsewhere.
 
@@ -77,8 +87,17 @@ def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
     if first.item() == world:
         return result
     ours = _as_ours(error) if error is not None else HpcrlError("")
-    kind, what, hint = broadcast_json([type(ours).__name__, ours.what, ours.hint], int(first))
-    raise getattr(errors, kind)(what, hint) from error
+    told = broadcast_json(_Told(errors.kind_of(ours), ours.what, ours.hint), int(first))
+    found = msgspec.convert(told, _Told)
+    raise errors.KINDS[found.kind](found.what, found.hint) from error
+
+
+class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The error of one rank, for all; kind: a name of errors.KINDS."""
+
+    kind: str
+    what: str
+    hint: str
 
 
 def _as_ours(error: BaseException) -> HpcrlError:

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hpcrl.errors import UsageError
+from hpcrl.run.peers import StorePeer, publish, wait_for
 from hpcrl.run.role import RoleContext
 
 BACKEND = "hpcrl"
@@ -35,9 +36,9 @@ def meet(context: RoleContext, first: bool) -> tuple[TCPStore, str, int]:
     """
     address = context.plan.trainers[0].at
     if not first:
-        found = context.rundir.wait_for("store", 0, 2 * context.options.launch_timeout)
-        store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        return store, found["host"], found["port"]
+        found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
+        store = TCPStore(found.host, found.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        return store, found.host, found.port
     try:
         listener = socket.create_server((address, 0), backlog=512)
     except OSError as error:
@@ -47,7 +48,7 @@ def meet(context: RoleContext, first: bool) -> tuple[TCPStore, str, int]:
     port = listener.getsockname()[1]
     # a descriptor that is handed over: the store closes it
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach())
-    context.rundir.publish("store", 0, host=address, port=port)
+    publish(context.rundir, StorePeer(host=address, port=port))
     return store, address, port
 
 

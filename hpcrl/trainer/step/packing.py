@@ -27,31 +27,40 @@ if TYPE_CHECKING:
 
 @dataclass
 class Packed:
-    """One micro-batch on one rank: t rows, of which r are trained on.
+    """One micro-batch on one rank: t rows, of which r are trained on, of m samples.
 
     tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
-    them labels: int64 [r], the token; advantages, rollout_logprobs: float32 [r]; share: float32 [r], 1 / the sample's
-    mask sum, whatever rank its other tokens are on; old_logprobs: float32 [r], or None where the training forward's own
-    are the old ones.  bounds: int32 [samples + 1], where each sequence ends with its padding, over all CP ranks; ends: the
-    same on the host; longest: rows of the longest, with padding.  r may be 0.
+    them labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
+    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of each
+    sample, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
+    sequence ends with its padding, over all CP ranks; ends: the same on the host; longest: rows of the longest, with padding.
+    r may be 0.
+
+    Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
+    reference, the reference model's; advantages.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     rows: torch.Tensor
     labels: torch.Tensor
-    advantages: torch.Tensor
-    rollout_logprobs: torch.Tensor
-    share: torch.Tensor
+    sample: torch.Tensor
+    source: torch.Tensor
+    rollout: torch.Tensor
+    counts: torch.Tensor
+    group: torch.Tensor
+    reward: torch.Tensor
     bounds: torch.Tensor
     ends: tuple[int, ...]
     longest: int
-    old_logprobs: torch.Tensor | None = None
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
 
     @property
     def samples(self) -> int:
-        """Samples in it, of which each CP rank has a part."""
-        return len(self.ends) - 1
+        """m, of each of which every CP rank has a part."""
+        return len(self.counts)
 
 
 def check_batch(batch: SampleBatch, vocab_size: int) -> None:
@@ -76,18 +85,20 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
     tokens = np.zeros(int(bounds[-1]), np.int64)
     tokens[_spans(bounds[:-1], lengths)] = batch.tokens[_spans(batch.token_offsets[rows], lengths)]
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
-    places, columns = _trained(batch, rows, bounds[:-1] + lengths)
-    labels = tokens[places + 1]
+    places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
+    columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
+    counts = np.bincount(sample, minlength=len(rows))
     if ranks.cp_size > 1:
         part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
         at = np.full(len(tokens), -1)  # which of this rank's rows a row is
         at[part] = np.arange(len(part))
         kept = at[places] >= 0
-        places, labels, *columns = (column[kept] for column in (at[places], labels, *columns))
+        places, *columns = (column[kept] for column in (at[places], *columns))
         tokens, positions = tokens[part], positions[part]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
-    rows_of_it = (put(tokens)[None], put(positions)[None], put(places), put(labels), *map(put, columns))
-    return Packed(*rows_of_it, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()))
+    of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)
+    of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples))
+    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()))
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:
@@ -99,18 +110,16 @@ def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.nd
     return padded
 
 
-def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Rows that predict a response token of loss mask 1, int64 [r], and their advantages, log-probs and shares, float32 [r].
+def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the response tokens of loss mask 1, each int64 [r]: the row that predicts it, its sample, its place in the responses.
 
-    ends: where each sample's real tokens end.
+    ends: where each sample's real tokens end.  A sample is a place in `rows`.
     """
     response = batch.rows["response_length"][rows].astype(np.int64)
     source = _spans(batch.response_offsets[rows], response)
     kept = batch.loss_mask[source] != 0
-    owner = np.repeat(np.arange(len(rows)), response)[kept]
-    counts = np.bincount(owner, minlength=len(rows))
-    columns = [batch.rows["advantage"][rows][owner], batch.logprobs[source[kept]], 1.0 / counts[owner]]
-    return _spans(ends - response - 1, response)[kept], [column.astype(np.float32) for column in columns]
+    sample = np.repeat(np.arange(len(rows)), response)[kept]
+    return _spans(ends - response - 1, response)[kept], sample, source[kept]
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from hpcrl.algorithms.interface import Report, TokenBatch
+from hpcrl.algorithms.loss import compute_loss
+from hpcrl.algorithms.mismatch import DIFFERENCE
+from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
-from hpcrl.trainer.megatron.model import Policy, inner
+from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
-from hpcrl.trainer.megatron.packed_attention import boundaries
-from hpcrl.trainer.megatron.sparse_logits import only_rows
+from hpcrl.trainer.megatron.output_head import Head
 from hpcrl.trainer.parallel.parallel_state import Ranks
-from hpcrl.trainer.step import loss, packing
+from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
+from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
+from hpcrl.trainer.step.report_totals import Totals, total
+from hpcrl.trainer.step.sample_sums import sums_over_samples
 
-DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 #: of --max-logprob-diff, without and with bf16
 MAX_LOGPROB_DIFF = (1e-3, 0.1)
 NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoint is good"
@@ -48,7 +50,7 @@ class StepTotals:
     comparable: bool
 
 
-def train(policy: Policy, ranks: Ranks, options: Options, share: Share) -> dict[str, float]:
+def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: OtherWeights = NONE) -> dict[str, float]:
     """Take all optimizer steps of `share`; collective.
 
     Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
@@ -60,7 +62,8 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share) -> dict[
     packing.check_batch(share.batch, policy.vocab_size)
     split = policy.config.sequence_parallel
     steps = [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
-    _fill_old_logprobs(policy, options, steps)
+    before = prepare(policy, options, share, steps, others)
+    prepared = time.monotonic()
     found = []
     for number, micro_batches in enumerate(steps):
         step = StepTotals(
@@ -71,49 +74,21 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share) -> dict[
             comparable=number == 0 or not options.use_rollout_logprobs,
         )
         found.append(_step(policy, ranks, options, micro_batches, step))
-    return _over_steps(found) | {"perf/train_time": time.monotonic() - begun}
+    times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
+    return before | _over_steps(found) | times
 
 
-def _fill_old_logprobs(policy: Policy, options: Options, steps: list[list[Packed]]) -> None:
-    """Give each micro-batch the old policy's log-probs, where the training forward's own are not the old ones.
-
-    The first step of a rollout runs with the weights that are the old policy: its own log-probs are the old ones.  Only
-    where a second step follows are they computed before, for all samples.
-    """
-    if options.loss_type != "policy_loss" or (len(steps) == 1 and not options.use_rollout_logprobs):
-        return
-    for micro_batches in steps:
-        old = (
-            [p.rollout_logprobs for p in micro_batches]
-            if options.use_rollout_logprobs
-            else _logprobs(policy, options, micro_batches)
-        )
-        for packed, values in zip(micro_batches, old, strict=True):
-            packed.old_logprobs = values
-
-
-@torch.no_grad()
-def _logprobs(policy: Policy, options: Options, micro_batches: list[Packed]) -> list[torch.Tensor]:
-    """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
-
-    def body(packed: Packed, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        return _tokens(policy, options, packed, output).logprobs
-
-    found = _run(policy, micro_batches, body, forward_only=True)
-    return found if policy.ranks.last_stage else [torch.zeros_like(p.share) for p in micro_batches]
-
-
-def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: list[Packed], step: StepTotals) -> dict[str, float]:
+def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: Sequence[Packed], step: StepTotals) -> dict[str, float]:
     """One optimizer step."""
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
-    reports = _run(policy, micro_batches, partial(_loss, policy, options), forward_only=False)
-    sums = _total(reports, ranks)
-    if sums["tokens"] != step.tokens:
-        raise HpcrlError(f"{step.where}: the ranks train on {sums['tokens']:.0f} tokens, the batch has {step.tokens}")
-    metrics = _metrics(sums, step, options)
-    _check(metrics, options, step.where)
+    reports = passes.run(policy, micro_batches, partial(_loss, policy, options, step), forward_only=False)
+    own = sum(len(packed.rows) for packed in micro_batches)
+    totals = total(reports, own, ranks)
+    if totals.tokens != step.tokens:
+        raise HpcrlError(f"{step.where}: the ranks train on {totals.tokens} tokens, the batch has {step.tokens}")
+    metrics = _metrics(totals, options, step)
     metrics |= {"train/grad_norm": _update(policy, step.where), "train/lr": policy.optimizer.param_groups[0]["lr"]}
     policy.scheduler.step(increment=1)
     return metrics
@@ -134,94 +109,65 @@ def _update(policy: Policy, where: str) -> float:
     return norm
 
 
-def _run(policy: Policy, micro_batches: list[Packed], body: Callable[..., Any], forward_only: bool) -> list[Any]:
-    """Megatron's schedule over the micro-batches; what `body` reported of each, on the last pipeline stage."""
-
-    def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        packed = next(batches)
-        with only_rows(inner(model), packed.rows):
-            output = model(
-                packed.tokens, packed.positions, None, packed_seq_params=boundaries(packed.bounds, packed.ends, packed.longest)
-            )
-        return output, partial(body, packed)
-
-    return get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
-        model=list(policy.chunks),
-        num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.size(1),  # unread: variable_seq_lengths exchanges the shapes
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
-
-
-def _tokens(policy: Policy, options: Options, packed: Packed, output: torch.Tensor) -> loss.Tokens:
-    """What is known of the rows that are trained on, from the model's output [1, r, vocabulary / TP]."""
-    group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
-    return loss.tokens(output[0], packed.labels, loss.Vocabulary(policy.vocab_size, group), options.rollout_temperature)
-
-
 def _loss(
-    policy: Policy, options: Options, packed: Packed, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    policy: Policy, options: Options, step: StepTotals, packed: Packed, head: Head, _: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Report]:
     """(sum, count, report) of one micro-batch, as Megatron's schedules take it with calculate_per_token_loss.
 
     The scale, exactly: Megatron leaves the sum as it is, adds the gradients of all micro-batches and (DDP then sums, it
     does not average) of all DP and CP ranks, and divides them once by the sum of all counts over micro-batches, DP and
     CP.  So the counts need only add up to the divisor: for a mean over tokens each counts where its row lies; for a mean
-    over samples of their own means, `share` holds 1 / the sample's whole mask sum and a sample counts once, on CP rank 0.
+    over samples a token's weight depends on the sample's whole mask sum and a sample counts once, on CP rank 0.
     TP ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
-    found = _tokens(policy, options, packed, output)
-    per_token = options.calculate_per_token_loss
-    weights = torch.ones_like(packed.share) if per_token else packed.share
-    if options.loss_type == "sft_loss":
-        total, report = loss.sft_loss(found, weights)
-    else:
-        total, report = loss.policy_loss(found, packed, _clip(options), weights)
-    count = len(packed.rows) if per_token else packed.samples * (policy.ranks.cp_rank == 0)
-    return total, torch.tensor(count, dtype=torch.int, device=total.device), report
+    found = compute_loss(_token_batch(policy, options, step, packed, head), options)
+    count = len(packed.rows) if divides_by_tokens(options) else packed.samples * (policy.ranks.cp_rank == 0)
+    return found.total, torch.tensor(count, dtype=torch.int, device=policy.ranks.device), found.report
 
 
-def _clip(options: Options) -> loss.Clip:
-    high = options.eps_clip if options.eps_clip_high is None else options.eps_clip_high
-    return loss.Clip(options.eps_clip, high, options.eps_clip_c, options.entropy_coef)
+def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Packed, head: Head) -> TokenBatch:
+    """What a loss sees of a micro-batch."""
+    found = passes.tokens_under(policy, options, packed, head)
+    own = found.logprobs.detach()
+    old = own if packed.old is None else packed.old
+    pg_weights = policy_token_weights(packed.counts, options)
+    group = parallel_state.get_context_parallel_group() if policy.ranks.cp_size > 1 else None
+    return TokenBatch(
+        logprobs=found.logprobs,
+        entropy=found.entropy,
+        greedy=found.greedy,
+        sample=packed.sample,
+        samples=packed.samples,
+        weights=token_weights(packed.counts, options)[packed.sample],
+        pg_weights=None if pg_weights is None else pg_weights[packed.sample],
+        old=old,
+        trainer=own if options.use_rollout_logprobs else old,
+        rollout=packed.rollout,
+        advantages=packed.advantages,
+        reference=packed.reference,
+        group=packed.group,
+        reward=packed.reward,
+        comparable=step.comparable,
+        sum_over_sample=lambda values: sums_over_samples(values, packed.sample, packed.samples, group),
+    )
 
 
 # ---- metrics
 
 
-def _total(reports: list[torch.Tensor], ranks: Ranks) -> dict[str, float]:
-    """The reports of all micro-batches of all ranks, summed (the last entry: its maximum); equal on every rank."""
-    found = torch.zeros(len(loss.REPORT), dtype=torch.float64, device=ranks.device)
-    if reports:
-        stacked = torch.stack(reports)
-        found = torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
-    sums, peak = found[:-1].clone(), found[-1:].clone()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(sums, group=group)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    found = torch.cat([sums, peak])
-    if ranks.pp_size > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(found, last, group=parallel_state.get_pipeline_model_parallel_group())
-    return dict(zip(loss.REPORT, found.tolist(), strict=True))
-
-
-def _metrics(sums: dict[str, float], step: StepTotals, options: Options) -> dict[str, float]:
-    """The metrics of one step from its sums; losses, and what is weighted as they are, over what the loss counts."""
-    count = max(step.tokens if options.calculate_per_token_loss else step.samples, 1)
-    mean = {name: sums[name] / count for name in ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "greedy")}
-    metrics = {"train/loss": mean["loss"], "perf/train_tokens": sums["tokens"]}
-    if options.loss_type == "sft_loss":
-        return metrics | {"train/token_accuracy": mean["greedy"]}
-    metrics |= {f"train/{name}": mean[name] for name in ("pg_loss", "pg_clipfrac", "ppo_kl")}
-    metrics["train/entropy_loss"] = mean["entropy"]
-    if step.comparable:
-        metrics[DIFFERENCE] = sums["difference"] / max(sums["tokens"], 1.0)
-        metrics[DIFFERENCE + "_max"] = sums["difference_max"]
+def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, float]:
+    """The metrics of one step; HpcrlError before the optimizer has changed anything if they must not be."""
+    metrics = totals.metrics(step.tokens if divides_by_tokens(options) else step.samples)
+    metrics["perf/train_tokens"] = float(totals.tokens)
+    if not math.isfinite(metrics["train/loss"]):
+        raise HpcrlError(f"{step.where}: the loss is {metrics['train/loss']}", NOT_FINITE)
+    bound = options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
+    difference = metrics.get(f"train/{DIFFERENCE}", 0.0)
+    if not difference <= bound:
+        raise HpcrlError(
+            f"{step.where}: trainer and engine log-probs differ by {difference:.3g} (mean), --max-logprob-diff is {bound:.3g}",
+            "find the tensor with --check-weight-update-equal, compare the temperatures, or raise the bound",
+        )
     return metrics
 
 
@@ -236,15 +182,3 @@ def _over_steps(found: list[dict[str, float]]) -> dict[str, float]:
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
     return {name: combine(name, [step[name] for step in found if name in step]) for name in found[0]}
-
-
-def _check(metrics: dict[str, float], options: Options, where: str) -> None:
-    """HpcrlError before the optimizer has changed anything."""
-    if not math.isfinite(metrics["train/loss"]):
-        raise HpcrlError(f"{where}: the loss is {metrics['train/loss']}", NOT_FINITE)
-    bound = options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
-    if not metrics.get(DIFFERENCE, 0.0) <= bound:
-        raise HpcrlError(
-            f"{where}: trainer and engine log-probs differ by {metrics[DIFFERENCE]:.3g} (mean), --max-logprob-diff is {bound:.3g}",
-            "find the tensor with --check-weight-update-equal, compare the temperatures, or raise the bound",
-        )

@@ -1,25 +1,18 @@
-"""The losses: pure functions of logits and of what is known about each token.
+"""Log-prob of each label and entropy of each row, from hidden states through a vocabulary that may be cut over TP.
 
-Invariant: the loss of a batch is a sum over its tokens of terms that depend on that token's sample alone, divided by a
-count over the whole batch; so it does not depend on micro-batches, nor on TP, PP, CP or DP.
+Invariants: a column that pads the vocabulary is no token and takes part in nothing; all TP ranks get the same values;
+whatever the number of rows, no more than --log-probs-chunk-size of them have logits at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from hpcrl.trainer.step.packing import Packed
-
-#: what a report holds, in order; the last is a maximum, the others are sums
-REPORT = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "greedy", "difference", "tokens", "difference_max")
-
-
-# ---- from logits to tokens
+from torch.utils.checkpoint import checkpoint
 
 
 class Tokens(NamedTuple):
@@ -45,6 +38,33 @@ class Vocabulary:
         """(number of the first of this rank's `width` columns, how many of them are tokens)."""
         first = width * (dist.get_rank(self.group) if self.group is not None else 0)
         return first, min(max(self.size - first, 0), width)
+
+
+def tokens_of(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: Vocabulary,
+    temperature: float,
+    rows: int,
+) -> Tokens:
+    """`tokens` of logits(hidden), `rows` rows at a time (0 or less: all at once).
+
+    hidden: [r, 1, hidden size]; labels: int64 [r]; logits: gives [rows, columns of this rank].  In several pieces none
+    keeps its logits: the backward pass computes them again.
+    """
+
+    def piece(hidden: torch.Tensor, labels: torch.Tensor) -> Tokens:
+        return tokens(logits(hidden), labels, vocabulary, temperature)
+
+    if rows <= 0 or len(labels) <= rows:
+        return piece(hidden, labels)
+    pieces = zip(hidden.split(rows), labels.split(rows), strict=True)
+    if torch.is_grad_enabled():
+        found = [checkpoint(piece, *both, use_reentrant=False, preserve_rng_state=False) for both in pieces]
+    else:
+        found = [piece(*both) for both in pieces]
+    return Tokens(*map(torch.cat, zip(*found, strict=True)))
 
 
 def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float = 1.0) -> Tokens:
@@ -102,78 +122,10 @@ class _Softmax(torch.autograd.Function):
         p, index, own, value = ctx.saved_tensors
         extra = None
         if entropy is not None:
-            extra = torch.addcmul(torch.xlogy(p, p), p, value[:, None]).mul_(entropy[:, None] / -ctx.temperature)
+            extra = torch.xlogy(p, p).addcmul_(p, value[:, None]).mul_(entropy[:, None] / -ctx.temperature)
         scaled = torch.zeros_like(value) if logprob is None else logprob / ctx.temperature
         grad = p.mul_(-scaled[:, None])  # in place, which spares the largest tensor of the step a copy
         grad.scatter_add_(1, index, torch.where(own, scaled, 0.0)[:, None])
         if extra is not None:
             grad += extra
         return grad.to(ctx.dtype), None, None, None
-
-
-# ---- losses
-
-
-@dataclass(frozen=True)
-class Clip:
-    """The policy loss's settings: --eps-clip, --eps-clip-high, --eps-clip-c (None: no dual clip), --entropy-coef."""
-
-    low: float
-    high: float
-    dual: float | None
-    entropy: float
-
-
-def policy_terms(
-    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, clip: Clip
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss of each token (Schulman et al. 2017, arXiv:1707.06347, eq. 7), and where clipping took effect.
-
-    max(-r A, -clip(r, 1 - low, 1 + high) A) with r = exp(logprobs - old); with a dual clip (Ye et al. 2020,
-    arXiv:1912.09729) at most -dual A where A < 0.  All [r].
-    """
-    ratio = (logprobs - old).exp()
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
-    loss = torch.maximum(plain, clipped)
-    if clip.dual is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -clip.dual * advantages), loss)
-    return loss, (clipped > plain).float()
-
-
-def policy_loss(found: Tokens, packed: Packed, clip: Clip, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of weighted token losses, report) of a micro-batch.
-
-    weights: float32 [r], what each token counts; report: float64 [REPORT].  Without old log-probs in `packed` its own
-    are the old ones.  The difference in the report is between the engine's log-probs and the trainer's under the
-    weights that sampled.
-    """
-    own = found.logprobs.detach()
-    old = own if packed.old_logprobs is None else packed.old_logprobs
-    terms, clipped = policy_terms(found.logprobs, old, packed.advantages, clip)
-    loss = (terms * weights).sum()
-    if clip.entropy:
-        loss = loss - clip.entropy * (found.entropy * weights).sum()
-    sampling = own if packed.old_logprobs is packed.rollout_logprobs else old
-    difference = (sampling - packed.rollout_logprobs).abs()
-    values = {"pg_loss": terms, "pg_clipfrac": clipped, "ppo_kl": old - own, "entropy": found.entropy}
-    return loss, _report(loss, values, weights, difference)
-
-
-def sft_loss(found: Tokens, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of weighted negative log-probs, report) of a micro-batch; weights: float32 [r]."""
-    loss = -(found.logprobs * weights).sum()
-    return loss, _report(loss, {"entropy": found.entropy, "greedy": found.greedy.float()}, weights)
-
-
-@torch.no_grad()
-def _report(
-    loss: torch.Tensor, values: dict[str, torch.Tensor], weights: torch.Tensor, difference: torch.Tensor | None = None
-) -> torch.Tensor:
-    """REPORT as float64: weighted sums of `values`, and the plain sum and maximum of `difference`."""
-    sums = {"loss": loss, "tokens": loss.new_tensor(weights.numel())}
-    sums |= {name: (value * weights).sum() for name, value in values.items()}
-    if difference is not None and difference.numel():
-        sums |= {"difference": difference.sum(), "difference_max": difference.max()}
-    zero = torch.zeros_like(loss)
-    return torch.stack([sums.get(name, zero).double() for name in REPORT])

@@ -1,0 +1,187 @@
+"""What estimators, losses and corrections get and give.
+
+Invariant: every tensor here is of samples or of tokens, never of packed rows; so a formula is the same in every layout.
+Letters of shapes: n samples of the whole rollout, m samples at hand, t tokens of whole responses, r tokens that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def _alone(sums: Tensor) -> Tensor:
+    """The sum over data-parallel ranks where there is one."""
+    return sums
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """All samples of one rollout (every optimizer step of it) as an estimator sees them.
+
+    The table, equal on every rank and in the order of group and index:
+        reward: float64 [n].  group: int64 [n], the number of the prompt.
+        length: int64 [n], tokens of the response (0: empty).  truncated: bool [n].
+        baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
+    The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP ranks of a
+    data-parallel rank hold the same:
+        own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
+        old: float [t], log-probs under the old policy, before the update.  reference: float [t] likewise, or None.
+        values: float [t], the critic's value of the state before each token, or None.
+        kl_penalty: float64 [t], --kl-coef x the KL estimate between old and reference, 0 without; `compute_advantages`
+            fills it.
+    total: sums a float64 tensor over data-parallel ranks (not over TP, CP, PP); identity on one rank.
+    """
+
+    reward: Tensor
+    group: Tensor
+    length: Tensor
+    truncated: Tensor
+    own: Tensor
+    mask: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    baseline: Tensor | None = None
+    kl_penalty: Tensor | None = None
+    total: Callable[[Tensor], Tensor] = _alone
+
+    # ---- from groups to samples, [n] -> [n]
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """For each sample the sum of `values` over its group."""
+        _, place = torch.unique(self.group, return_inverse=True)
+        sums = values.new_zeros(int(place.max()) + 1 if len(place) else 0).index_add_(0, place, values)
+        return sums[place]
+
+    @property
+    def group_size(self) -> Tensor:
+        """For each sample how many its group has, float64 [n]."""
+        return self.group_sum(torch.ones_like(self.reward))
+
+    def group_mean(self, values: Tensor) -> Tensor:
+        """For each sample the mean of `values` over its group."""
+        return self.group_sum(values) / self.group_size
+
+    # ---- from samples to tokens
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [m]: tokens of each own response."""
+        return self.length[self.own]
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """[n] -> [t]: each own token gets its sample's value."""
+        return torch.repeat_interleave(values[self.own], self.lengths)
+
+    @property
+    def last(self) -> Tensor:
+        """bool [t]: the last trained token of each own response, where its reward is paid; none where nothing is trained."""
+        owner = torch.repeat_interleave(torch.arange(len(self.own), device=self.mask.device), self.lengths)[self.mask]
+        places = self.mask.nonzero()[:, 0]
+        ends = torch.cat([owner[1:] != owner[:-1], owner.new_ones(min(1, len(owner)), dtype=torch.bool)])
+        found = torch.zeros_like(self.mask)
+        found[places[ends]] = True
+        return found
+
+
+class Advantages(NamedTuple):
+    """What an estimator returns: advantages [t], and where there is a critic the returns [t] that it learns, else None."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The r tokens of a micro-batch that are trained on and lie on this rank; they belong to m samples.
+
+    All float tensors have one dtype; those marked * carry a gradient.
+        logprobs*, entropy*: [r], of the model that is trained (nats).  greedy: bool [r], whether the token is the likeliest.
+        sample: int64 [r], which of the m samples each belongs to.
+        weights: [r], what each token counts (see `reducers`): the loss is the sum of weight x term, over a divisor.
+        old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no pass
+            computed them: `logprobs.detach()`.
+        trainer: [r], the trainer's log-probs under the weights that sampled: `old`, but for --use-rollout-logprobs
+            `logprobs.detach()`.
+        rollout: [r], the engine's log-probs.  advantages: [r].  reference: [r] or None.
+        pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
+        group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
+        comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of mismatch.
+    sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward also
+        sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
+        rank has the samples whole.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    sample: Tensor
+    samples: int
+    weights: Tensor
+    greedy: Tensor | None = None
+    old: Tensor | None = None
+    trainer: Tensor | None = None
+    rollout: Tensor | None = None
+    advantages: Tensor | None = None
+    reference: Tensor | None = None
+    pg_weights: Tensor | None = None
+    group: Tensor | None = None
+    reward: Tensor | None = None
+    comparable: bool = True
+    sum_over_sample: Callable[[Tensor], Tensor] | None = None
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[k, r] -> [k, m]: the sum of each row over every sample's trained tokens, on whatever rank they lie."""
+        if self.sum_over_sample is not None:
+            return self.sum_over_sample(values)
+        return values.new_zeros(len(values), self.samples).index_add(1, self.sample, values)
+
+    def sample_means(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Each [r] -> [r]: the mean over all trained tokens of the token's sample."""
+        ones = torch.ones_like(values[0])
+        *sums, counts = self.sums(torch.stack([*values, ones]))
+        return tuple((row / counts.clamp(min=1))[self.sample] for row in sums)
+
+
+class Terms(NamedTuple):
+    """What a policy loss returns of each token [r]: the loss, with its gradient, and 1.0 where clipping took effect, else 0."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+class Correction(NamedTuple):
+    """What a correction returns of each token.
+
+    weights: [r], detached, factors of the policy-gradient term.  kept: [r] of 1.0 and 0.0; a token of 0 counts in no term,
+    but stays in the divisor.  report: name -> [r], logged as means that count as the loss does.
+    """
+
+    weights: Tensor
+    kept: Tensor
+    report: dict[str, Tensor]
+
+
+@dataclass
+class Report:
+    """What to log of a micro-batch, by name (without train/): float64 scalars, detached.
+
+    means: sums of weight x value, to be added over micro-batches and ranks and divided by what the loss is divided by.
+    token_means: plain sums over tokens, to be divided by the number of trained tokens.  maxima: the maximum counts.
+    The names and their order depend on the options alone, so every rank has the same.
+    """
+
+    means: dict[str, Tensor] = field(default_factory=dict)
+    token_means: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Loss(NamedTuple):
+    """The sum of weight x term of a micro-batch, a scalar with its gradient, and what to log."""
+
+    total: Tensor
+    report: Report

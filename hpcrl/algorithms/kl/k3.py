@@ -1,0 +1,16 @@
+"""Unbiased and never negative, of low variance.
+
+    k3 = r (exp(-d) - 1 + d),   d = log p - log p_ref,   r: 1, or the importance ratio (--use-unbiased-kl)
+
+Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; GRPO's, Shao et al. 2024,
+arXiv:2402.03300, eq. 4.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def kl(difference: Tensor, ratio: Tensor) -> Tensor:
+    """k3 of each token."""
+    return ratio * ((-difference).exp() - 1 + difference)

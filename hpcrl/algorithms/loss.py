@@ -1,0 +1,124 @@
+"""The loss of a micro-batch by --loss-type, and a critic's.
+
+Invariant: a loss is a sum over tokens of weight x term, where a term depends on its sample alone (dpo: its pair); divided by
+a count over the whole step, it depends neither on micro-batches nor on TP, PP, CP or DP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.corrections import importance_report
+from hpcrl.algorithms.interface import Loss, Report, TokenBatch
+from hpcrl.algorithms.mismatch import add_difference, mismatch_report, off_policy_mask
+from hpcrl.algorithms.preference import dpo_loss
+from hpcrl.algorithms.registry import find, find_function
+from hpcrl.config.algorithm_needs import policy_loss_name
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, UsageError
+
+
+def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
+    """The loss of --loss-type; see `policy_loss`, `sft_loss`, `preference.dpo_loss`.
+
+    custom_loss: function(tokens, options) -> Loss of --custom-loss-function-path; HpcrlError if it returns something else.
+    """
+    if options.loss_type == "custom_loss":
+        path = str(options.custom_loss_function_path)
+        found = find_function(path, "--custom-loss-function-path")(tokens, options)
+        if not isinstance(found, Loss) or found.total.ndim:
+            raise HpcrlError(f"--custom-loss-function-path {path} returns no Loss of a scalar", "see hpcrl.algorithms.interface")
+        return found
+    losses: dict[str, Callable[[TokenBatch, Options], Loss]] = {
+        "policy_loss": policy_loss,
+        "sft_loss": sft_loss,
+        "dpo_loss": dpo_loss,
+    }
+    return losses[options.loss_type](tokens, options)
+
+
+def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
+    """Policy gradient - entropy_coef x entropy + kl_loss_coef x KL; tokens needs old, trainer, rollout and advantages.
+
+    Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss; opsm_clipfrac with
+    --use-opsm; where trainer and engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
+    (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum.
+    UsageError if --use-kl-loss finds no reference.
+    """
+    name = policy_loss_name(options)
+    terms = find("losses", name, "--pg-loss-type")(tokens, options)
+    report: dict[str, Tensor] = {"pg_clipfrac": terms.clipped, "ppo_kl": (tokens.old - tokens.logprobs).detach()}
+    gradient, kept = terms.loss, torch.ones_like(tokens.weights)
+    if options.use_opsm:
+        mask = off_policy_mask(tokens, options.opsm_delta)
+        gradient, report["opsm_clipfrac"] = gradient * mask, 1 - mask
+    ratio = (tokens.trainer - tokens.rollout).exp()
+    importance = importance_report(ratio, (ratio > options.tis_clip) | (ratio < options.tis_clip_low))
+    if options.use_tis:
+        which = options.custom_tis_function_path or "tis"
+        correction = find("corrections", which, "--custom-tis-function-path")(tokens, options)
+        gradient, kept = gradient * correction.weights.detach(), correction.kept.detach()
+        importance |= correction.report
+    if tokens.comparable:
+        report |= {"ois": (tokens.logprobs - tokens.old).detach().exp()} | importance | mismatch_report(tokens)
+    weights = tokens.weights * kept
+    pg_weights = weights if tokens.pg_weights is None else tokens.pg_weights * kept
+    sums = {"pg_loss": (gradient * pg_weights).sum(), "entropy_loss": (tokens.entropy * weights).sum()}
+    total = sums["pg_loss"]
+    if options.entropy_coef:
+        total = total - options.entropy_coef * sums["entropy_loss"]
+    if options.use_kl_loss:
+        sums["kl_loss"] = (reference_kl(tokens, options) * weights).sum()
+        if options.kl_loss_coef:
+            total = total + options.kl_loss_coef * sums["kl_loss"]
+    found = Loss(total, _report(tokens, total, sums, report))
+    add_difference(found.report, tokens)
+    return found
+
+
+def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
+    """[r]: the KL estimate of --kl-loss-type between policy and reference, with its gradient.
+
+    With --use-unbiased-kl (or the estimator unbiased) weighted by the ratio to the old policy, with the ratio's gradient
+    (DeepSeek-V3.2, arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
+    """
+    if tokens.reference is None:
+        raise UsageError("--use-kl-loss needs the log-probs of the reference, here are none", "give --ref-load")
+    logprobs = tokens.logprobs if options.kl_loss_coef else tokens.logprobs.detach()
+    weighted = options.use_unbiased_kl or options.kl_loss_type == "unbiased"
+    ratio = (logprobs - tokens.old).exp() if weighted else torch.ones_like(logprobs)
+    return find("kl", options.kl_loss_type, "--kl-loss-type")(logprobs - tokens.reference, ratio)
+
+
+def sft_loss(tokens: TokenBatch, options: Options) -> Loss:
+    """-log p of each token.  Report: loss, token_accuracy (the share of tokens that are the likeliest)."""
+    total = -(tokens.logprobs * tokens.weights).sum()
+    values = {} if tokens.greedy is None else {"token_accuracy": tokens.greedy.to(tokens.weights.dtype)}
+    return Loss(total, _report(tokens, total, {}, values))
+
+
+def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, options: Options) -> Loss:
+    """A critic's loss, max((v - R)^2, (v_old + clip(v - v_old, -value_clip, value_clip) - R)^2); all [r].
+
+    values: the critic's, with a gradient; old_values: before the update; returns: of the estimator.  Report: value_loss,
+    value_clipfrac.  Source: Schulman et al. 2017's implementation; Engstrom et al. 2020, arXiv:2005.12729, 2; without the factor
+    1/2, as slime.
+    """
+    change = values - old_values
+    clipped = old_values + change.clamp(-options.value_clip, options.value_clip)
+    terms = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    total = (terms * weights).sum()
+    outside = (change.detach().abs() > options.value_clip).to(weights.dtype)
+    return Loss(
+        total, Report(means={"value_loss": total.detach().double(), "value_clipfrac": (outside * weights).sum().double()})
+    )
+
+
+@torch.no_grad()
+def _report(tokens: TokenBatch, total: Tensor, sums: dict[str, Tensor], values: dict[str, Tensor]) -> Report:
+    """Sums as they are, and values [r] weighted as the loss counts without rejection."""
+    means = {"loss": total, **sums} | {name: (value * tokens.weights).sum() for name, value in values.items()}
+    return Report(means={name: value.detach().double() for name, value in means.items()})

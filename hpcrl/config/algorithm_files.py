@@ -1,0 +1,69 @@
+"""Which estimators, losses, corrections and KL estimators there are, and what each says of itself; without importing them.
+
+Each is one file of `hpcrl/algorithms/<kind>/`; its name is the option's value.  Besides its function it may declare, as
+literals that are read here:
+    NEEDS    what must be given or hold: see `NEEDS`
+    OPTIONS  the options that it reads, beyond those that every algorithm reads: given with another, they have no effect
+    LOSS     of an estimator, the policy loss that belongs to it (default: ppo)
+    KL       of an estimator, what --kl-coef acts on: "token", its rewards of tokens, or "reward" (default), the response's
+
+Invariant: nothing is said of a file here but what stands in it, so a new file needs no second place.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["estimators", "losses", "corrections", "kl"]
+ROOM = Path(__file__).parents[1] / "algorithms"
+
+#: what an algorithm may need
+NEEDS = {
+    "groups": "several responses to each prompt",
+    "critic": "a value model",
+    "normalize_advantages": "--normalize-advantages",
+    "greedy": "the reward of a greedy response to each prompt",
+}
+
+
+@dataclass(frozen=True)
+class AlgorithmFile:
+    """What a file declares; title: the first line of its docstring."""
+
+    title: str
+    needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    loss: str = "ppo"
+    kl: str = "reward"
+
+
+@cache
+def algorithm_files(kind: Kind) -> dict[str, AlgorithmFile]:
+    """Name -> what its file declares, of every file of a kind, by name."""
+    paths = sorted((ROOM / kind).glob("*.py"))
+    return {path.stem: _read(path) for path in paths if not path.stem.startswith("_")}
+
+
+def is_path(name: str) -> bool:
+    """Whether a value is the dotted path of an own function, not the name of a file."""
+    return "." in name
+
+
+def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
+    """What `name` declares; None for the dotted path of an own function, of which nothing is known before it is imported."""
+    return None if is_path(name) else algorithm_files(kind)[name]
+
+
+def _read(path: Path) -> AlgorithmFile:
+    tree = ast.parse(path.read_text())
+    found: dict[str, Any] = {"title": (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in ("NEEDS", "OPTIONS", "LOSS", "KL"):
+                found[name.lower()] = ast.literal_eval(node.value)
+    return AlgorithmFile(**found)

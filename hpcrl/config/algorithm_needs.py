@@ -1,0 +1,56 @@
+"""What an algorithm needs of a run: which models, which passes, which samples; a pure function of the options, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.config.algorithm_files import find_algorithm_file
+from hpcrl.config.options import Options
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the options ask for.
+
+    advantages: there is an estimator at all.  reference: log-probs of the reference model for every token.
+    critic: a value model, its values before the update and its training.
+    old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step; without it
+    the first step's own log-probs, or the engine's, are the old ones.
+    old_in_advantages: the estimator reads the old log-probs, for KL in the reward: the pass comes before it.
+    greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
+    pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
+    """
+
+    advantages: bool
+    reference: bool
+    critic: bool
+    old_logprobs: bool
+    old_in_advantages: bool
+    greedy: bool
+    pairs: bool
+
+
+def needs(options: Options) -> Needs:
+    """Needs of these options."""
+    policy = options.loss_type == "policy_loss"
+    declared = find_algorithm_file("estimators", options.advantage_estimator) if policy else None
+    wanted = declared.needs if declared else ()
+    in_reward = policy and options.kl_coef != 0
+    several = options.loss_type in ("policy_loss", "custom_loss") and (options.steps_per_rollout > 1 or options.keep_old_actor)
+    return Needs(
+        advantages=options.loss_type in ("policy_loss", "custom_loss"),
+        reference=in_reward or (policy and options.use_kl_loss) or options.loss_type == "dpo_loss",
+        critic="critic" in wanted,
+        old_logprobs=(in_reward or several) and not options.use_rollout_logprobs,
+        old_in_advantages=in_reward,
+        greedy="greedy" in wanted,
+        pairs=options.loss_type == "dpo_loss",
+    )
+
+
+def policy_loss_name(options: Options) -> str:
+    """--pg-loss-type; without it the estimator's own loss, ppo for most."""
+    if options.pg_loss_type is not None:
+        return options.pg_loss_type
+    declared = find_algorithm_file("estimators", options.advantage_estimator)
+    return declared.loss if declared else "ppo"

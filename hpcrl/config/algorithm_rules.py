@@ -1,0 +1,191 @@
+"""What the options of an algorithm must say together: pure functions of the resolved options.
+
+Invariant: an estimator, loss or correction without what it needs ends here, and so does an option that the chosen ones do
+not read; what each needs and reads is said in its own file (`algorithm_files.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
+from hpcrl.config.algorithm_needs import needs, policy_loss_name
+from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
+from hpcrl.config.passthrough import dashed
+from hpcrl.errors import UsageError
+
+#: what the losses that are no policy gradient read of the algorithm's options
+READ = {
+    "sft_loss": {"loss_type", "calculate_per_token_loss"},
+    "dpo_loss": {"loss_type", "dpo_beta", "ref_ckpt_step"},
+}
+
+
+def check_algorithm(o: Options) -> None:
+    """UsageError for the first thing that an algorithm lacks or that excludes another."""
+    _known(o)
+    if o.loss_type == "custom_loss" and o.custom_loss_function_path is None:
+        raise UsageError("--loss-type custom_loss needs a loss", "give --custom-loss-function-path module.function")
+    if o.loss_type == "dpo_loss":
+        _pairs(o)
+    if o.loss_type == "policy_loss":
+        _estimator(o)
+        _bounds(o)
+        _old_policy(o)
+    _reference(o)
+    _reduction(o)
+    if o.overlong_buffer_len is not None and o.overlong_buffer_len > o.rollout_max_response_len:
+        raise UsageError(
+            f"--overlong-buffer-len {o.overlong_buffer_len} is more than --rollout-max-response-len {o.rollout_max_response_len}"
+        )
+
+
+def chosen(o: Options) -> Iterator[tuple[Kind, str, str | None]]:
+    """(kind, option, its value) of every option that names an algorithm; None where none is in use."""
+    yield "estimators", "advantage_estimator", o.advantage_estimator
+    yield "losses", "pg_loss_type", o.pg_loss_type
+    yield "kl", "kl_loss_type", o.kl_loss_type
+    yield "corrections", "custom_tis_function_path", o.custom_tis_function_path
+
+
+def _known(o: Options) -> None:
+    for kind, option, name in chosen(o):
+        if name is not None and not is_path(name) and name not in algorithm_files(kind):
+            known = ", ".join(algorithm_files(kind))
+            raise UsageError(f"--{dashed(option)} {name} is unknown", f"known: {known}; or module.function of an own one")
+
+
+def _estimator(o: Options) -> None:
+    name = o.advantage_estimator
+    declared = find_algorithm_file("estimators", name)
+    for need in declared.needs if declared else ():
+        lacks = f"--advantage-estimator {name} needs {NEEDS[need]}"
+        raw = o.disable_rewards_normalization and "disable_rewards_normalization" in declared.options
+        if need == "groups" and o.n_samples_per_prompt == 1 and not raw and o.num_rollout != 0:
+            hint = "give --n-samples-per-prompt 8 or more; or --advantage-estimator reinforce_plus_plus or remax"
+            raise UsageError(f"{lacks}, and --n-samples-per-prompt is 1: every advantage would be 0", hint)
+        if need == "normalize_advantages" and not o.normalize_advantages:
+            raise UsageError(lacks, "give it")
+        if need == "critic":
+            raise UsageError(
+                f"{lacks}, and the trainer trains none", "choose an estimator without: grpo, rloo, reinforce_plus_plus, ..."
+            )
+
+
+def _bounds(o: Options) -> None:
+    if o.eps_clip_high is not None and o.eps_clip_high < o.eps_clip:
+        raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
+    if o.tis_clip_low > o.tis_clip:
+        raise UsageError(f"--tis-clip-low {o.tis_clip_low:g} is higher than --tis-clip {o.tis_clip:g}")
+    low, high = o.rs_lower_bound, o.rs_upper_bound
+    if low is not None and low > (high or o.tis_clip):
+        raise UsageError(
+            f"--rs-lower-bound {low:g} is higher than the upper bound {high or o.tis_clip:g}", "give --rs-upper-bound"
+        )
+
+
+def _old_policy(o: Options) -> None:
+    if not o.use_rollout_logprobs:
+        return
+    if o.use_tis:
+        raise UsageError(
+            "--use-rollout-logprobs and --use-tis exclude each other: with the first the ratio is to the engine already",
+            "leave one of them out",
+        )
+    if o.keep_old_actor:
+        raise UsageError(
+            "--use-rollout-logprobs and --keep-old-actor both say whose the old log-probs are", "leave one of them out"
+        )
+
+
+def _reference(o: Options) -> None:
+    if o.kl_coef and o.kl_loss_coef:
+        raise UsageError(
+            f"--kl-coef {o.kl_coef:g} and --kl-loss-coef {o.kl_loss_coef:g} both weigh the KL", "leave one of them out"
+        )
+    if needs(o).reference and o.ref_load is None:
+        why = (
+            "--loss-type dpo_loss"
+            if o.loss_type == "dpo_loss"
+            else "--use-kl-loss"
+            if o.use_kl_loss
+            else f"--kl-coef {o.kl_coef:g}"
+        )
+        raise UsageError(f"{why} needs a reference model", "give --ref-load; the directory of --hf-checkpoint will do")
+
+
+def _pairs(o: Options) -> None:
+    if o.n_samples_per_prompt != 2:
+        raise UsageError(
+            f"--loss-type dpo_loss compares two responses, --n-samples-per-prompt is {o.n_samples_per_prompt}",
+            "give --n-samples-per-prompt 2",
+        )
+
+
+def _reduction(o: Options) -> None:
+    if o.pg_loss_divisor is None:
+        return
+    for other in ("calculate_per_token_loss", "custom_pg_loss_reducer_function_path"):
+        if getattr(o, other):
+            raise UsageError(f"--pg-loss-divisor and --{dashed(other)} exclude each other", "leave one of them out")
+
+
+# ---- what would have no effect
+
+
+def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
+    """(names, why) of the algorithm's options that do nothing in this combination."""
+    every = [*AlgorithmOptions.__annotations__, *OffPolicyOptions.__annotations__]
+    if o.loss_type != "custom_loss":
+        yield "custom_loss_function_path", f"--loss-type is {o.loss_type}"
+    if o.loss_type in READ:
+        yield " ".join(name for name in every if name not in READ[o.loss_type]), f"--loss-type is {o.loss_type}"
+    elif o.loss_type == "policy_loss":
+        yield "dpo_beta", "--loss-type is policy_loss"
+        yield from _unread(o)
+        yield from _without_kl(o)
+        yield from _without_correction(o)
+    if o.ref_load is None:
+        yield "ref_ckpt_step", "--ref-load is not given"
+    if o.overlong_buffer_len is None:
+        yield "overlong_penalty_factor", "--overlong-buffer-len is not given"
+
+
+def _unread(o: Options) -> Iterator[tuple[str, str]]:
+    """What other estimators, losses and corrections read, but not the chosen ones."""
+    which: tuple[tuple[Kind, str, str], ...] = (
+        ("estimators", o.advantage_estimator, "--advantage-estimator is"),
+        ("losses", policy_loss_name(o), "the policy loss is"),
+        ("corrections", o.custom_tis_function_path or "tis", "the correction is"),
+    )
+    for kind, name, said in which:
+        if (declared := find_algorithm_file(kind, name)) is not None:
+            known = {option for file in algorithm_files(kind).values() for option in file.options}
+            yield " ".join(sorted(known - set(declared.options))), f"{said} {name}"
+    if o.disable_rewards_normalization:
+        yield "disable_grpo_std_normalization", "--disable-rewards-normalization is given"
+    if not needs(o).critic and not is_path(o.advantage_estimator):
+        critic = "value_clip num_critic_only_steps critic_load critic_lr critic_lr_warmup_iters"
+        yield critic, f"--advantage-estimator {o.advantage_estimator} has no critic"
+
+
+def _without_kl(o: Options) -> Iterator[tuple[str, str]]:
+    if not o.use_kl_loss:
+        yield "kl_loss_coef use_unbiased_kl", "--use-kl-loss is not given"
+        if not o.kl_coef:
+            yield "kl_loss_type", "neither --use-kl-loss nor --kl-coef is given"
+            yield "ref_update_interval ref_update_weight", "neither --use-kl-loss nor --kl-coef asks for a reference"
+    if o.ref_update_interval is None:
+        yield "ref_update_weight", "--ref-update-interval is not given"
+    if o.use_kl_loss and o.kl_loss_type == "unbiased":
+        yield "use_unbiased_kl", "--kl-loss-type is unbiased"
+
+
+def _without_correction(o: Options) -> Iterator[tuple[str, str]]:
+    if not o.use_tis:
+        known = {option for file in algorithm_files("corrections").values() for option in file.options}
+        yield " ".join(sorted({"custom_tis_function_path"} | known)), "--use-tis is not given"
+    elif not o.use_rs:
+        yield "rs_level rs_lower_bound rs_upper_bound", "--use-rs is not given"
+    if not o.use_opsm:
+        yield "opsm_delta", "--use-opsm is not given"

@@ -1,0 +1,117 @@
+"""The MPI ranks other than 0: each does for its host, or slot, what the launcher on rank 0 says.
+
+Invariants: a rank ends by itself when the launcher is silent; when it ends, by whatever, all that it started ends with it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.launch.host import GRACE
+from hpcrl.launch.local import spawn
+from hpcrl.mpi.channel import DEAD, Channel
+from hpcrl.mpi.file_sync import FileSync, write_files
+from hpcrl.mpi.messages import Begin, Bye, Ended, Files, FromLauncher, Look, Quit, Sees
+from hpcrl.mpi.placement import Placement, RankPlace
+from hpcrl.run.process import end, end_descendants
+from hpcrl.run.rundir import RunDir
+
+
+@dataclass
+class HostPart:
+    """What a rank has started for an attempt.  sync: the files that it carries, None where all see the run directory."""
+
+    rundir: RunDir
+    process: subprocess.Popen[bytes]
+    sync: FileSync | None
+    reported: bool = False  #: whether the launcher knows that it has ended
+
+
+def start_part(rundir: RunDir, place: RankPlace, per_slot: bool, apart: bool) -> HostPart:
+    """Start the process of this rank's host, or, with a rank for each slot, of its slot.
+
+    apart: whether some rank does not see the run directory, so that files are carried.
+    """
+    words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", place.host]
+    words += ["--slot", str(place.local)] if per_slot else []
+    log = rundir.logs / (f"host-{place.host}-{place.local}.log" if per_slot else f"host-{place.host}.log")
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
+    return HostPart(rundir, process, FileSync(rundir) if apart else None)
+
+
+class HostRank:
+    """One rank, from the launcher's first word to its last."""
+
+    def __init__(self, channel: Channel[FromLauncher], placement: Placement) -> None:
+        self.channel, self.per_slot = channel, placement.per_slot
+        self.place = placement.places[channel.rank]
+        self.part: HostPart | None = None
+
+    def run(self) -> int:
+        """Do what the launcher says until it says quit; the exit status."""
+        try:
+            while True:
+                for _, message in self.channel.receive():
+                    if isinstance(message, Quit):
+                        self.channel.send(0, Bye())
+                        return message.status
+                    self._obey(message)
+                self.channel.beat([0])
+                if self.part:
+                    self._report(self.part)
+                if 0 in self.channel.silent():
+                    raise PeerError(f"the launcher on rank 0 was silent for {DEAD:.0f} s")
+                time.sleep(0.1)
+        except HpcrlError as error:
+            print(f"hpcrl: error: {self.place.host}: {error}", file=sys.stderr, flush=True)
+            self._end_part()
+            if self.part:
+                self._tell_end(self.part)  # and so the launcher ends the run
+            return error.exit_code
+        finally:
+            self._end_part()
+            end_descendants(0.5)
+
+    def _end_part(self) -> None:
+        if self.part and self.part.process.poll() is None:
+            end([psutil.Process(self.part.process.pid)], GRACE)
+
+    def _obey(self, message: FromLauncher) -> None:
+        match message:
+            case Begin():
+                self.part = self._begin(message)
+            case Files() if self.part:
+                if self.part.sync:
+                    self.part.sync.put(message.files)
+                else:
+                    write_files(self.part.rundir, message.files)
+            case Look():
+                self.channel.send(0, Sees(Path(message.path).exists()))
+
+    def _begin(self, message: Begin) -> HostPart:
+        rundir = RunDir(message.root, message.attempt)
+        if message.files:
+            rundir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (rundir.here / "peers").mkdir(parents=True, exist_ok=True, mode=0o700)
+            (rundir.root / "samples").mkdir(exist_ok=True, mode=0o700)
+            write_files(rundir, message.files)
+        return start_part(rundir, self.place, self.per_slot, bool(message.files))
+
+    def _report(self, part: HostPart) -> None:
+        """Send what is new in the run directory, and, once, how the part ended."""
+        if part.sync and (files := part.sync.new()):
+            self.channel.send(0, Files(files))
+        self._tell_end(part)
+
+    def _tell_end(self, part: HostPart) -> None:
+        if not part.reported and (status := part.process.poll()) is not None:
+            part.reported = True
+            self.channel.send(0, Ended(str(part.rundir.root), part.rundir.attempt, status))

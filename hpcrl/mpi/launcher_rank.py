@@ -1,0 +1,177 @@
+"""MPI rank 0: the hosts of a run as the launcher sees them, each behind a rank that does what it is told.
+
+Invariants: no wait is for ever: a host that is silent for a while ends the run; who sees the run directory is asked before
+each attempt, and whoever does not gets the small files by which roles find each other.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.launch import probe
+from hpcrl.launch.attempt import Member, Stop, Watched
+from hpcrl.launch.local import Local
+from hpcrl.mpi.channel import DEAD, Channel
+from hpcrl.mpi.file_sync import read_files
+from hpcrl.mpi.host_rank import HostPart, start_part
+from hpcrl.mpi.messages import Begin, Bye, Ended, Files, FromHost, Look, Quit, Sees
+from hpcrl.mpi.placement import Placement
+from hpcrl.plan import Host, Plan
+from hpcrl.run.rundir import RunDir
+
+PART = 20.0  #: seconds that the hosts may take to part at the end
+
+
+@dataclass
+class RemoteHost:
+    """A member of the run behind another rank.  ended: its exit status, once its rank has told it."""
+
+    name: str
+    log: Path
+    rank: int
+    channel: Channel[FromHost]
+    ended: int | None = None
+
+    @property
+    def status(self) -> int | None:
+        if self.ended is None and self.rank in self.channel.silent():
+            return 1
+        return self.ended
+
+    def end(self) -> None:
+        """Its own rank ends it: it was told so, or is gone."""
+
+
+@dataclass
+class MpiHosts:
+    """The launcher's backend under mpirun.
+
+    reports: of each host; apart: ranks that do not see the run directory; remote: members of the running attempt on other
+    ranks; part: that on this one.
+    """
+
+    channel: Channel[FromHost]
+    placement: Placement
+    reports: dict[str, probe.Report]
+    job_root: Path
+    apart: set[int] = field(default_factory=set)
+    remote: list[RemoteHost] = field(default_factory=list)
+    part: HostPart | None = None
+
+    @property
+    def others(self) -> list[int]:
+        """Every rank but this one."""
+        return [place.rank for place in self.placement.places[1:]]
+
+    # ---- what the launcher asks of a backend
+
+    def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
+        if self.placement.per_slot and options.rank_launcher == "torchrun":
+            raise UsageError(
+                "there is an MPI rank for each slot, and --rank-launcher torchrun would start one more for each",
+                "give --rank-launcher ranks, or start one rank a host (--map-by ppr:1:node, -ppn 1)",
+            )
+        network = probe.choose(self.reports, options.interface)
+        return [Host(h.name, h.slots, network[h.name].address, network[h.name].interface) for h in self.placement.hosts]
+
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Watched]:
+        self._ask_who_sees(rundir, options.launch_timeout)
+        self._check_shared(plan)
+        files = read_files(rundir, ["options.json", *_below(rundir, rundir.here), *_below(rundir, rundir.keys)])
+        self.remote = []
+        for place in self.placement.places[1:]:
+            log = rundir.logs / f"host-{place.host}.log"
+            self.remote.append(RemoteHost(f"host {place.host} (MPI rank {place.rank})", log, place.rank, self.channel))
+            needed = files if place.rank in self.apart else {}
+            self.channel.send(place.rank, Begin(str(rundir.root), rundir.attempt, needed))
+        here = self.placement.places[0]
+        self.part = start_part(rundir, here, self.placement.per_slot, bool(self.apart))
+        return [Member(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process), *self.remote]
+
+    def again(self, root: Path) -> str:
+        return f"hpcrl launch --resume {root} --hostfile FILE"
+
+    def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        return Local().prepare(command, log)
+
+    # ---- while the run goes on
+
+    def carry(self, stop: Stop, rundir: RunDir | None) -> None:
+        """Take and pass on messages; called about five times a second.  PeerError names a rank that sends what is none."""
+        if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a wish to stop
+            stop.nudges = 0
+            stop.ask("asked to")
+        self.channel.beat(self.others)
+        for rank, message in self.channel.receive():
+            self._take(rank, message, rundir)
+        if self.part and self.part.sync and (files := self.part.sync.new()):
+            self._pass_on(files, origin=0)
+        if rundir and rundir.here.exists():
+            for rank in self.channel.silent():
+                host = self.placement.places[rank].host
+                rundir.fail("launcher", 0, f"host {host} did not answer for {DEAD:.0f} s; is it up, and its network?")
+
+    def _take(self, rank: int, message: FromHost, rundir: RunDir | None) -> None:
+        match message:
+            case Files() if self.part and self.part.sync:
+                self.part.sync.put(message.files)
+                self._pass_on(message.files, origin=rank)
+            case Ended() if rundir and (message.root, message.attempt) == (str(rundir.root), rundir.attempt):
+                for member in self.remote:
+                    if member.rank == rank:
+                        member.ended = message.status
+            case Sees(found=False):
+                self.apart.add(rank)
+
+    def _pass_on(self, files: dict[str, bytes], origin: int) -> None:
+        for rank in self.apart - {origin}:
+            self.channel.send(rank, Files(files))
+
+    def _ask_who_sees(self, rundir: RunDir, seconds: float) -> None:
+        """Find out which ranks share the run directory: they find this attempt's plan there."""
+        self.apart.clear()
+        waiting = set(self.others)
+        for rank in waiting:
+            self.channel.send(rank, Look(str(rundir.plan_file)))
+        deadline = time.monotonic() + seconds
+        while waiting:
+            for rank, message in self.channel.receive():
+                if isinstance(message, Sees):
+                    waiting.discard(rank)
+                self._take(rank, message, rundir)
+            if time.monotonic() > deadline or set(self.channel.silent()) & waiting:
+                names = ", ".join(sorted({self.placement.places[rank].host for rank in waiting}))
+                raise HpcrlError(f"no answer from {names} within --launch-timeout {seconds:.0f} s", "is the host up?")
+            time.sleep(0.02)
+
+    def _check_shared(self, plan: Plan) -> None:
+        """UsageError if trainer ranks would save to file systems that others of them do not see."""
+        unshared = {self.placement.places[rank].host for rank in self.apart} & set(plan.trainer_hosts)
+        if unshared:
+            raise UsageError(
+                f"host {sorted(unshared)[0]} has trainer ranks and does not see {self.job_root}, where checkpoints go",
+                "put --run-dir on a file system that rank 0 and all trainer hosts share; engines may do without",
+            )
+
+    def dismiss(self, status: int) -> bool:
+        """Tell every rank to quit; whether all have answered in time."""
+        waiting = set(self.others)
+        for rank in waiting:
+            self.channel.send(rank, Quit(status))
+        deadline = time.monotonic() + PART
+        try:
+            while waiting - set(self.channel.silent()) and time.monotonic() < deadline:
+                waiting -= {rank for rank, message in self.channel.receive() if isinstance(message, Bye)}
+                time.sleep(0.02)
+        except PeerError:
+            return False  # the run has ended, and the world is aborted
+        return not waiting
+
+
+def _below(rundir: RunDir, folder: Path) -> list[str]:
+    return [str(path.relative_to(rundir.root)) for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -1,0 +1,109 @@
+"""How the processes of an attempt find each other: attempts/N/peers/ROLE-I.json, which a role writes once it is up.
+
+Invariants: every role publishes one typed record and every reader gets that type or one clear error; a peer of an earlier
+attempt does not count; every wait has a deadline and names whom it waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, ClassVar, TypeVar
+
+import msgspec
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.run.rundir import RunDir, write_atomic
+
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+HostName = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role"):
+    """Base of all records.  pid: of the process, for whoever looks on its host; set by `publish`."""
+
+    role: ClassVar[str]
+    pid: Count = 0
+
+
+class TrainerPeer(Peer, tag="trainer"):
+    """Trainer rank 0 is about to train.  start: rollouts that were done before; total: rollouts of the whole run."""
+
+    role: ClassVar[str] = "trainer"
+    start: Count
+    total: Count
+
+
+class StorePeer(Peer, tag="store"):
+    """Where the trainer's ranks meet."""
+
+    role: ClassVar[str] = "store"
+    host: HostName
+    port: Port
+
+
+class RolloutPeer(Peer, tag="rollout"):
+    """Where the rollout queue listens.  public_key: of its server, Z85; run_id, attempt: those that it serves."""
+
+    role: ClassVar[str] = "rollout"
+    host: HostName
+    port: Port
+    public_key: str
+    run_id: str
+    attempt: Count
+
+
+class EnginePeer(Peer, tag="engine"):
+    """Where an engine answers.
+
+    model_len: tokens of prompt and response together that it can hold, None if it did not say.
+    """
+
+    role: ClassVar[str] = "engine"
+    host: HostName
+    port: Port
+    model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer)
+
+
+def peer_file(here: Path, kind: type[Peer], index: int) -> Path:
+    """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes."""
+    return here / "peers" / f"{kind.role}-{index}.json"
+
+
+def publish(rundir: RunDir, peer: Peer, index: int = 0) -> None:
+    """Tell the other processes of this attempt that this one is up, and where."""
+    data = msgspec.json.encode(msgspec.structs.replace(peer, pid=os.getpid()))
+    write_atomic(peer_file(rundir.here, type(peer), index), data)
+
+
+def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
+    """What ROLE-INDEX published in this attempt, or None.  PeerError names a file that holds something else."""
+    path = peer_file(rundir.here, kind, index)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise PeerError(
+            f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts, and start the run again"
+        ) from error
+
+
+def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
+    """What ROLE-INDEX publishes, waited for at most `seconds`.
+
+    DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
+    """
+    end = time.monotonic() + seconds
+    while (found := find(rundir, kind, index)) is None:
+        rundir.check()
+        if time.monotonic() > end:
+            name = f"{kind.role}-{index}"
+            raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,72 @@
+"""The output layer apart from the rest of the model: only for rows that are trained on, and some rows at a time.
+
+    with apart(model, rows) as head:
+        model(tokens, ...)               # as ever, but without logits
+    logits = head.logits(head.hidden)    # or of a part of the rows, as often as wanted
+
+A prompt's rows, and padding, need no logits, and at a vocabulary of 150 000 the logits of all other rows are the largest
+tensors of a step.  Invariant: logits and gradients are those of the whole output, whose other rows nobody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+
+@dataclass
+class Head:
+    """hidden: [r, 1, hidden size], what goes into the output layer at the rows, with its gradient; None where there is none."""
+
+    model: GPTModel
+    hidden: torch.Tensor | None = None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size].  Collective over TP in backward."""
+        weight = self.model.shared_embedding_or_output_weight() if self.model.share_embeddings_and_output_weights else None
+        with _whole_rows(self.model.output_layer) as layer:
+            return layer(hidden, weight=weight)[0].squeeze(1)
+
+
+@contextmanager
+def apart(model: GPTModel, rows: torch.Tensor) -> Iterator[Head]:
+    """Inside, `model` gives logits of no row; its head then has the hidden states of `rows` (int64 [r], which of the t).
+
+    Under sequence parallelism a rank has only a part of the rows until the layer gathers them: they are gathered before
+    it, and the layer takes them as it does without.  A chunk without an output layer is left alone.
+    """
+    head = Head(model)
+    if not model.post_process:
+        yield head
+        return
+
+    def take(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = args  # [t, 1, hidden size], of t / TP rows where they are split
+        if split:  # backward: each rank keeps its own rows of a gradient that the layer has summed
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        head.hidden = hidden.index_select(0, rows)
+        return head.hidden.detach()[:0], *rest
+
+    split = model.output_layer.sequence_parallel
+    handle = model.output_layer.register_forward_pre_hook(take)
+    try:
+        with _whole_rows(model.output_layer):
+            yield head
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _whole_rows(layer: Any) -> Iterator[Any]:
+    """The output layer as it is where every rank has all rows."""
+    split, layer.sequence_parallel = layer.sequence_parallel, False
+    try:
+        yield layer
+    finally:
+        layer.sequence_parallel = split

@@ -1,0 +1,66 @@
+"""Micro-batches through the model: Megatron's schedule, with and without a backward pass.
+
+Invariant: a pass sees packed sequences as the attention does, and only rows that are trained on get logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from hpcrl.config.options import Options
+from hpcrl.trainer.megatron.model import Policy, inner
+from hpcrl.trainer.megatron.output_head import Head, apart
+from hpcrl.trainer.megatron.packed_attention import boundaries
+from hpcrl.trainer.step.packing import Packed
+from hpcrl.trainer.step.token_logprobs import Tokens, Vocabulary, tokens_of
+
+
+def run(policy: Policy, micro_batches: Sequence[Packed], body: Callable[..., Any], forward_only: bool) -> list[Any]:
+    """Megatron's schedule over the micro-batches; what `body` gave of each, on the last pipeline stage.
+
+    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.
+    """
+
+    def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        packed = next(batches)
+        with apart(inner(model), packed.rows) as head:
+            sequences = boundaries(packed.bounds, packed.ends, packed.longest)
+            output = model(packed.tokens, packed.positions, None, packed_seq_params=sequences)
+        return output, partial(body, packed, head)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
+        model=list(policy.chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].tokens.size(1),  # unread: variable_seq_lengths exchanges the shapes
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -> Tokens:
+    """What the model says of the tokens that are trained on."""
+    assert head.hidden is not None
+    group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
+    vocabulary = Vocabulary(policy.vocab_size, group)
+    rows = options.log_probs_chunk_size
+    return tokens_of(head.hidden, packed.labels, head.logits, vocabulary, options.rollout_temperature, rows)
+
+
+@torch.no_grad()
+def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
+    """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
+
+    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        return tokens_under(policy, options, packed, head).logprobs
+
+    found = run(policy, micro_batches, body, forward_only=True)
+    return found if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]

@@ -1,0 +1,108 @@
+"""What must be known of every token before the first optimizer step of a rollout: old and reference log-probs, advantages.
+
+Invariant: all of it comes from the weights and samples as they are before any step, and is the same whatever the packing and
+the layout: an estimator sees all samples of the rollout, and whole responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hpcrl.algorithms.advantages import compute_advantages
+from hpcrl.algorithms.interface import RolloutBatch
+from hpcrl.config.algorithm_needs import Needs, needs
+from hpcrl.config.options import Options
+from hpcrl.queue.share_format import Share
+from hpcrl.sample import STATUSES, TRUNCATED
+from hpcrl.trainer.megatron.host_weights import HostWeights
+from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.step import passes
+from hpcrl.trainer.step.packing import Packed
+from hpcrl.trainer.step.response_columns import to_columns, to_rows
+
+
+@dataclass(frozen=True)
+class OtherWeights:
+    """Weights beside the trained ones, in host memory.  old: those that sampled this share, where the trained ones are newer."""
+
+    reference: HostWeights | None = None
+    old: HostWeights | None = None
+
+
+NONE = OtherWeights()
+
+
+def prepare(
+    policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], others: OtherWeights
+) -> dict[str, float]:
+    """Fill `old`, `reference` and `advantages` of every micro-batch in, as far as the options need them; collective.
+
+    Metrics, the same on every rank: means over all trained tokens of the rollout, in slime's names.
+    """
+    wanted, columns = needs(options), {}
+    micro_batches = list(chain.from_iterable(steps))
+
+    def take(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        for packed, value in zip(micro_batches, values, strict=True):
+            setattr(packed, name, value)
+        return to_columns(micro_batches, values, len(share.batch.loss_mask), policy.ranks)
+
+    if wanted.reference:
+        assert others.reference is not None
+        columns["ref_log_probs"] = take("reference", _under(policy, options, steps, others.reference))
+    if options.use_rollout_logprobs:
+        columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
+    elif wanted.old_logprobs:
+        columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
+    if wanted.advantages:
+        batch = _rollout_batch(policy, share, columns, wanted)
+        columns["advantages"] = compute_advantages(batch, options).advantages
+        for packed, value in zip(micro_batches, to_rows(columns["advantages"], micro_batches), strict=True):
+            packed.advantages = value
+    return {} if not columns else _means(columns, torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device))
+
+
+def _means(columns: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, float]:
+    sums = torch.stack([mask.double().sum(), *(column.double().where(mask, 0.0).sum() for column in columns.values())])
+    count, *values = _over_data_parallel(sums).tolist()
+    return {f"rollout/{name}": value / max(count, 1) for name, value in zip(columns, values, strict=True)}
+
+
+def _under(
+    policy: Policy, options: Options, steps: Sequence[Sequence[Packed]], weights: HostWeights | None
+) -> list[torch.Tensor]:
+    """Log-probs of every micro-batch under `weights`, or (None) those that are trained."""
+    if weights is None:
+        return [found for step in steps for found in passes.logprobs(policy, options, step)]
+    with weights.swapped_in():
+        return [found for step in steps for found in passes.logprobs(policy, options, step)]
+
+
+def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:
+    """What an estimator sees: the table of all samples, and this data-parallel rank's responses."""
+    device, table = policy.ranks.device, share.table
+    return RolloutBatch(
+        reward=torch.tensor(table["reward"], dtype=torch.float64, device=device),
+        group=torch.tensor(table["group"], device=device),
+        length=torch.tensor(table["response_length"], dtype=torch.int64, device=device),
+        truncated=torch.tensor(table["status"] == STATUSES.index(TRUNCATED), device=device),
+        own=torch.tensor(share.own, dtype=torch.int64, device=device),
+        mask=torch.tensor(share.batch.loss_mask != 0, device=device),
+        old=columns.get("log_probs"),
+        reference=columns.get("ref_log_probs"),
+        baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
+        total=_over_data_parallel,
+    )
+
+
+def _over_data_parallel(sums: torch.Tensor) -> torch.Tensor:
+    """The sum over data-parallel ranks, each of which is counted once, whatever its TP, CP and PP."""
+    found = sums.clone()
+    dist.all_reduce(found, group=parallel_state.get_data_parallel_group())
+    return found

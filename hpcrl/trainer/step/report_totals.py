@@ -1,0 +1,85 @@
+"""What all micro-batches of all ranks report of one optimizer step, by name.
+
+Invariants: one collective, whatever the number of names; every rank adds the same numbers in the same order, so all have the
+same totals bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hpcrl.algorithms.interface import Report
+from hpcrl.errors import HpcrlError
+from hpcrl.trainer.parallel.collectives import broadcast_bytes
+from hpcrl.trainer.parallel.parallel_state import Ranks
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Of one optimizer step over all micro-batches and ranks, by name.
+
+    means, token_means: sums, not yet divided; maxima.  tokens: trained tokens.
+    """
+
+    means: dict[str, float]
+    token_means: dict[str, float]
+    maxima: dict[str, float]
+    tokens: int
+
+    def metrics(self, divisor: int) -> dict[str, float]:
+        """`train/` and each name -> the mean, over what the loss counts (`divisor`) or over tokens, or the maximum."""
+        found = {name: value / max(divisor, 1) for name, value in self.means.items()}
+        found |= {name: value / max(self.tokens, 1) for name, value in self.token_means.items()}
+        return {f"train/{name}": value for name, value in (found | self.maxima).items()}
+
+
+def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
+    """The totals over all ranks, equal on every one; collective.
+
+    reports: of this rank's micro-batches, none on pipeline stages without a loss; tokens: trained tokens of this rank.
+    HpcrlError if two micro-batches report different names.
+    """
+    found = _over_data(reports, tokens, ranks) if ranks.last_stage else None
+    if ranks.pp_size == 1:
+        assert found is not None
+        return found
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    data = msgspec.msgpack.encode(found) if found is not None else None
+    sent = broadcast_bytes(data, last, parallel_state.get_pipeline_model_parallel_group())
+    return msgspec.msgpack.decode(sent, type=Totals)
+
+
+def _over_data(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
+    """Over the micro-batches and the data- and context-parallel ranks of the last pipeline stage."""
+    names = [list(getattr(reports[0], kind)) for kind in ("means", "token_means", "maxima")]
+    summed, peaks = names[0] + names[1], names[2]
+    rows = torch.stack([_row(report, names, ranks) for report in reports])
+    count = torch.tensor([tokens], dtype=torch.float64, device=ranks.device)
+    mine = torch.cat([count, rows[:, : len(summed)].sum(0), rows[:, len(summed) :].amax(0)])
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    every = mine.new_empty(dist.get_world_size(group) * len(mine))
+    dist.all_gather_into_tensor(every, mine, group=group)
+    every = every.view(-1, len(mine))
+    sums, maxima = every[:, : 1 + len(summed)].sum(0).tolist(), every[:, 1 + len(summed) :].amax(0).tolist()
+    values = dict(zip(summed, sums[1:], strict=True))
+    return Totals(
+        {name: values[name] for name in names[0]},
+        {name: values[name] for name in names[1]},
+        dict(zip(peaks, maxima, strict=True)),
+        int(sums[0]),
+    )
+
+
+def _row(report: Report, names: list[list[str]], ranks: Ranks) -> torch.Tensor:
+    """Its values in the order of `names`, float64."""
+    parts = (report.means, report.token_means, report.maxima)
+    if [list(part) for part in parts] != names:
+        odd = sorted(set(chain(*parts)) ^ set(chain(*names)))
+        raise HpcrlError(f"the micro-batches of one step report different names: {', '.join(odd) or 'in another order'}")
+    values = [value.detach().double().to(ranks.device) for part in parts for value in part.values()]
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=ranks.device)

@@ -1,0 +1,90 @@
+"""What roles publish: typed, found by the others of the same attempt alone, and waited for with a deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.run.peers import EnginePeer, Peer, RolloutPeer, StorePeer, TrainerPeer, find, peer_file, publish, wait_for
+from hpcrl.run.rundir import RunDir
+
+ENGINE = EnginePeer(host="127.0.0.1", port=7, model_len=64)
+ALL: list[Peer] = [
+    TrainerPeer(start=3, total=10),
+    StorePeer(host="10.0.0.1", port=65535),
+    RolloutPeer(host="::1", port=1, public_key="k", run_id="run", attempt=2),
+    ENGINE,
+]
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
+
+
+def test_a_peer_is_found_once_it_has_published(rundir: RunDir) -> None:
+    threading.Timer(0.1, lambda: publish(rundir, ENGINE, 3)).start()
+    assert wait_for(rundir, EnginePeer, 3, 5) == msgspec.structs.replace(ENGINE, pid=os.getpid())
+    assert find(rundir, EnginePeer, 2) is None
+
+
+@pytest.mark.parametrize("peer", ALL, ids=lambda peer: peer.role)
+def test_every_role_has_a_record_of_its_own(rundir: RunDir, peer: Peer) -> None:
+    publish(rundir, peer)
+    assert find(rundir, type(peer)) == msgspec.structs.replace(peer, pid=os.getpid())
+    for other in ALL:
+        if other is not peer:
+            assert find(rundir, type(other)) is None
+            peer_file(rundir.here, type(other), 0).write_bytes(peer_file(rundir.here, type(peer), 0).read_bytes())
+            with pytest.raises(PeerError, match=rf"{other.role}-0\.json is damaged"):
+                find(rundir, type(other))
+
+
+def test_an_earlier_attempts_peer_does_not_count(rundir: RunDir) -> None:
+    publish(rundir, ENGINE)
+    second = RunDir(rundir.root, 1)
+    second.begin()
+    assert find(second, EnginePeer) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\xff{}",
+        b"[]",
+        b"{}",
+        b'{"role": "engine", "host": "a"}',
+        b'{"role": "engine", "host": "", "port": 7}',
+        b'{"role": "engine", "host": "a", "port": 0}',
+        b'{"role": "engine", "host": "a", "port": 65536}',
+        b'{"role": "engine", "host": "a", "port": "7"}',
+        b'{"role": "engine", "host": "a", "port": 7, "uds": "/tmp/x"}',
+        b'{"role": "motor", "host": "a", "port": 7}',
+    ],
+)
+def test_a_damaged_record_is_named_at_once(rundir: RunDir, damage: bytes) -> None:
+    peer_file(rundir.here, EnginePeer, 0).write_bytes(damage)
+    with pytest.raises(PeerError, match=r"engine-0\.json is damaged, or of another version of hpcrl"):
+        wait_for(rundir, EnginePeer, 0, 30)
+
+
+def test_a_wait_ends_at_its_deadline_and_names_role_and_log(rundir: RunDir) -> None:
+    with pytest.raises(DeadlineError, match=r"engine-3 did not come up within 0 s.*engine-3\.log"):
+        wait_for(rundir, EnginePeer, 3, 0.1)
+
+
+def test_a_wait_ends_at_once_when_the_attempt_has_failed(rundir: RunDir) -> None:
+    rundir.fail("trainer", 2, "out of memory")
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match="trainer-2: out of memory"):
+        wait_for(rundir, EnginePeer, 0, 30)
+    assert time.monotonic() - begun < 5

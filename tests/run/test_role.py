@@ -1,0 +1,51 @@
+"""What a role reads before it begins, and how it says that it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.launch import probe
+from hpcrl.plan import Place, Plan
+from hpcrl.run.role import open_role, read_plan
+from hpcrl.run.rundir import RunDir
+
+PLAN = Plan("run", 0, (Place("a", (0,)),), (), Place("a", ()))
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    made.options_file.write_text(Options().model_dump_json())
+    return made
+
+
+def test_a_role_finds_its_place(rundir: RunDir) -> None:
+    rundir.plan_file.write_bytes(msgspec.json.encode(PLAN))
+    context = open_role([str(rundir.root), "--attempt", "0", "--index", "3"])
+    assert (context.plan, context.index, context.rundir.here) == (PLAN, 3, rundir.here)
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"\xff", b"[]", b'{"run_id": "run"}'])
+def test_a_plan_that_is_none_is_named(rundir: RunDir, damage: bytes | None) -> None:
+    if damage is not None:
+        rundir.plan_file.write_bytes(damage)
+    match = r"plan\.json is not there" if damage is None else r"plan\.json is damaged"
+    with pytest.raises(HpcrlError, match=match):
+        read_plan(rundir)
+    with pytest.raises(SystemExit, match=f"error: .*{match}"):
+        open_role([str(rundir.root), "--attempt", "0"])
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"host": "a", "pid": 1}'])
+def test_a_hosts_report_that_is_none_is_named(rundir: RunDir, damage: bytes) -> None:
+    probe.write(rundir, "a")
+    assert probe.gather(rundir, ["a"], 5)["a"].host == "a"
+    (rundir.here / "hosts" / "b.json").write_bytes(damage)
+    with pytest.raises(PeerError, match=r"hosts/b\.json is damaged, or of another version"):
+        probe.gather(rundir, ["a", "b"], 5)

@@ -1,0 +1,115 @@
+"""Errors of collectives are known by their class, and an error of one rank is raised by all with its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.errors import DataError, HpcrlError, PeerError, Stopped, kind_of
+from hpcrl.queue.share_format import WireError
+from hpcrl.weights.engine_http import HttpError
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.process
+
+
+def start() -> Any:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    dist.barrier()
+    return dist
+
+
+def left_alone() -> list[tuple[str, bool]]:
+    """On rank 0, what its collectives raise once rank 1 is gone, and whether that counts as an echo; plus errors of other kinds."""
+    import torch
+
+    from hpcrl.trainer.parallel.collectives import may_be_echo
+
+    dist = start()
+    if dist.get_rank() == 1:
+        return []
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    for work in (
+        lambda: dist.all_reduce(torch.ones(2)),
+        lambda: dist.all_reduce(torch.ones(2), async_op=True).wait(),
+        lambda: [w.wait() for w in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(2), 1)])],
+        lambda: dist.barrier(),
+        lambda: store.get("nobody sets this"),
+        lambda: torch.empty(2**60),
+        lambda: torch.ones(2) @ torch.ones(3),
+    ):
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  (told to the test)
+            found.append((type(error).__name__, may_be_echo(error)))
+    others = (
+        ValueError("gloo: connection reset"),
+        PeerError("engine-0: NCCL timed out"),
+        torch.OutOfMemoryError("NCCL"),
+        NotImplementedError("gloo"),
+        dist.DistBackendError("any"),
+    )
+    return found + [(type(error).__name__, may_be_echo(error)) for error in others]
+
+
+def test_an_error_of_a_collective_is_known_by_its_class_and_not_by_its_words() -> None:
+    found = run_ranks(2, left_alone)[0]
+    assert found[:5] == [("RuntimeError", True)] * 4 + [("DistStoreError", True)]
+    assert found[7:] == [
+        ("ValueError", False),
+        ("PeerError", False),
+        ("OutOfMemoryError", False),
+        ("NotImplementedError", False),
+        ("DistBackendError", True),
+    ]
+
+
+def alone() -> bool:
+    from hpcrl.trainer.parallel.collectives import may_be_echo
+
+    before = may_be_echo(RuntimeError("x"))
+    start()
+    return before or may_be_echo(RuntimeError("x"))
+
+
+def test_a_single_rank_has_nobody_to_echo() -> None:
+    assert run_ranks(1, alone) == [False]
+
+
+def agree_on_rank(error: HpcrlError) -> tuple[str, str, str]:
+    from hpcrl.trainer.parallel.collectives import agree
+
+    dist = start()
+
+    def fail() -> None:
+        raise error
+
+    try:
+        agree(fail, wanted=dist.get_rank() == 1)
+    except HpcrlError as found:
+        return type(found).__name__, found.what, found.hint
+    return "", "", ""
+
+
+def test_all_ranks_raise_the_error_of_the_one_that_failed() -> None:
+    assert run_ranks(2, agree_on_rank, DataError("no such file", "look")) == [("DataError", "no such file", "look")] * 2
+
+
+def test_an_error_of_a_kind_that_lies_elsewhere_is_raised_as_what_it_derives_from() -> None:
+    assert kind_of(HttpError("refused", 500)) == "PeerError"
+    assert kind_of(WireError("bytes")) == "HpcrlError"
+    assert kind_of(Stopped("x")) == "Stopped"
+
+
+def http_error_on_rank() -> tuple[str, str, str]:
+    return agree_on_rank(HttpError("POST /x answered 500", 500))
+
+
+def test_an_http_error_of_one_rank_reaches_the_others() -> None:
+    assert run_ranks(2, http_error_on_rank) == [("PeerError", "POST /x answered 500", "")] * 2

@@ -1,0 +1,113 @@
+"""Two sets of weights change places bit for bit, with a few bytes on the device; one follows the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.trainer.megatron import host_weights
+from hpcrl.trainer.megatron.host_weights import HostWeights, weights
+from tests.support.live_bytes import LiveBytes
+
+
+def policy(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 64) -> Any:
+    """What HostWeights needs of a model: two chunks with parameters and a saved buffer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        chunks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)).to(dtype) for _ in range(2)]
+        chunks[0].register_buffer("bias_of_experts", torch.randn(5))
+    return SimpleNamespace(modules=tuple(chunks))
+
+
+def numbers(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in weights(model).items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def filled(model: Any, other: dict[str, torch.Tensor], **more: Any) -> HostWeights:
+    """A second set with the numbers of `other`."""
+
+    def fill() -> None:
+        for name, value in weights(model).items():
+            value.copy_(other[name])
+
+    return HostWeights(model, fill, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_second_set_is_there_inside_and_the_first_before_and_after(dtype: torch.dtype) -> None:
+    model, second = policy(dtype), numbers(policy(dtype, seed=1))
+    first = numbers(model)
+    held = filled(model, second)
+    assert equal(numbers(model), first)
+    for _ in range(2):
+        with held.swapped_in():
+            assert equal(numbers(model), second)
+        assert equal(numbers(model), first)
+    with pytest.raises(RuntimeError, match="a pass failed"), held.swapped_in():
+        raise RuntimeError("a pass failed")
+    assert equal(numbers(model), first)
+
+
+def test_changing_places_needs_but_a_piece_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy(width=512)
+    second = numbers(policy(seed=1, width=512))
+    held = filled(model, second)
+    size = sum(value.nbytes for value in weights(model).values())
+    monkeypatch.setattr(host_weights, "PIECE", 4096)
+    with LiveBytes() as live, held.swapped_in():
+        pass
+    assert equal(numbers(model), numbers(policy(width=512)))
+    assert live.peak <= 4096 < size / 500
+    assert held.host_bytes == size
+
+
+def test_following_all_the_way_is_a_copy() -> None:
+    model = policy(torch.bfloat16)
+    held = filled(model, numbers(policy(torch.bfloat16, seed=1)))
+    held.follow()
+    first = numbers(model)
+    for value in weights(model).values():
+        value.zero_()
+    with held.swapped_in():
+        assert equal(numbers(model), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_moving_average_keeps_what_its_dtype_could_not(dtype: torch.dtype) -> None:
+    """A hundred small moves; in bfloat16 each alone would be rounded away."""
+    model, start = policy(dtype), numbers(policy(dtype, seed=1))
+    held = filled(model, start, average=True)
+    wanted = {name: value.float() for name, value in start.items()}
+    for _ in range(100):
+        held.follow(1e-3)
+        wanted = {name: value + 1e-3 * (weights(model)[name].float() - value) for name, value in wanted.items()}
+    with held.swapped_in():
+        found = numbers(model)
+    for name, value in found.items():
+        torch.testing.assert_close(value.float(), wanted[name], rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+        assert name[2:] in ("1.weight", "1.bias") or not torch.equal(value, start[name])  # a fresh LayerNorm is the same in both
+        torch.testing.assert_close(held.stored()[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_what_was_stored_is_the_same_again(average: bool) -> None:
+    model = policy(torch.bfloat16)
+    held = filled(model, numbers(policy(torch.bfloat16, seed=1)), average=average)
+    held.follow(0.3 if average else 1.0)
+    kept = {name: value.clone() for name, value in held.stored().items()}
+    assert {value.dtype for value in kept.values()} == ({torch.float32} if average else {torch.bfloat16, torch.float32})
+    again = HostWeights(model, average=average)
+    again.take(kept)
+    again.follow(0.3 if average else 1.0)
+    held.follow(0.3 if average else 1.0)
+    with held.swapped_in():
+        one = numbers(model)
+    with again.swapped_in():
+        assert equal(numbers(model), one)

@@ -1,0 +1,173 @@
+"""Reference and old actor: they disturb nothing, move when they should, and go on after a resume as if there had been none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.trainer.step.share_exchange import ShareExchange
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_model
+from tests.trainer.test_invariance import LAYOUTS, PACKINGS, VOCAB, options, shares, start
+
+pytestmark = pytest.mark.process
+
+ROLLOUTS, BEFORE = 5, 3  #: all, and those before the checkpoint
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "lr": 5e-3, **PACKINGS["64 tokens"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "frozen": {},
+    "every second rollout": {"ref_update_interval": 2},
+    "moving average": {"ref_update_interval": 1, "ref_update_weight": 0.25},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=True, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("other"), tied=True, vocab_size=VOCAB, seed=1)
+
+
+# ---- on the ranks
+
+
+def rollouts(policy: Any, others: Any, opts: Options, first: int, last: int) -> list[dict[str, float]]:
+    """Metrics of training on the batch again and again, as rollouts [first, last)."""
+    from hpcrl.trainer.step import train_batch
+
+    mine, found = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank]), []
+    for rollout in range(first, last):
+        metrics = train_batch.train(policy, policy.ranks, opts, mine, others.of_share(rollout, rollout))
+        others.trained(rollout + 1)
+        found.append({name: value for name, value in metrics.items() if "time" not in name})
+    return found
+
+
+def train_and_save(every: list[tuple[Options, Path]]) -> list[list[dict[str, float]]]:
+    """Of each of the options, in one layout, all rollouts with a checkpoint between them."""
+    from hpcrl.trainer.checkpoint.save_load import Position, save
+    from hpcrl.trainer.other_models import OtherModels
+
+    ranks, found = None, []
+    for opts, directory in every:
+        policy = start(opts, ranks)
+        ranks = policy.ranks
+        others = OtherModels(policy, ranks, opts, None)
+        first = rollouts(policy, others, opts, 0, BEFORE)
+        also = lambda beside, others=others: others.save(BEFORE, beside)  # noqa: E731
+        save(policy, ranks, directory, Position(BEFORE, BEFORE, {}), "run", also)
+        found.append(first + rollouts(policy, others, opts, BEFORE, ROLLOUTS))
+    return found
+
+
+def go_on(every: list[tuple[Options, Path]]) -> list[list[dict[str, float]]]:
+    """Of each checkpoint the rollouts after it, in one layout."""
+    from hpcrl.trainer.checkpoint import save_load
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.parallel import parallel_state
+
+    ranks, found = None, []
+    for opts, directory in every:
+        policy = model.build(opts, ranks or parallel_state.initialize(opts))
+        ranks, path = policy.ranks, save_load.latest(directory)
+        save_load.load_checkpoint(policy, ranks, path, "run")
+        found.append(rollouts(policy, OtherModels(policy, ranks, opts, path), opts, BEFORE, ROLLOUTS))
+    return found
+
+
+def metrics_on_rank(every: list[Options]) -> list[list[dict[str, float]]]:
+    """Metrics of three rollouts of each of the options."""
+    from hpcrl.trainer.other_models import OtherModels
+
+    ranks, found = None, []
+    for opts in every:
+        policy = start(opts, ranks)
+        ranks = policy.ranks
+        found.append(rollouts(policy, OtherModels(policy, ranks, opts, None), opts, 0, 3))
+    return found
+
+
+def old_actor_on_rank(opts: Options, directory: Path) -> tuple[dict[str, float], dict[str, float], dict[str, float], str]:
+    """Metrics of a rollout; of another that policy 0 sampled, trained on at version 1; the same resumed; and the error."""
+    from hpcrl.errors import HpcrlError
+    from hpcrl.trainer.checkpoint import save_load
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.step import train_batch
+
+    policy = start(opts)
+    ranks, (mine,) = policy.ranks, shares(opts)
+    others = OtherModels(policy, ranks, opts, None)
+    others.published(0)
+    first = train_batch.train(policy, ranks, opts, mine, others.of_share(0, 0))
+    others.published(1)
+    also = lambda beside: others.save(1, beside)  # noqa: E731
+    save_load.save(policy, ranks, directory, save_load.Position(1, 1, {}), "run", also)
+    late = train_batch.train(policy, ranks, opts, mine, others.of_share(0, 1))
+    others.published(2)
+    try:
+        others.of_share(0, 2)
+        error = "no error"
+    except HpcrlError as found:
+        error = str(found)
+    again = model.build(opts, ranks)
+    path = save_load.latest(directory)
+    save_load.load_checkpoint(again, ranks, path, "run")
+    resumed = train_batch.train(again, ranks, opts, mine, OtherModels(again, ranks, opts, path).of_share(0, 1))
+    return first, late, resumed, error
+
+
+# ---- tests
+
+
+def test_a_resumed_run_has_the_reference_that_it_would_have_had(tmp_path: Path, model: Path, other: Path) -> None:
+    """Bit for bit in the same layout; to rounding in another."""
+    every = {name: options(model, ref_load=str(other), **KL, **fields) for name, fields in KINDS.items()}
+    places = {name: tmp_path / name.replace(" ", "-") for name in every}
+    saved = run_ranks(1, train_and_save, [(every[name], places[name]) for name in every])[0]
+    resumed = run_ranks(1, go_on, [(every[name], places[name]) for name in every])[0]
+    for name, uncut, after in zip(every, saved, resumed, strict=True):
+        assert after == uncut[BEFORE:], name
+    assert [(path / "iter_0000003" / "reference").is_dir() for path in places.values()] == [False, True, True]
+    kl = [[row["train/kl_loss"] for row in uncut] for uncut in saved]
+    assert kl[0][:2] == kl[1][:2] and kl[0][2] != kl[1][2], "it moves after the second rollout, not before"
+    assert kl[1][2] == 0.0, "then it is the policy"
+    assert 0 < kl[2][1] < kl[0][1], "a moving average is nearer"
+    for layout in ("tp2 pp2", "dp2"):
+        n, fields = LAYOUTS[layout]
+        wide = [(options(model, n, ref_load=str(other), **KL, **fields, **KINDS[name]), places[name]) for name in every]
+        for uncut, after in zip(saved, run_ranks(n, go_on, wide)[0], strict=True):
+            for one, row in zip(uncut[BEFORE:], after, strict=True):
+                for metric in ("train/loss", "train/kl_loss", "train/grad_norm"):
+                    assert row[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-7), (layout, metric)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "dp2 pp2"])
+def test_a_reference_that_is_only_measured_changes_nothing(model: Path, other: Path, layout: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    common = {"lr": 5e-3, **PACKINGS["64 tokens"], **fields}
+    alone = options(model, n, **common)
+    measured = options(model, n, ref_load=str(other), use_kl_loss=True, ref_update_interval=2, **common)
+    without, beside = run_ranks(n, metrics_on_rank, [alone, measured])[0]
+    for one, row in zip(without, beside, strict=True):
+        assert {name: row[name] for name in one} == one
+        assert set(row) - set(one) == {"train/kl_loss", "rollout/ref_log_probs"}
+    assert beside[0]["train/kl_loss"] > 0.01
+
+
+def test_an_old_actor_says_what_the_weights_that_sampled_said(tmp_path: Path, model: Path) -> None:
+    opts = options(model, keep_old_actor=True, lr=5e-3, **PACKINGS["64 tokens"])
+    first, late, resumed, error = run_ranks(1, old_actor_on_rank, opts, tmp_path)[0]
+    difference = "train/train_rollout_logprob_abs_diff"
+    assert late[difference] == first[difference], "of the weights that sampled"
+    assert abs(late["train/ppo_kl"]) > 1e-3 and first["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    names = [name for name in late if "time" not in name]
+    assert [resumed[name] for name in names] == [late[name] for name in names]
+    assert "sampled under policy version 0, the trainer is at 2, and of older ones it keeps 1, 2" in error
