@@ -474,9 +474,12 @@ def test_virtual_pipeline_stages_forward_only(deep: Path) -> None:
 
 
 def test_experts_on_several_ranks_do_not_matter(tmp_path: Path) -> None:
-    model = make(tmp_path / "experts", "glm4_moe", odd=True)
-    one = gradients(model, 1, LOSSES["grpo"])
+    """Neither to the gradient nor to the reference model, whose experts lie where the policy's do."""
+    model, other = (make(tmp_path / name, "glm4_moe", odd=True, seed=seed) for seed, name in enumerate(("experts", "others")))
+    loss = fields_of("kl loss", other)
+    one = gradients(model, 1, loss)
     assert any(".experts.7." in name for name in one)
+    assert not torch.equal(one[next(iter(one))], gradients(model, 1, loss | {"ref_load": str(model)})[next(iter(one))])
     for fields in (
         {"expert_model_parallel_size": 2},
         {
@@ -486,7 +489,7 @@ def test_experts_on_several_ranks_do_not_matter(tmp_path: Path) -> None:
             "expert_tensor_parallel_size": 1,
         },
     ):
-        equal(gradients(model, 2, fields | LOSSES["grpo"]), one)
+        equal(gradients(model, 2, fields | loss), one)
 
 
 def gradients(model: Path, n: int, fields: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -139,7 +139,7 @@ def test_a_resumed_run_has_the_reference_that_it_would_have_had(tmp_path: Path, 
     kl = [[row["train/kl_loss"] for row in uncut] for uncut in saved]
     assert kl[0][:2] == kl[1][:2] and kl[0][2] != kl[1][2], "it moves after the second rollout, not before"
     assert kl[1][2] == 0.0, "then it is the policy"
-    assert 0 < kl[2][1] < kl[0][1], "a moving average is nearer"
+    assert kl[2][0] == kl[0][0] and abs(kl[2][1] - kl[0][1]) > 1e-3, "a moving average moves after the first"
     for layout in ("tp2 pp2", "dp2"):
         n, fields = LAYOUTS[layout]
         wide = [(options(model, n, ref_load=str(other), **KL, **fields, **KINDS[name]), places[name]) for name in every]
@@ -159,7 +159,7 @@ def test_a_reference_that_is_only_measured_changes_nothing(model: Path, other: P
     for one, row in zip(without, beside, strict=True):
         assert {name: row[name] for name in one} == one
         assert set(row) - set(one) == {"train/kl_loss", "rollout/ref_log_probs"}
-    assert beside[0]["train/kl_loss"] > 0.01
+    assert abs(beside[0]["train/kl_loss"]) > 1e-3
 
 
 def test_an_old_actor_says_what_the_weights_that_sampled_said(tmp_path: Path, model: Path) -> None:

@@ -84,6 +84,7 @@ _WRAPPER = "the model is wrapped in Megatron's DistributedDataParallel"
 _SCALE = "there is no fp16 training"
 _BUFFERS = "hpcrl does not set up Transformer Engine's user buffers"
 _PLAN = "hpcrl's forward step gives no schedule plan"
+_ROWS = "hpcrl runs the output layer itself, for the rows that are trained on and some of them at a time"
 _TOGETHER = {
     _INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication symmetric_ar_type "
     "cache_mla_latents mlp_chunks_for_prefill",
@@ -93,6 +94,7 @@ _TOGETHER = {
     "init_model_with_meta_device fsdp_manual_registration",
     _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     _BUFFERS: "tp_comm_overlap",
+    _ROWS: "defer_embedding_wgrad_compute wgrad_deferral_limit",
     _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
     "the loss is computed by hpcrl, of the rows that are trained on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     "multi-token prediction is not trained": "mtp_standalone",

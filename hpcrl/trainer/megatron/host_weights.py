@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcrl.errors import UsageError
+
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
 
@@ -28,11 +30,17 @@ class HostWeights:
     """This rank's part of a second set of weights.
 
     fill: puts the second set into the policy's modules, which are as they were when this returns; without it the set is a
-    copy of the policy's.  average: the second set moves towards the policy only in part, which needs it in fp32 beside the dtype of the weights.
+    copy of the policy's.  average: the second set moves towards the policy only in part, which needs it in fp32 beside the
+    dtype of the weights.  UsageError if the weights are quantised.
     """
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:
         self._policy = policy
+        if odd := next((name for name, value in weights(policy).items() if type(value) is not torch.Tensor), None):
+            raise UsageError(
+                f"{odd} is no plain tensor, and of such weights no second set can be held",
+                "leave out fp8_param, or the reference model and the old actor",
+            )
         self._host = {name: _host_copy(value) for name, value in weights(policy).items()}
         if fill is not None:
             fill()
