@@ -22,7 +22,8 @@ class Sample:
     tokens: int32 [prompt + response]; loss_mask: uint8 [response]; logprobs: float32 [response], log-probabilities of
     the sampled tokens under the policy that sampled them, at the sampling temperature; versions: int32 [response], the
     policy version that each token was sampled under.  `group` numbers the prompt over the whole run, `index` the
-    response within its group.
+    response within its group.  prompt, label and metadata are the prompt file's.  rewards: the parts of the reward by name,
+    where it has several; grading: "" or how it failed, "timeout" or "error" (then the reward is 0), with the reason.
     """
 
     group: int
@@ -39,6 +40,9 @@ class Sample:
     response: str = ""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    grading: str = ""
+    grading_error: str = ""
 
 
 #: one row a sample; what the trainer needs to know of it besides the token columns

@@ -110,11 +110,32 @@ class RolloutOptions(Base):
     rollout_temperature: float = opt(1.0, "sampling temperature; the trainer divides its logits by the same", "slime", gt=0)
     rollout_stop: list[str] = opt([], "strings that end a response", "slime")
     rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
-    rm_type: Literal["math", "exact"] | None = opt(
-        None, "reward: math (boxed answer, 1 or 0), exact (whole response equals the label)", "slime"
-    )
-    custom_rm_path: str | None = opt(None, "module.function of an own reward: async (options, sample) -> float", "slime")
     rollout_server_concurrency: int = opt(512, "requests in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)
+
+
+class RewardOptions(Base):
+    """rewards (docs/rewards.md)"""
+
+    rm_type: str | list[str] | None = opt(
+        None,
+        "reward: a file of hpcrl/rollout/rewards/ such as math, boxed_NAME for the boxed part of the response, or module.function; "
+        "several with weights are added up: math:1.0 my.brief:0.1; a prompt's metadata may name another",
+        "slime",
+    )
+    custom_rm_path: str | None = opt(
+        None, "module.function of an own reward: (options, sample, **kwargs) -> number or object, plain or async", "slime"
+    )
+    group_rm: bool = opt(False, "--custom-rm-path takes the list of a group's samples and returns a list", "slime")
+    rm_url: str | None = opt(None, "where --rm-type remote_rm posts prompt, response and label", "slime")
+    reward_key: str | None = opt(None, "key of the reward where a reward is an object", "slime")
+    eval_reward_key: str | None = opt(None, "the same in evaluations; default --reward-key", "slime")
+    reward_num_workers: int | None = opt(None, "processes that grade; default: the CPUs less one, 8 at most", ge=1)
+    reward_cpu_limit: float = opt(5.0, "CPU seconds that one grading may use; reading and comparing takes a thousandth", gt=0)
+    reward_timeout: float = opt(120.0, "seconds that one grading may take by the clock, whatever it waits for", gt=0)
+    reward_memory_gb: float = opt(2.0, "GiB that one grading may take beyond what its process holds at its start", gt=0)
+    reward_max_failed: float = opt(
+        0.1, "stop the run when more than this share of a rollout's gradings fails; below it they count 0", ge=0, le=1
+    )
 
 
 class EvalOptions(Base):
@@ -223,6 +244,7 @@ class Options(
     ModelOptions,
     DataOptions,
     RolloutOptions,
+    RewardOptions,
     EvalOptions,
     AlgorithmOptions,
     BatchOptions,

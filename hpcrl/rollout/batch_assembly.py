@@ -16,6 +16,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import make_schedule
 from hpcrl.queue.share_format import Share
+from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
 
@@ -130,6 +131,7 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
         return found
     rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
+    found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
     return found | {
         "rollout/reward": float(rewards.mean()),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.config.options import Options
+from hpcrl.config.reward_names import needing_labels, read_words
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.tokenizer import Tokenizer
 
@@ -70,8 +71,9 @@ class Reading:
         """As the options ask for.  UsageError if the reward or the loss needs labels and no key is given."""
         sft = options.loss_type == "sft_loss" and not evaluation
         label_key = (options.eval_label_key if evaluation else None) or options.label_key
-        if label_key is None and (sft or (options.rm_type and not options.custom_rm_path)):
-            needs = "--loss-type sft_loss" if sft else f"--rm-type {options.rm_type}"
+        comparing = [] if options.custom_rm_path else needing_labels(read_words(options.rm_type))
+        if label_key is None and (sft or comparing):
+            needs = "--loss-type sft_loss" if sft else f"--rm-type {comparing[0]}"
             raise UsageError(f"{needs} needs labels, but --{'eval-' if evaluation else ''}label-key is not given")
         context = options.rollout_max_context_len or tokenizer.context
         limits = [n for n in (options.rollout_max_prompt_len, context and context - 1) if n]

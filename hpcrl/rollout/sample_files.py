@@ -21,7 +21,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, object]:
-    """versions: the policy versions that its tokens were sampled under, each once."""
+    """versions: the policy versions that its tokens were sampled under, each once; rewards, grading_error: where there are any."""
+    more = {"rewards": sample.rewards, "grading": sample.grading, "grading_error": sample.grading_error}
     return {
         "group": sample.group,
         "index": sample.index,
@@ -35,4 +36,5 @@ def _record(sample: Sample) -> dict[str, object]:
         "status": sample.status,
         "versions": np.unique(sample.versions).tolist(),
         "metadata": sample.metadata,
+        **{name: value for name, value in more.items() if value},
     }
