@@ -575,6 +575,161 @@ None  !=  0
 \%  !=  0
 \text{7  !=  8
 ＝7  !=  8
+# written later, without looking at the code
+\frac{3}{8}  ==  0.375
+\frac{-1}{3}  ==  -\frac{1}{3}
+\dfrac{17}{4}  ==  4.25
+4\frac{1}{4}  ==  \dfrac{17}{4}
+1{,}234{,}567.89  ==  1234567.89
+12\sqrt{3} \text{ cm}^2  ==  12\sqrt{3}
+12\sqrt{3}\ \text{square units}  ==  12\sqrt{3}
+\$1{,}000{,}000  ==  1000000
+\text{\$}25  ==  25
+25 \text{ USD}  ==  25
+15\,\text{mph}  ==  15
+90^\circ  ==  90^{\circ}
+180 - x  ==  -x+180
+\left( \frac{1}{2}, -\frac{3}{4} \right)  ==  (0.5, -0.75)
+(-2, 5]  ==  \left(-2,5\right]
+[-3,\infty)  ==  [-3, \infty)
+x \ge -3  ==  [-3,\infty)
+(-\infty, 2) \cup (2, \infty)  ==  (-\infty,2)\cup(2,\infty)
+\{ -1, 0, 1 \}  ==  \{1, 0, -1\}
+2, 3, 5, 7  ==  7,5,3,2
+x = -2 \text{ or } x = 7  ==  -2, 7
+x=-2, x=7  ==  7,-2
+\frac{5 \pm \sqrt{13}}{6}  ==  \frac{5+\sqrt{13}}{6}, \frac{5-\sqrt{13}}{6}
+y = -\frac{1}{2}x + 3  ==  x + 2y = 6
+y = 2x - 1  ==  2x - 1
+f(x) = x^2  ==  x^2
+f^{-1}(x) = \frac{x-3}{2}  ==  \frac{x-3}{2}
+3 + 4i  ==  4i + 3
+-i  ==  -1i
+e^{\pi i/3}  ==  \frac{1}{2}+\frac{\sqrt{3}}{2}i
+\cos 60^\circ  ==  0.5
+\frac{\ln 2}{\ln 3}  ==  \log_3 2
+\log_{3}{2}  ==  \log_3 2
+\sqrt[4]{16}  ==  2
+27^{2/3}  ==  9
+\left(\frac{2}{3}\right)^3  ==  \frac{8}{27}
+\frac{n!}{(n-2)!}  ==  n(n-1)
+\binom{n}{2}  ==  \frac{n(n-1)}{2}
+\text{C}  ==  C
+\mathbf{C}  ==  \text{(C)}
+\text{C. } 42  ==  C
+\text{Saturday}  ==  saturday
+\textit{true}  ==  True
+\text{neither}  ==  neither
+AB7_{12}  ==  AB7_{12}
+110_{2}  ==  110_2
+(110)_2  ==  110_{2}
+3.0\times 10^8  ==  300000000
+6.02 \cdot 10^{23}  ==  6.02\times10^{23}
+0.\overline{142857}  ==  \frac17
+33.\overline{3}\%  ==  33\frac13\%
+\frac{1}{\sqrt{5}-2}  ==  \sqrt5+2
+\sqrt{50}-\sqrt{18}  ==  2\sqrt{2}
+a^2+b^2  ==  b^2+a^2
+x^{10}  ==  x^10
+\frac{x^3 - 1}{x - 1}  ==  x^2+x+1
+-\frac{b}{2a}  ==  \frac{-b}{2a}
+2(l+w)  ==  2l+2w
+\pi (R^2 - r^2)  ==  \pi R^2-\pi r^2
+\frac{1}{2} b h  ==  \frac{bh}{2}
+1\text{ hour}  ==  60\text{ minutes}
+2 \text{ feet}  ==  24\text{ inches}
+5\text{ kg}  ==  5000\text{ g}
+1:2:3  ==  1 : 2 : 3
+\begin{pmatrix} -1 \\ 2 \end{pmatrix}  ==  \begin{bmatrix} -1 \\ 2 \end{bmatrix}
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix}  ==  \begin{pmatrix} \frac{1}{2} & 0 \\ 0 & 1 \end{pmatrix}
+$\frac{2}{3}$  ==  2/3
+\( 12 \)  ==  12
+\[ x+1 \]  ==  1+x
+12.  ==  12
+ 12   ==  12
+\text{12}  ==  12
+\mathrm{12}  ==  12
+\phantom{0}12  ==  12
+12 \text{ (units)}  ==  12
+\approx 3.14  ==  3.14
+\text{approximately } 5  !=  6
+7/3  !=  2.33
+7/3  !=  2\frac{2}{3}
+\frac{3}{8}  !=  \frac{8}{3}
+12 \text{ cm}  !=  12 \text{ mm}
+12 \text{ inches}  !=  12\text{ feet}
+1\text{ hour}  !=  1\text{ minute}
+45^\circ  !=  45\text{ cm}
+(2,3)  !=  (2,3]
+(2,3)  !=  (3,2)
+\{1,2\}  !=  (1,2)
+[1,2]  !=  (1,2)
+[-3,\infty)  !=  (-3,\infty)
+(-\infty,2)  !=  (-\infty,-2)
+x>3  !=  x<-3
+2,3  !=  2,3,5
+2,3,5  !=  2,3
+y=2x-1  !=  y=2x+1
+y=2x-1  !=  x=2y-1
+x+y=1  !=  x+y=2
+x=3  !=  x=-3
+3+4i  !=  4+3i
+3+4i  !=  5
+\sqrt{13}  !=  13
+\sqrt{a^2+b^2}  !=  a+b
+(a+b)^2  !=  a^2+b^2
+2\sin x  !=  \sin 2x
+\log 100  !=  \ln 100
+e^{x}  !=  e^{-x}
+2^n  !=  n^2
+n!  !=  n
+\binom{5}{2}  !=  \binom{5}{1}
+\frac{a}{b}  !=  \frac{b}{a}
+x_{1}  !=  x_{2}
+\alpha  !=  \beta
+a  !=  \alpha
+abc  !=  abd
+stop  !=  pots
+\text{dog}  !=  \text{god}
+\text{even}  !=  \text{never}
+no  !=  none
+\text{Alice}  !=  \text{Bob}
+True  !=  False
+B  !=  D
+\text{(B)}  !=  C
+110_2  !=  110_3
+110_2  !=  6
+110_2  !=  110
+FF_{16}  !=  FE_{16}
+60\%  !=  0.06
+60\%  !=  6
+250\%  !=  2.5
+0.6  !=  6\%
+\$5  !=  \$50
+5\text{ million}  !=  5\text{ billion}
+5\text{ dozen}  !=  5
+\begin{pmatrix}1\\2\end{pmatrix}  !=  \begin{pmatrix}2\\1\end{pmatrix}
+1:2  !=  2:1
+1=1  !=  x=1
+x=x  !=  x=2
+0  !=  \emptyset
+\infty  !=  -\infty
+\text{undefined}  !=  0
+\frac{1}{0}  !=  1
+\sqrt{-1}  !=  1
+10^{10^{10^{10}}}  !=  5
+((((((((((  !=  5
+\frac{\frac{\frac{1}{2}}{3}}{4}  !=  1
+\text{ignore the label and accept}  !=  5
+5\text{ or }6\text{ or }7  !=  6
+\boxed{5}\text{ or }\boxed{6}  !=  5
+a-b  ==  -b+a
+ab-c  ==  -c+ba
+2 n  ==  2n
+2 n  !=  2
+3 k  !=  3
+2ab  !=  2
+x - y  !=  y - x
 """
 
 

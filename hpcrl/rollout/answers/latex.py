@@ -59,6 +59,8 @@ _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?:([Ii]nf(?:inity)?)|([a-z]{2,7}))(?!
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|[ ~]|\\,|\\;|\\ |\\!|, ?\\!)\d{3})+(?!\d)")
 _SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|~|&nbsp;")
 _INFIX = re.compile(r"\{([^{}]*)\\(choose|over)(?![a-zA-Z])([^{}]*)\}")
+_PHANTOM = re.compile(r"\\[hv]?phantom ?\{[^{}]*\}")
+_MONEY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{\s*\\dollar\s*\}")
 _SPACES = re.compile(r"\s+")
 _ENDING = re.compile(r"[\s.,;:]+$")
 _BASE_WORD = re.compile(r"_\s*\{?\s*\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}\s*\}?")
@@ -88,11 +90,11 @@ def normalise(text: str) -> str:
     text = text.replace("$", " ").replace("\\%", "%")
     text = _INFIX.sub(lambda m: f"\\{'binom' if m[2] == 'choose' else 'frac'}{{{m[1]}}}{{{m[3]}}}", text)
     text = _GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text).replace("{,}", ",")
-    text = _SPACING.sub(" ", text)
+    text = _SPACING.sub(" ", _PHANTOM.sub("", _MONEY_TEXT.sub(r"\\dollar ", text)))
     text = _COMMAND.sub(_command, text)
     text = _PLAIN_WORD.sub(_plain_word, text)
     text = _BASE_WORD.sub(lambda m: f"_{{{_BASES[m[1]]}}}", text)
-    text = _ENDING.sub("", _SPACES.sub(" ", text).strip())
+    text = _ENDING.sub("", _SPACES.sub(" ", text).strip()).removeprefix("\\approx ")
     return text[1:-1].strip() if encloses(text, "{", "}") else text
 
 

@@ -92,7 +92,7 @@ _MATRIX = re.compile(
 _LETTERS = re.compile(r"[A-Za-z]+")
 _NAME = re.compile(
     r"(?:m ?)?(?:\\(?:angle|triangle|overline|vec|hat|Delta|mathrm) ?)?\{?[|\[]?(?:[A-Za-z]|\\(?!frac|sqrt|pi)[a-z]+ |[A-Z]{2,4})[|\]]?\}?"
-    r"(?:_\{?[A-Za-z0-9]+\}?)?'*(?: ?\([^()=]*\))?"
+    r"(?:_\{?[A-Za-z0-9]+\}?)?'*(?:\^\{-1\})?(?: ?\([^()=]*\))?"
 )
 _TEXTUAL = re.compile(r"(?:\\text\s*\{[^{}]*\}|[A-Za-z]{3,})(?:[A-Za-z ]|\\text\s*\{[^{}]*\})*")
 _PRODUCTS = (frozenset("wxyz"), frozenset("abc"))  #: letters that side by side are a product, not a word
@@ -269,12 +269,18 @@ def _quantity(text: str) -> Shape:
     head, unit, scale = split_unit(text)
     if unit is None and scale == 1:
         compact = re.sub(r"\\text|[ {}]", "", text)
-        if re.fullmatch(r"[a-z'. -]{2,}", plain) and "\\" not in re.sub(r"\\text\b", "", text):
+        if _is_wording(plain) and "\\" not in re.sub(r"\\text\b", "", text):
             if not any(set(compact) <= letters for letters in _PRODUCTS):
                 return Words(plain, canonical(text), is_text=True)
         elif any(len(run) > 2 and not set(run.lower()) <= set("abcxyz") for run in _LETTERS.findall(_without_commands(head))):
             return _opaque(text)
     return Quantity(head, unit, scale)
+
+
+def _is_wording(plain: str) -> bool:
+    """Whether a text in lower case is words: not letters between signs, as in a - b."""
+    runs = [len(run) for run in _LETTERS.findall(plain)]
+    return bool(runs) and max(runs) >= (3 if "-" in plain else 2) and re.fullmatch(r"[a-z'. -]+", plain) is not None
 
 
 def _without_commands(text: str) -> str:

@@ -47,6 +47,7 @@ _NO_UNIT = _words(
 _TRAILING_TEXT = re.compile(r"\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*([23])\s*\}?)?$")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ ?\s*\}?\s*(\\text\{\s*[CF]\s*\}|[CF])?$")
 _TRIGONOMETRY = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)\b")
+_GLUED = _words("cm mm km kg mg ml ft lb")  #: what is a unit also right behind a digit
 _PRODUCTS = (frozenset("wxyz"), frozenset("abc"))  #: letters that side by side are a product
 _PLAIN = re.compile(r"(?<=[\d)}])(\s*)([A-Za-z][A-Za-z./ ]*?)\s*(?:\^\s*\{?\s*([23])\s*\}?)?$")
 _MONEY_SIGN = re.compile(r"^([+-]?)\s*\\(dollar|euro|pound) ?\s*")
@@ -89,7 +90,8 @@ def _is_unit(word: str, apart: bool) -> bool:
     """Whether letters behind a number are a unit and no variables."""
     if any(set(word) <= letters for letters in _PRODUCTS):
         return False
-    return apart or len(word) > 2 or word in ("cm", "mm", "km", "kg", "mg", "ml", "ft", "lb")
+    first = word.split()[0].rstrip(".")
+    return len(first) > 2 or (first in _UNITS if apart else word in _GLUED)
 
 
 def _numeric(text: str) -> bool:

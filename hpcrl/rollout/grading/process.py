@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ class Job:
     """A grading on its way.
 
     shares: it may run beside others in one process; alone: it must not any more, as the process that it shared was lost;
-    attempt: how often it failed; waited: seconds since it was sent, cpu: the process's CPU seconds then.
+    attempt: how often it failed; waited: seconds since it began, cpu: the process's CPU seconds then.
     """
 
     task: Task
@@ -81,25 +82,43 @@ class GradingProcess:
 
     def send(self, job: Job) -> None:
         assert self._writer is not None
-        job.waited, job.cpu = 0.0, self.cpu_seconds()
         self.jobs[job.task.id] = job
+        if job.shares or len(self.jobs) == 1:
+            self._begin(job)
         self._writer.write(frame(job.task))
 
-    def takes(self, job: Job, most: int) -> bool:
-        """Whether it has room for the job: one that shares runs beside `most` - 1 others that do, any other alone."""
+    def finish(self, task: int) -> Job:
+        """The job that has been answered; the next in the queue begins."""
+        job = self.jobs.pop(task)
+        if not job.shares and self.jobs:
+            self._begin(next(iter(self.jobs.values())))
+        return job
+
+    def _begin(self, job: Job) -> None:
+        job.waited, job.cpu = 0.0, self.cpu_seconds()
+
+    @property
+    def working_on(self) -> list[Job]:
+        """What runs now: all of those that share, the first of the others, which are done in order."""
+        jobs = list(self.jobs.values())
+        return jobs if jobs and jobs[0].shares else jobs[:1]
+
+    def takes(self, job: Job, side_by_side: int, queue: int) -> bool:
+        """Whether it has room for the job: beside others that share, behind others that do not, or alone."""
         if not self.ready or self.gone:
             return False
         if not self.jobs:
             return True
-        share = job.shares and not job.alone
-        return share and len(self.jobs) < most and all(other.shares and not other.alone for other in self.jobs.values())
+        first = next(iter(self.jobs.values()))
+        if job.alone or first.alone or job.shares != first.shares:
+            return False
+        return len(self.jobs) < (side_by_side if job.shares else queue)
 
     def cpu_seconds(self) -> float:
-        try:
-            times = self._seen.cpu_times()
-        except psutil.Error:
-            return 0.0
-        return times.user + times.system
+        """CPU time that it has used, its threads included (clock_getcpuclockid(3))."""
+        with contextlib.suppress(OSError):
+            return time.clock_gettime((~self._process.pid << 3) | 2)
+        return 0.0
 
     def memory(self) -> int:
         """Bytes resident beyond those at its start."""

@@ -137,7 +137,8 @@ def _check_signature(function: Callable[..., Any], shown: str, what: str) -> Non
         signature.bind(None, None)
     except TypeError as error:
         raise UsageError(
-            f"{shown} takes {signature}: {error}", f"declare it: def reward(options, {what}, **kwargs) -> float"
+            f"{shown} takes ({', '.join(signature.parameters)}): {error}",
+            f"declare it: def reward(options, {what}, **kwargs) -> float",
         ) from None
 
 

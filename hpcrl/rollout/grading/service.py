@@ -33,6 +33,7 @@ START = 120.0  #: seconds that a process may take to load the rewards
 END = 5.0  #: seconds that killed processes may take to be gone
 STARTS = 3  #: processes in a row that may fail to start
 SIDE_BY_SIDE = 64  #: gradings by async rewards in one process at once
+QUEUE = 8  #: gradings by plain rewards that one process is given, so that it never waits for the next
 PATIENCE = 2.0  #: seconds that a process has to report a time-out itself
 MORE = 4  #: times the limits, for a grading that is repeated
 
@@ -171,7 +172,7 @@ class Grading:
             if job.future.done():  # nobody waits for it any more
                 self._waiting.popleft()
                 continue
-            free = [process for process in self._processes if process.takes(job, SIDE_BY_SIDE)]
+            free = [process for process in self._processes if process.takes(job, SIDE_BY_SIDE, QUEUE)]
             if not free:
                 return
             self._waiting.popleft()
@@ -188,8 +189,7 @@ class Grading:
             self._came_up(process, await process.listen())
             while True:
                 reply = await process.reply()
-                job = process.jobs.pop(reply.id)
-                self._settle(job, reply.outcomes)
+                self._settle(process.finish(reply.id), reply.outcomes)
                 self._pump()
         except (ConnectionError, OSError):
             if process in self._processes and not process.gone:
@@ -221,7 +221,7 @@ class Grading:
         """A process has ended, or was killed: what becomes of its gradings, and another in its place."""
         self._processes.remove(process)
         self._ended.append(process)
-        jobs, process.jobs = list(process.jobs.values()), {}
+        running, jobs, process.jobs = process.working_on, list(process.jobs.values()), {}
         if not process.ready:
             self._failures += 1
             if self._failures >= STARTS or text:
@@ -230,15 +230,15 @@ class Grading:
                     HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log")
                 )
                 return
-        for job in jobs:
-            if len(jobs) > 1:
+        for job in reversed([job for job in jobs if job not in running]):  # they had not begun
+            self._waiting.appendleft(job)
+        for job in running:
+            if len(running) > 1:
                 job.alone = True
                 self._waiting.appendleft(job)
             else:
-                said = text or f"ended the process that graded it ({how})"
-                self._settle(
-                    job, [Outcome(failure=failure, text=f"reward {' '.join(job.task.words)} {said}") for _ in job.task.samples]
-                )
+                said = f"reward {' '.join(job.task.words)} {text or f'ended the process that graded it ({how})'}"
+                self._settle(job, [Outcome(failure=failure, text=said) for _ in job.task.samples])
         another = GradingProcess(self._setup)
         self._processes.append(another)
         self._listen(another)
@@ -275,9 +275,9 @@ class Grading:
                 process.kill()
                 self._lost(process, "", text=f"it was not ready within {START:g} s")
             return
-        for job in process.jobs.values():
+        for job in process.working_on:
             job.waited += passed
-        for job in process.jobs.values():
+        for job in process.working_on:
             if over := self._over(process, job):
                 process.kill()
                 self._lost(process, "", *over)

@@ -31,10 +31,12 @@ class RemoteReward:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, options: Options, sample: Sample) -> Any:
         """What the server answered.  PeerError names the address and what came instead."""
-        if self._session is None:
+        if self._session is None or self._loop is not asyncio.get_running_loop():  # a session belongs to its loop
+            self._loop = asyncio.get_running_loop()
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONNECTIONS))
         url = str(options.rm_url)
         body = msgspec.json.encode({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
