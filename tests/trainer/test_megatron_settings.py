@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hpcrl.config.rules.option_rules import check_options
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.option_rules import check_options
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
