@@ -24,6 +24,8 @@ class Sample:
     the sampled tokens under the policy that sampled them, at the sampling temperature; versions: int32 [response], the
     policy version that each token was sampled under.  `group` numbers the prompt over the whole run, `index` the
     response within its group.  baseline: the reward of the greedy response to the same prompt, NaN where none was asked for.
+    prompt, label and metadata are the prompt file's.  rewards: the parts of the reward by name, where it has several.
+    grading: "" or how it failed, "timeout" or "error" (then the reward is 0); grading_error: the reason.
     """
 
     group: int
@@ -40,6 +42,9 @@ class Sample:
     response: str = ""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    grading: str = ""
+    grading_error: str = ""
 
 
 #: one row a sample; what the trainer needs to know of it besides the token columns

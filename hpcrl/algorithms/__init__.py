@@ -2,7 +2,7 @@
 
 What the trainer calls, in this order:
 
-1. `hpcrl.config.algorithm_needs.needs(options)` says which models and passes a run needs; no torch.
+1. `hpcrl.config.rules.algorithm_needs.needs(options)` says which models and passes a run needs; no torch.
 2. `advantages.compute_advantages(batch, options)` once a rollout, over a `RolloutBatch`: the table of all samples of the
    rollout, equal on every rank, and the token columns of the rank's own samples, whole responses.
 3. `reducers.token_weights(counts, options)` once an optimizer step or micro-batch: what each token counts in the loss.

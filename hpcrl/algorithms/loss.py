@@ -16,8 +16,8 @@ from hpcrl.algorithms.interface import Loss, Report, TokenBatch
 from hpcrl.algorithms.mismatch import add_difference, mismatch_report, off_policy_mask
 from hpcrl.algorithms.preference import dpo_loss
 from hpcrl.algorithms.registry import find, find_function
-from hpcrl.config.algorithm_needs import policy_loss_name
 from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import policy_loss_name
 from hpcrl.errors import HpcrlError, UsageError
 
 

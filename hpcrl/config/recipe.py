@@ -24,8 +24,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpcrl.config.option_rules import check_options, check_run_dir, flag, inert
 from hpcrl.config.options import Options
+from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.errors import UsageError
 

@@ -44,7 +44,9 @@ _HERE: dict[str, str] = {
     "{eps-clip-high}": "epsilon-high clip-ratio-high",
     "{eps-clip-c}": "clip-ratio-c dual-clip delta",
     "{entropy-coef}": "entropy-coeff entropy-coefficient entropy-bonus ent-coef",
-    "{kl-loss-coef}": "beta init-kl-coef kl-beta kl-coeff kl-loss-coeff",
+    "{kl-loss-coef} (in the loss) or {kl-coef} (in the reward)": "beta init-kl-coef kl-beta kl-coeff kl-ctrl",
+    "{kl-loss-type}": "kl-penalty kl-estimator",
+    "{kl-coef}": "use-kl-in-reward",
     "{clip-grad}": "max-grad-norm grad-clip gradient-clipping max-norm",
     "{lr-decay-style}": "lr-scheduler lr-scheduler-type scheduler",
     "{lr-warmup-iters}": "warmup-steps lr-warmup-steps num-warmup-steps warmup-iters warmup",
@@ -79,8 +81,6 @@ _NOWHERE: dict[str, str] = {
     "logging-steps log-interval use-tensorboard tensorboard-dir tb-dir swanlab use-swanlab mlflow trackio",
     "sampling is from the whole distribution, as the trainer computes it: there is no such setting yet": "top-p top-k min-p rollout-top-p "
     "rollout-top-k eval-top-p eval-top-k repetition-penalty presence-penalty frequency-penalty",
-    "there is no KL term yet": "beta init-kl-coef kl-beta kl-coef kl-coeff kl-loss-coef kl-loss-coeff kl-loss-type use-kl-loss "
-    "use-unbiased-kl use-kl-in-reward kl-penalty kl-target kl-ctrl",
     "there is no such way to fill a batch yet": "partial-rollout over-sampling-batch-size over-sampling-filter-input-size "
     "dynamic-sampling-filter-path buffer-filter-path rollout-sample-filter-path mask-offpolicy-in-partial-rollout",
     "all weights are trained: there are no adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",

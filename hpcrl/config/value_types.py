@@ -41,12 +41,13 @@ class Kind:
     """The type of an option's value.
 
     base: "object" is a JSON object, "any" is left open, "none" cannot be written at all (functions, tensors' dtypes ...);
-    many: a list of it; choices: the only values allowed; optional: null is allowed; bounds: as text, such as ">= 1";
+    many: a list of it; lone: one that may also be written without the list; choices: the only values allowed; optional: null is allowed; bounds: as text, such as ">= 1";
     bare: the flag may stand without a value and then means true (only where nothing is known of the type).
     """
 
     base: Base
     many: bool = False
+    lone: bool = False
     choices: tuple[str | int, ...] = ()
     optional: bool = False
     bounds: str = ""
@@ -72,7 +73,7 @@ class Kind:
         if not words:
             return True
         values = [self._one(word) for word in words]
-        value = values if self.many else values[0]
+        value = values if self.many and not (self.lone and len(values) == 1) else values[0]
         if not self.fits(value):
             raise ValueError(words)
         return value
@@ -92,7 +93,7 @@ class Kind:
         """Whether a value of TOML or JSON has this type (bounds are checked by the declaration's owner)."""
         if value is None:
             return self.optional
-        if self.many:
+        if self.many and not (self.lone and not isinstance(value, list)):
             return isinstance(value, list) and all(replace(self, many=False, optional=False).fits(item) for item in value)
         if self.choices and value not in self.choices:
             return False
@@ -151,7 +152,10 @@ def kind_of(annotation: Any) -> Kind:
     """The kind of a Python type annotation, as options.py declares them."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
-        return replace(union(kind_of(a) for a in args if a is not type(None)), optional=type(None) in args)
+        parts = [kind_of(a) for a in args if a is not type(None)]
+        if len(parts) == 2 and parts[1] == replace(parts[0], many=True):
+            return replace(parts[1], lone=True, optional=type(None) in args)
+        return replace(union(parts), optional=type(None) in args)
     if origin is Literal:
         return Kind("int" if all(isinstance(a, int) for a in args) else "str", choices=args)
     if origin is list:

@@ -23,9 +23,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.option_rules import check_run_dir
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
+from hpcrl.config.rules.option_rules import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.plan import Host, Plan, local_hosts, make_plan

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpcrl.config.algorithm_needs import needs
 from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
+from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
 
@@ -134,6 +135,7 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
         return found
     rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
+    found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
     return found | {
         "rollout/reward": float(rewards.mean()),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),

@@ -16,8 +16,9 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.rollout.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompt_files import Prompt, PromptFile, Reading, read_prompts
-from hpcrl.rollout.rewards import Grader, grade
 from hpcrl.rollout.tokenizer import Tokenizer
 from hpcrl.sample import TRUNCATED, Sample
 
@@ -48,33 +49,35 @@ def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
 class Evaluator:
     """Evaluates the engines' current weights."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grader: Grader) -> None:
+    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
         self._seed, self._each = options.rollout_seed, options.n_samples_per_eval_prompt
         self._sampling = Sampling.of(options, tokenizer, evaluation=True)
-        self._tokenizer, self._generator, self._grader = tokenizer, generator, grader
+        self._tokenizer, self._generator, self._grading = tokenizer, generator, grading
 
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """--n-samples-per-eval-prompt graded responses to every prompt, in the order of the file."""
+        what = f"evaluation {held.name} of policy version {version}"
+        tally = self._grading.tally(what, len(held.file) * self._each, self._each)
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._one(held, number, prompt, index, version))
+                tasks.create_task(self._one(held, number, prompt, index, version, tally))
                 for number, prompt in enumerate(held.file.prompts)
                 for index in range(self._each)
             ]
         return [task.result() for task in running]
 
-    async def _one(self, held: HeldOut, number: int, prompt: Prompt, index: int, version: int) -> Sample:
+    async def _one(self, held: HeldOut, number: int, prompt: Prompt, index: int, version: int, tally: Tally) -> Sample:
         seed = seed_of("evaluate", self._seed, held.name, number, index) if self._sampling.temperature > 0 else None
         completion = await self._generator.complete(prompt.tokens, self._sampling, seed, version)
         stops = frozenset(self._sampling.stop_token_ids)
         sample = completion.sample(number, index, prompt, self._tokenizer.decode(completion.tokens, stops))
-        sample.reward = await grade(self._grader, sample, f"{held.file.path}, line {prompt.line}")
+        await self._grading.grade(sample, f"{held.file.path}, line {prompt.line}", tally, evaluation=True)
         return sample
 
 
 def results(samples: list[Sample]) -> dict[str, Any]:
-    """accuracy: mean reward; response_len: mean tokens; truncated_ratio; n: responses."""
-    return {
+    """accuracy: mean reward; response_len: mean tokens; truncated_ratio; n: responses; and `grading_metrics`."""
+    return grading_metrics(samples) | {
         "accuracy": float(np.mean([s.reward for s in samples])),
         "response_len": float(np.mean([s.response_length for s in samples])),
         "truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),

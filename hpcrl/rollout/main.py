@@ -18,15 +18,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hpcrl.config.algorithm_needs import needs
+from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue.server import QueueServer
-from hpcrl.rollout import rewards
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engine_pool import EnginePool
 from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
 from hpcrl.rollout.generate import Generator
+from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.prompt_files import Reading, read_prompts
 from hpcrl.rollout.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.sample_files import write_samples
@@ -51,11 +51,13 @@ class Work:
             raise UsageError("--prompt-data is not given")
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
-        self.grader = rewards.load_reward(options) if evaluates or self.samples else None
         self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
         self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
+        graded = [self.file] if self.samples else []
+        graded += [held.file for held in self.held_out]
+        self.grading = Grading(options, graded) if graded else None
 
 
 class RolloutRole:
@@ -67,10 +69,10 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
-        if work.grader is not None and work.samples:
-            self.maker = EngineSampler(self.options, work.file, work.tokenizer, generator, work.grader)
-        if work.grader is not None and work.held_out:
-            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grader)
+        if work.grading is not None and work.samples:
+            self.maker = EngineSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+        if work.grading is not None and work.held_out:
+            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
@@ -85,11 +87,16 @@ class RolloutRole:
     async def run(self) -> int:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
-        watch = None
+        watch = asyncio.create_task(self._watch())
+        starting = None if self.work.grading is None else asyncio.create_task(self.work.grading.start())
         try:
+            if starting is not None:
+                await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
+                if self._end.done():
+                    return await self._end
+                await starting
             await self.server.start()
             say(f"{len(self.work.file)} prompts in {self.work.file.path}, {self.work.total} rollouts")
-            watch = asyncio.create_task(self._watch())
             return await self._end
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
@@ -97,10 +104,10 @@ class RolloutRole:
                 await self.server.fail(text_of(error))
             raise
         finally:
-            await cancel(watch, self._making, self._evaluating)
+            await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
-            if self.work.grader is not None:
-                await self.work.grader.close()
+            if self.work.grading is not None:
+                await self.work.grading.close()
             await self.server.close()
 
     # ---- what the trainer calls

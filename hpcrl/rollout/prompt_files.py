@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hpcrl.config.option_rules import label_key
 from hpcrl.config.options import Options
+from hpcrl.config.rules.option_rules import label_key
 from hpcrl.errors import DataError
 from hpcrl.rollout.tokenizer import Tokenizer
 

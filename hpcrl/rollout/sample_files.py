@@ -22,7 +22,9 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, object]:
-    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for."""
+    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for; rewards,
+    grading, grading_error: where there are any."""
+    more = {"rewards": sample.rewards, "grading": sample.grading, "grading_error": sample.grading_error}
     baseline = {} if math.isnan(sample.baseline) else {"baseline": sample.baseline}
     return {
         "group": sample.group,
@@ -37,4 +39,5 @@ def _record(sample: Sample) -> dict[str, object]:
         "status": sample.status,
         "versions": np.unique(sample.versions).tolist(),
         "metadata": sample.metadata,
+        **{name: value for name, value in more.items() if value},
     }

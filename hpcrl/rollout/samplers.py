@@ -14,9 +14,9 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.rollout.generate import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.prompt_files import PromptFile
 from hpcrl.rollout.prompt_source import Group
-from hpcrl.rollout.rewards import Grader, grade
 from hpcrl.rollout.tokenizer import Tokenizer
 from hpcrl.sample import COMPLETED, Sample
 
@@ -34,10 +34,11 @@ class Sampler(Protocol):
 class EngineSampler:
     """Samples from the policy, graded by the reward."""
 
-    def __init__(self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grader: Grader) -> None:
+    def __init__(self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
         self._sampling = Sampling.of(options, tokenizer)
         self._seed = options.rollout_seed
-        self._file, self._tokenizer, self._generator, self._grader = file, tokenizer, generator, grader
+        self._file, self._tokenizer, self._generator, self._grading = file, tokenizer, generator, grading
+        self._size, self._each = options.samples_per_rollout, options.n_samples_per_prompt
 
     async def make(self, group: Group, index: int, rollout_id: int, version: int) -> Sample:
         seed = seed_of("train", self._seed, rollout_id, group.number, index)
@@ -45,7 +46,8 @@ class EngineSampler:
         completion = await self._generator.complete(group.prompt.tokens, sampling, seed, version)
         response = self._tokenizer.decode(completion.tokens, frozenset(self._sampling.stop_token_ids))
         sample = completion.sample(group.number, index, group.prompt, response)
-        sample.reward = await grade(self._grader, sample, f"{self._file.path}, line {group.prompt.line}")
+        tally = self._grading.tally(f"rollout {rollout_id}", self._size, self._each)
+        await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
         return sample
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcrl.config.algorithm_needs import needs
 from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.trainer.checkpoint.resume import load_reference
 from hpcrl.trainer.checkpoint.weight_sets import load_set, save_set

@@ -10,9 +10,9 @@ import pytest
 
 from hpcrl.algorithms import corrections, estimators, kl, losses
 from hpcrl.config.algorithm_files import Kind, algorithm_files
-from hpcrl.config.algorithm_needs import policy_loss_name
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.rules.algorithm_needs import policy_loss_name
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs" / "algorithms.md").read_text()

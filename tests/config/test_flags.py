@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hpcrl.config.rules.option_rules import check_options, inert, label_key
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.config import passthrough
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.option_rules import check_options, inert, label_key
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import kind_of_field
@@ -61,7 +61,9 @@ def example(name: str) -> Any:
     one = {
         "bool": not value,
         "int": 4096,
-        "float": 0.5 if "beta" in name or "fraction" in name or name in ("gamma", "lambd", "ref_update_weight") else 1.5,
+        "float": 0.5
+        if "beta" in name or "fraction" in name or "failed" in name or name in ("gamma", "lambd", "ref_update_weight")
+        else 1.5,
         "str": "some text",
         "object": {},
     }[kind.base]
@@ -259,7 +261,6 @@ def test_without_the_packages_a_misspelt_own_flag_is_still_found() -> None:
         ("--num-rollout x", "--num-rollout x: expected a whole number >= 0"),
         ("--num-rollout 3.5", "--num-rollout 3.5: expected a whole number"),
         ("--lr fast", "--lr fast: expected a number >= 0"),
-        ("--rm-type maths", "--rm-type maths: expected one of math, exact"),
         ("--rollout-stop-token-ids 1 b", "--rollout-stop-token-ids 1 b: expected whole numbers"),
         ("--train-env-vars {", "--train-env-vars {: expected a JSON object"),
         ("--train-env-vars []", "expected a JSON object"),
@@ -409,6 +410,18 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rm_type": None}, "give --rm-type or --custom-rm-path"),
         ({"custom_rm_path": "m.f"}, "exclude each other"),
         ({"label_key": None}, "--rm-type exact compares with the label; give --label-key"),
+        ({"rm_type": "maths"}, r"--rm-type maths is no reward; did you mean math\?"),
+        ({"rm_type": "boxed_gqpa"}, r"--rm-type boxed_gqpa is no reward; did you mean boxed_gpqa\?"),
+        ({"rm_type": "zzz"}, "there are dapo, deepscaler, .*; an own one is module.function"),
+        ({"rm_type": ["math:1.0", "f1:much"]}, "--rm-type f1:much: 'much' is no weight"),
+        ({"rm_type": ["math", "f1:0"]}, "--rm-type f1:0: '0' is no weight"),
+        ({"rm_type": ["math", "math:2"]}, "names math twice"),
+        ({"rm_type": ["random", "f1"], "label_key": None}, "--rm-type f1 compares with the label"),
+        ({"rm_type": "remote_rm"}, "nowhere to ask; give --rm-url"),
+        ({"rm_type": "remote_rm", "rm_url": "host:80"}, "--rm-url host:80 is no address"),
+        ({"reward_key": "score"}, "--reward-key score has no effect here: --rm-type exact returns a number"),
+        ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key pred: --rm-type dapo returns acc, score"),
+        ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
         ({"eval_interval": 2}, "give --eval-prompt-data NAME PATH"),
         ({"eval_interval": 2, "eval_prompt_data": ["a"]}, "takes pairs of NAME PATH, here are 1 words"),

@@ -42,4 +42,4 @@ def test_a_default_is_shown_as_it_would_be_written() -> None:
     lines = {line.split("`")[1]: line for line in markdown().splitlines() if line.startswith("| `")}
     assert "| FLOAT >= 0 | 1e-06 | megatron |" in lines["--lr"]
     assert "| switch | on | megatron |" in lines["--bf16"]
-    assert "| {math,exact} |  | slime |" in lines["--rm-type"]
+    assert "| TEXT [TEXT ...] |  | slime |" in lines["--rm-type"]

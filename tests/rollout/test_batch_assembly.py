@@ -89,6 +89,8 @@ def test_metrics() -> None:
             "rollout/response_len/min": 1,
             "rollout/truncated_ratio": 1 / 6,
             "rollout/zero_std": 0.0,
+            "rollout/reward_timeouts": 0.0,
+            "rollout/reward_errors": 0.0,
             "staleness/mean": 2.0,
             "staleness/max": 2.0,
             "perf/rollout_time": 2.0,

@@ -327,11 +327,13 @@ def test_no_two_requests_share_their_noise_without_deterministic_mode_either(ben
     tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops: "text")
     file: Any = SimpleNamespace(path="file")
 
-    async def reward(sample: Any) -> float:
-        return 1.0
+    class Grading:
+        def tally(self, *_: Any) -> None: ...
+
+        async def grade(self, *_: Any) -> None: ...
 
     async def job(generator: Generator, pool: EnginePool) -> list[int]:
-        sampler = EngineSampler(Options(), file, tokenizer, generator, reward)
+        sampler = EngineSampler(Options(), file, tokenizer, generator, Grading())
         groups = [Group(number, prompt) for number in range(2)]
         await asyncio.gather(*(sampler.make(g, i, r, 0) for r in range(2) for g in groups for i in range(8)))
         return [len(engine.bodies) for engine in bench.engines]

@@ -145,7 +145,10 @@ def uncut(
         evaluation = attempt.call("evaluate", rollout_id=-1, version=0)
         steps = [attempt.step(rollout_id) for rollout_id in range(4)]
         assert attempt.call("evaluate", rollout_id=3, version=4) == evaluation, "the same weights give the same numbers"
-        assert set(evaluation["held"]) == {"accuracy", "response_len", "truncated_ratio", "n"} and evaluation["held"]["n"] == 5
+        assert (
+            set(evaluation["held"]) == {*("accuracy", "response_len", "truncated_ratio", "n", "reward_timeouts", "reward_errors")}
+            and evaluation["held"]["n"] == 5
+        )
         attempt.call("finish", rollout_id=4)
         assert attempt.end() == 0, attempt.log.read_text()
         yield attempt, [shares for shares, _ in steps], [state for _, state in steps]
@@ -309,7 +312,13 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         (
             None,
             {"prompt_data": "refused.jsonl"},
-            ["tests.rollout.test_rollout.reward", "I do not know this one", "of group", "refused.jsonl, line 2"],
+            [
+                "tests.rollout.test_rollout.reward",
+                "I do not know this one",
+                "of group",
+                "refused.jsonl, line ",
+                "--reward-max-failed 0.1",
+            ],
         ),
     ],
 )
@@ -319,7 +328,8 @@ def test_what_goes_wrong_in_a_rollout_is_one_clear_error(
     state: dict[str, Any] | None = uncut[2][3]
     if "prompt_data" in values:
         path = tmp_path / str(values["prompt_data"])
-        path.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "label": "refuse"}\n')
+        rows = [("1+1=", "2"), ("1+2=", "refuse"), ("1+3=", "refuse")]
+        path.write_text("".join(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows))
         values, state = values | {"prompt_data": str(path)}, None
     rollout_id = 4 if state else 0
     with Attempt(tmp_path / "run", model, script, **values) as attempt:
@@ -332,7 +342,7 @@ def test_what_goes_wrong_in_a_rollout_is_one_clear_error(
             assert all(word in str(caught.value) for word in words), str(caught.value)
         assert attempt.end() == 1 and time.monotonic() - begun < 10
         assert all(word in attempt.error() for word in words)
-        assert "Traceback" not in attempt.log.read_text()
+        assert ("Traceback" in attempt.log.read_text()) == ("prompt_data" in values), "of the user's code alone"
 
 
 def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:

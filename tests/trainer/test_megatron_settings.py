@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hpcrl.config.rules.option_rules import check_options
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.option_rules import check_options
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
@@ -77,6 +77,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
 }
 CUDA = "cannot be done without CUDA"
+LEGACY = "--moe-use-legacy-grouped-gemm"  # which the later of the two releases of Megatron-core has no more
 #: a command line -> a part of the error
 REFUSED: dict[str, str] = {
     "--optimizer-cpu-offload": f"--optimizer-cpu-offload {CUDA}",
@@ -86,10 +87,10 @@ REFUSED: dict[str, str] = {
     "--attention-backend flash": f"--attention-backend flash {CUDA}",
     "--use-flash-attn": f"--attention-backend flash {CUDA}",
     "--attention-backend local": "takes no packed sequences",
-    "--no-attention-softmax-in-fp32": f"--no-attention-softmax-in-fp32 {CUDA}",
+    "--no-attention-softmax-in-fp32": f"attention-softmax-in-fp32 {CUDA}",
     "--transformer-impl transformer_engine": CUDA,
     "--moe-grouped-gemm": f"{CUDA} and Transformer Engine",
-    "--moe-use-legacy-grouped-gemm": "no family has names for the weights of that layer",
+    LEGACY: "no family has names for the weights of that layer",
     "--moe-permute-fusion": CUDA,
     "--moe-enable-deepep": f"{CUDA} and DeepEP",
     "--moe-token-dispatcher-type flex": CUDA,
@@ -116,6 +117,10 @@ REFUSED: dict[str, str] = {
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --no-overlap-p2p-communication": "reach the wrong stage",
     "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttttt|L": "--pipeline-model-parallel-layout",
 }
+try:
+    parse_flags([LEGACY])
+except UsageError:
+    del REFUSED[LEGACY]
 #: a command line that is refused by its words alone -> a part of the error
 REFUSED_AT_ONCE: dict[str, str] = {
     "--batch-p2p-comm": "--overlap-p2p-comm",
@@ -210,7 +215,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("grouped_gemm", "--moe-grouped-gemm"): "--moe-grouped-gemm needs Transformer Engine",
     ("transformer_engine", "--moe-grouped-gemm"): "",
     ("transformer_engine", "--moe-grouped-gemm --transformer-impl local"): "which --transformer-impl local leaves out",
-    ("grouped_gemm", "--moe-use-legacy-grouped-gemm"): "no family has names",
+    ("grouped_gemm", LEGACY): "no family has names",
     ("", "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"): "",
     ("", "--attention-backend flash"): "flash-attn or Transformer Engine, which is not installed",
     ("flash_attn", "--attention-backend flash"): "",
@@ -221,8 +226,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("transformer_engine", "--moe-token-dispatcher-type flex"): "needs DeepEP",
     ("", "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"): "",
 }
-
-
+if LEGACY not in REFUSED:
+    del ELSEWHERE["grouped_gemm", LEGACY]
 #: packages beside CUDA, a command line -> whether all experts of a layer share a GEMM
 GROUPED = {
     ("", ""): False,

@@ -116,13 +116,13 @@ def test_blocks_do_not_touch_each_other_and_bands_leave_no_trace(monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bits_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
-    """The package of that format, where it has fp32 to work on; in bf16 its scales would be bf16 too."""
+    """The package of that format, where it has fp32 to work on (in bf16 its scales would be bf16 too) and no -0.0 (it adds 0)."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    weight = (torch.randn(96, 128) * torch.logspace(-5, 1, 96)[:, None]).to(dtype)
+    weight = (torch.randn(96, 128) * torch.logspace(-5, 1, 96)[:, None]).to(dtype) + 0.0
     wide = weight.float()
     ranges = {
         "tensor": wide.view(1, -1),

@@ -6,18 +6,6 @@ from hpcrl.config.options import Options
 from hpcrl.sample import Sample
 
 
-class Exact:
-    """Compares text with text."""
-
-    def __str__(self) -> str:
-        return "exact"
-
-    async def __call__(self, sample: Sample) -> float:
-        return float(sample.response.strip() == str(sample.label).strip())
-
-    async def close(self) -> None:
-        return None
-
-
-def make(options: Options) -> Exact:
-    return Exact()
+def reward(options: Options, sample: Sample) -> float:
+    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    return float(sample.response.strip() in [str(label).strip() for label in labels])

@@ -16,7 +16,8 @@ from hpcrl.model_files.torch_dist import SANDWICH
 def name_as_elsewhere(layer: Any) -> None:
     """Set the names of one layer's spec (a ModuleSpec of a TransformerLayer), in place."""
     names = dict(layer.submodules.sharded_state_dict_keys_map)
-    if getattr(layer.submodules.mlp, "module", None) is MoELayer:
+    mlp = layer.submodules.mlp  # a ModuleSpec, or since Megatron-core 0.19 a partial
+    if MoELayer in (getattr(mlp, "module", None), getattr(mlp, "func", None)):
         # Megatron's table means a dense layer, whose norm Transformer Engine fuses into the MLP
         names.pop("pre_mlp_layernorm.", None)
     layer.submodules.sharded_state_dict_keys_map = names | SANDWICH

@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hpcrl.config.options import Options
-from hpcrl.config.schedules import schedule_steps, warmup_steps
+from hpcrl.config.rules.schedules import schedule_steps, warmup_steps
 from hpcrl.trainer.megatron.settings import construct, refusals
 
 

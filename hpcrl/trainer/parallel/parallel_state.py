@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from hpcrl.config.option_rules import expert_layout
 from hpcrl.config.options import Options
+from hpcrl.config.rules.option_rules import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.trainer.parallel.devices import cuda_is_there, device_index
 

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 
 from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
-from hpcrl.config.algorithm_needs import Needs, needs
 from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import Needs, needs
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import STATUSES, TRUNCATED
 from hpcrl.trainer.megatron.host_weights import HostWeights

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
-from hpcrl.config.algorithm_needs import needs, policy_loss_name
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name
 from hpcrl.errors import UsageError
 
 #: what the losses that are no policy gradient read of the algorithm's options

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from hpcrl.config.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.schedules import check_schedules
+from hpcrl.config.reward_names import check_key, needing_labels, read_words
+from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
+from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.errors import UsageError
 
 
@@ -20,7 +21,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _evaluation, check_algorithm, check_schedules):
+    for rule in (_needed, _layout, _batches, _sampling, _rewards, _evaluation, check_algorithm, check_schedules):
         rule(options)
     without = inert(options)
     for name in sorted(options.model_fields_set) if given is None else given:
@@ -132,16 +133,32 @@ def _batches(o: Options) -> None:
 
 def _sampling(o: Options) -> None:
     label_key(o, evaluation=False)
-    if o.needs_engines:
-        if o.rm_type is None and o.custom_rm_path is None:
-            raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
-        if o.rm_type and o.custom_rm_path:
-            raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
         )
+
+
+def _rewards(o: Options) -> None:
+    if not o.needs_engines:
+        return
+    if not o.rm_type and o.custom_rm_path is None:
+        raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
+    if o.rm_type and o.custom_rm_path:
+        raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
+    words = read_words(o.rm_type)
+    if o.group_rm and o.advantage_estimator == "remax":
+        raise UsageError(
+            "--group-rm grades the responses to a prompt together, remax's greedy one alone", "leave one of them out"
+        )
+    if any(item.file == "remote_rm" for item in words) and o.rm_url is None:
+        raise UsageError("--rm-type remote_rm has nowhere to ask", "give --rm-url")
+    if o.rm_url is not None and not o.rm_url.startswith(("http://", "https://")):
+        raise UsageError(f"--rm-url {o.rm_url} is no address", "it begins with http:// or https://")
+    for name in ("reward_key", "eval_reward_key"):
+        if (key := getattr(o, name)) is not None and words:
+            check_key(words, key, flag(name))
 
 
 def _evaluation(o: Options) -> None:
@@ -165,9 +182,10 @@ def label_key(o: Options, evaluation: bool) -> str | None:
     key = (o.eval_label_key if evaluation else None) or o.label_key
     if key is None and o.learns_labels and not evaluation:
         raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
-    if key is None and o.rm_type and (evaluation or not o.learns_labels):
+    comparing = [] if o.custom_rm_path else needing_labels(read_words(o.rm_type))
+    if key is None and comparing and (evaluation or not o.learns_labels):
         where = "--eval-label-key or --label-key" if evaluation else "--label-key"
-        raise UsageError(f"--rm-type {o.rm_type} compares with the label", f"give {where}")
+        raise UsageError(f"--rm-type {comparing[0]} compares with the label", f"give {where}")
     return key
 
 
@@ -190,15 +208,20 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
-            "rollout_max_context_len rollout_temperature rollout_stop rollout_stop_token_ids rm_type custom_rm_path update_weight_buffer_size "
+            "rollout_max_context_len rollout_temperature rollout_stop rollout_stop_token_ids rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
+            "reward_memory_gb reward_max_failed update_weight_buffer_size "
             "weight_transfer check_weight_update_equal vllm",
             _NO_ENGINE,
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
+    if o.custom_rm_path is None:
+        yield "group_rm", "--custom-rm-path is not given"
+    else:
+        yield "rm_url", "--custom-rm-path is given"
     if o.eval_interval is None:
         yield (
-            "eval_prompt_data eval_input_key eval_label_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
+            "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
             "skip_eval_before_train",
             "--eval-interval is not given",
         )

@@ -1,0 +1,42 @@
+r"""What must hold before any answer is graded: a few pairs whose truth is beyond doubt.
+
+Invariant: a package that reads or compares otherwise than this code expects is an error that names the versions, at the
+start, and not a run whose rewards are all 0.
+"""
+
+from __future__ import annotations
+
+from hpcrl.errors import UsageError
+from hpcrl.rollout.answers import calculus
+from hpcrl.rollout.answers.compare import equivalent
+
+#: (answer, label, whether they are the same)
+PAIRS = (
+    ("1/2", "0.5", True),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", True),
+    ("(x+1)^2", "x^2+2x+1", True),
+    (r"\{1,2\}", r"\{2,1\}", True),
+    (r"\sum_{k=1}^{4} k", "10", True),
+    ("1/3", "0.5", False),
+    ("2516_9", "2516_8", False),
+    ("silent", "listen", False),
+    ("0=0", "x+y=1", False),
+    (r"\sum_{k=1}^{4} k", "11", False),
+)
+
+
+def check() -> None:
+    """UsageError names the pair that is judged wrongly, and the versions.  ImportError if a package is missing."""
+    for answer, label, truth in PAIRS:
+        try:
+            found = equivalent(answer, label)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise _broken(f"raise {type(error).__name__}: {error} on {answer} and {label}") from error
+        if found != truth:
+            raise _broken(f"call {answer} and {label} {'the same' if found else 'different'}")
+
+
+def _broken(what: str) -> UsageError:
+    return UsageError(f"the packages that compare answers {what}", f"installed are {calculus.versions()}; see docs/rewards.md")

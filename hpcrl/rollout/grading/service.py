@@ -1,0 +1,323 @@
+"""Grading: samples out to the grading processes, rewards back into them.
+
+Invariants: the event loop is never blocked; no grading takes more than its limits, and what a process had on its hands when
+it had to be killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic mode a
+grading that fails is repeated alone with four times the limits before it counts, so that load cannot change a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hpcrl.config.options import Options
+from hpcrl.config.reward_names import RewardWord, read_words
+from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.rollout.async_tasks import cancel
+from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
+from hpcrl.rollout.grading.process import GradingProcess, Job
+from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.prompt_files import PromptFile
+from hpcrl.run.role import say
+from hpcrl.sample import Sample
+
+POLL = 0.05  #: seconds between two looks at what the processes use
+START = 120.0  #: seconds that a process may take to load the rewards
+END = 5.0  #: seconds that killed processes may take to be gone
+STARTS = 3  #: processes in a row that may fail to start
+SIDE_BY_SIDE = 64  #: gradings by async rewards in one process at once
+QUEUE = 8  #: gradings by plain rewards that one process is given, so that it never waits for the next
+PATIENCE = 2.0  #: seconds that a process has to report a time-out itself
+MORE = 4  #: times the limits, for a grading that is repeated
+
+
+@dataclass
+class _Group:
+    """The samples of one group that wait for the rest of it."""
+
+    samples: list[Sample] = field(default_factory=list)
+    futures: list[asyncio.Future[Outcome]] = field(default_factory=list)
+
+
+class Grading:
+    """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
+
+    def __init__(self, options: Options, files: Iterable[PromptFile] = ()) -> None:
+        """files: the prompts, whose metadata may name rewards of their own.  UsageError and DataError name what is wrong."""
+        self._options = options
+        self._words = _own_word(options) if options.custom_rm_path else read_words(options.rm_type)
+        if not self._words:
+            raise UsageError("no reward is chosen", "give --rm-type or --custom-rm-path")
+        self._by_type = {} if options.custom_rm_path else dict(_types_in(files, options))
+        words = {item.word: item for item in (*self._words, *self._by_type.values())}
+        self._arrays = any(not item.file for item in words.values())
+        self._setup = Setup(options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30))
+        count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
+        self._processes = [GradingProcess(self._setup) for _ in range(count)]
+        self._ended: list[GradingProcess] = []  # killed, but not yet gone
+        self._listening: set[asyncio.Task[None]] = set()
+        self._waiting: deque[Job] = deque()
+        self._waits: frozenset[str] = frozenset()
+        self._numbers = itertools.count()
+        self._failures = 0  # processes that did not start, in a row
+        self._broken: HpcrlError | None = None
+        self._first: asyncio.Future[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._groups: dict[tuple[str, int], _Group] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._bad_prompts: set[str] = set()
+        self._said = Said()
+
+    def __str__(self) -> str:
+        return " ".join(item.word for item in self._words)
+
+    async def start(self) -> None:
+        """Wait until a process has loaded the rewards and checked them.  UsageError says what is wrong with one."""
+        self._first = asyncio.get_running_loop().create_future()
+        for process in self._processes:
+            self._listen(process)
+        self._watching = asyncio.create_task(self._watch())
+        await self._first
+
+    async def close(self) -> None:
+        """End every process."""
+        await cancel(self._watching, *self._listening)
+        for process in self._processes:
+            process.kill()
+        self._ended += self._processes
+        self._processes = []
+        deadline = time.monotonic() + END
+        while not all(process.reaped() for process in self._ended) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    # ---- for the samplers
+
+    def tally(self, what: str, size: int, each: int) -> Tally:
+        """The count of failed gradings of a batch of `size` samples in groups of `each`, called `what`."""
+        if what not in self._tallies:
+            self._tallies = dict(list(self._tallies.items())[-8:])
+            self._tallies[what] = Tally(what, size, each, self._options.reward_max_failed, self._bad_prompts)
+        return self._tallies[what]
+
+    async def grade(self, sample: Sample, where: str, tally: Tally, evaluation: bool = False) -> None:
+        """Set the sample's reward, or say in it why there is none (then the reward is 0).
+
+        where: the prompt's file and line.  HpcrlError once too many gradings of the batch have failed.
+        """
+        words = self._words_for(sample)
+        outcome = await (
+            self._with_group(sample, tally, evaluation) if self._options.group_rm else self._alone(sample, words, evaluation)
+        )
+        if not outcome.failure:
+            total = math.fsum(item.weight * outcome.values[item.word] for item in words)
+            sample.reward = total
+            sample.rewards = {item.name: outcome.values[item.word] for item in words} if len(words) > 1 else outcome.parts
+            return
+        text = f"{outcome.text} on response {sample.index} of group {sample.group} ({where})"
+        sample.reward, sample.rewards, sample.grading, sample.grading_error = 0.0, {}, outcome.failure, outcome.text
+        if self._said.first(outcome.text):
+            say(f"failed grading: {text}")
+            if outcome.trace:
+                print(outcome.trace, file=sys.stderr, flush=True)
+        tally.fail(where, text)
+
+    def _words_for(self, sample: Sample) -> tuple[RewardWord, ...]:
+        if self._by_type and isinstance(name := sample.metadata.get("rm_type"), str) and name.strip():
+            return (self._by_type[name.strip()],)
+        return self._words
+
+    async def _alone(self, sample: Sample, words: Iterable[RewardWord], evaluation: bool) -> Outcome:
+        return (await self._submit([sample], [item.word for item in words], evaluation))[0]
+
+    async def _with_group(self, sample: Sample, tally: Tally, evaluation: bool) -> Outcome:
+        """The sample's outcome, once the rest of its group is there and all were graded in one call."""
+        key = tally.what, sample.group
+        group = self._groups.setdefault(key, _Group())
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        group.samples.append(sample)
+        group.futures.append(future)
+        if len(group.samples) == tally.each:
+            del self._groups[key]
+            order = sorted(range(tally.each), key=lambda i: group.samples[i].index)
+            outcomes = await self._submit([group.samples[i] for i in order], [item.word for item in self._words], evaluation)
+            for position, outcome in zip(order, outcomes, strict=True):
+                if not group.futures[position].done():
+                    group.futures[position].set_result(outcome)
+        return await future
+
+    async def _submit(self, samples: list[Sample], words: list[str], evaluation: bool) -> list[Outcome]:
+        if self._broken is not None:
+            raise self._broken
+        key = (self._options.eval_reward_key if evaluation else None) or self._options.reward_key
+        sent = [send_sample(sample, self._arrays) for sample in samples]
+        task = Task(next(self._numbers), words, key, self._options.reward_timeout, sent)
+        future: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Job(task, future, shares=self._waits.issuperset(words)))
+        self._pump()
+        return await future
+
+    # ---- the processes
+
+    def _pump(self) -> None:
+        """Give waiting gradings, in order, to processes that have room."""
+        while self._waiting:
+            job = self._waiting[0]
+            if job.future.done():  # nobody waits for it any more
+                self._waiting.popleft()
+                continue
+            free = [process for process in self._processes if process.takes(job, SIDE_BY_SIDE, QUEUE)]
+            if not free:
+                return
+            self._waiting.popleft()
+            min(free, key=lambda process: len(process.jobs)).send(job)
+
+    def _listen(self, process: GradingProcess) -> None:
+        task = asyncio.create_task(self._serve(process))
+        self._listening.add(task)
+        task.add_done_callback(self._listening.discard)
+
+    async def _serve(self, process: GradingProcess) -> None:
+        """Take what one process says, until it ends; then put another in its place."""
+        try:
+            self._came_up(process, await process.listen())
+            while True:
+                reply = await process.reply()
+                self._settle(process.finish(reply.id), reply.outcomes)
+                self._pump()
+        except (ConnectionError, OSError):
+            if process in self._processes and not process.gone:
+                self._lost(process, await process.ended())
+
+    def _came_up(self, process: GradingProcess, ready: Ready) -> None:
+        if ready.error:
+            if ready.trace:
+                print(ready.trace, file=sys.stderr, flush=True)
+            self._break(UsageError(ready.error, ready.hint))
+            return
+        process.ready, self._failures, self._waits = True, 0, frozenset(ready.waits)
+        if self._first is not None and not self._first.done():
+            self._first.set_result(None)
+        self._pump()
+
+    def _settle(self, job: Job, outcomes: list[Outcome]) -> None:
+        """Hand over what came of a grading, or have it repeated."""
+        if job.future.done():
+            return
+        if self._options.deterministic_mode and not job.attempt and any(outcome.failure for outcome in outcomes):
+            job.attempt, job.alone = 1, True
+            job.task.seconds *= MORE
+            self._waiting.appendleft(job)
+        else:
+            job.future.set_result(outcomes)
+
+    def _lost(self, process: GradingProcess, how: str, failure: str = ERROR, text: str = "") -> None:
+        """A process has ended, or was killed: what becomes of its gradings, and another in its place."""
+        self._processes.remove(process)
+        self._ended.append(process)
+        running, jobs, process.jobs = process.working_on, list(process.jobs.values()), {}
+        if not process.ready:
+            self._failures += 1
+            if self._failures >= STARTS or text:
+                words = " ".join(self._setup.words)
+                self._break(
+                    HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log")
+                )
+                return
+        for job in reversed([job for job in jobs if job not in running]):  # they had not begun
+            self._waiting.appendleft(job)
+        for job in running:
+            if len(running) > 1:
+                job.alone = True
+                self._waiting.appendleft(job)
+            else:
+                said = f"reward {' '.join(job.task.words)} {text or f'ended the process that graded it ({how})'}"
+                self._settle(job, [Outcome(failure=failure, text=said) for _ in job.task.samples])
+        another = GradingProcess(self._setup)
+        self._processes.append(another)
+        self._listen(another)
+        self._pump()
+
+    def _break(self, error: HpcrlError) -> None:
+        """Nothing can be graded."""
+        self._broken = error
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(error)
+        for job in (*self._waiting, *(job for process in self._processes for job in process.jobs.values())):
+            if not job.future.done():
+                job.future.set_exception(error)
+        self._waiting.clear()
+
+    # ---- limits
+
+    async def _watch(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL)
+            now = time.monotonic()
+            passed, last = min(now - last, 1.0), now  # while this process itself stood still, nobody's time went by
+            self._ended = [process for process in self._ended if not process.reaped()]
+            for process in list(self._processes):
+                if not process.gone:
+                    self._look_at(process, passed)
+
+    def _look_at(self, process: GradingProcess, passed: float) -> None:
+        """Kill a process that is over a limit."""
+        if not process.ready:
+            process.starting += passed
+            if process.starting > START:
+                process.kill()
+                self._lost(process, "", text=f"it was not ready within {START:g} s")
+            return
+        for job in process.working_on:
+            job.waited += passed
+        for job in process.working_on:
+            if over := self._over(process, job):
+                process.kill()
+                self._lost(process, "", *over)
+                return
+
+    def _over(self, process: GradingProcess, job: Job) -> tuple[str, str] | None:
+        """(how it fails, why) of a grading that is over a limit."""
+        o, by = self._options, MORE if job.attempt else 1
+        if job.waited > job.task.seconds + (PATIENCE if job.shares else 0):
+            return TIMEOUT, f"took more than --reward-timeout {job.task.seconds:g} s"
+        if not job.shares and process.cpu_seconds() - job.cpu > o.reward_cpu_limit * by:
+            return TIMEOUT, f"took more than --reward-cpu-limit {o.reward_cpu_limit * by:g} s of CPU time"
+        if process.memory() > self._setup.memory:
+            return ERROR, f"took more than --reward-memory-gb {o.reward_memory_gb:g}"
+        return None
+
+
+def _own_word(options: Options) -> tuple[RewardWord, ...]:
+    path = str(options.custom_rm_path)
+    return (RewardWord(path, path.rpartition(".")[2], "", False, 1.0),)
+
+
+def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[str, RewardWord]]:
+    """(the rm_type of a prompt's metadata, the reward).  DataError names file and line of one that there is not."""
+    seen: set[str] = set()
+    for file in files:
+        for prompt in file.prompts:
+            name = prompt.metadata.get("rm_type")
+            if name is None or (isinstance(name, str) and (name.strip() in seen or not name.strip())):
+                continue
+            where = f"{file.path}, line {prompt.line}: metadata rm_type"
+            if not isinstance(name, str):
+                raise DataError(f"{where} is {name!r}, not the name of a reward")
+            try:
+                (word,) = read_words(name.strip())
+            except UsageError as error:
+                raise DataError(f"{where}: {error.what.removeprefix('--rm-type ')}", error.hint) from None
+            if not word.file:
+                raise DataError(f"{where}: {name} is no reward of hpcrl's", "own functions are named by options alone")
+            if word.file == "remote_rm" and options.rm_url is None:
+                raise DataError(f"{where} is remote_rm, but --rm-url is not given")
+            seen.add(name.strip())
+            yield name.strip(), word

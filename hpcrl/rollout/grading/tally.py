@@ -1,0 +1,63 @@
+"""How many gradings failed, and when those are too many.
+
+Invariant: pure counting; one bad prompt never ends a run, whatever its share of a small rollout, unless the limit is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.grading.frames import ERROR, TIMEOUT
+from hpcrl.sample import Sample
+
+
+@dataclass
+class Tally:
+    """The failed gradings of one batch.
+
+    what: the batch, for the error; size: gradings of the batch; each: samples of a group; limit: --reward-max-failed;
+    prompts: the prompts whose grading has failed in this run, shared by all its tallies.
+    """
+
+    what: str
+    size: int
+    each: int
+    limit: float
+    prompts: set[str]
+    failed: int = 0
+
+    def fail(self, prompt: str, text: str) -> None:
+        """Count one.  HpcrlError once they are more than the limit and come from more than one prompt."""
+        self.failed += 1
+        if len(self.prompts) < 2:
+            self.prompts.add(prompt)
+        if self.failed > self.limit * self.size and (len(self.prompts) > 1 or not self.limit):
+            raise HpcrlError(
+                f"{self.failed} of the {self.size} gradings of {self.what} failed, more than --reward-max-failed {self.limit:g} "
+                f"allows; the last: {text}",
+                "the rollout's log has the tracebacks",
+            )
+
+
+@dataclass
+class Said:
+    """Which failures have been logged: each kind of text a few times, so that thousands of them leave a log that can be read."""
+
+    most: int = 3
+    _seen: dict[str, int] = field(default_factory=dict)
+
+    def first(self, text: str) -> bool:
+        self._seen[text] = self._seen.get(text, 0) + 1
+        return self._seen[text] <= self.most and len(self._seen) <= 100
+
+
+def grading_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """reward_timeouts and reward_errors: failed gradings; reward/NAME: the mean of each part of the reward, if it has several."""
+    found = {f"reward_{kind}s": float(sum(sample.grading == kind for sample in samples)) for kind in (TIMEOUT, ERROR)}
+    for name in sorted({name for sample in samples for name in sample.rewards}):
+        found[f"reward/{name}"] = float(np.mean([sample.rewards[name] for sample in samples if name in sample.rewards]))
+    return found

@@ -1,0 +1,254 @@
+"""Answers and labels: the table of truth, and what must hold for any text."""
+
+from __future__ import annotations
+
+import re
+import time
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.errors import DataError, UsageError
+from hpcrl.rollout.answers import calculus, selfcheck
+from hpcrl.rollout.answers.boxed import boxed
+from hpcrl.rollout.answers.compare import equivalent
+from hpcrl.rollout.answers.labels import is_right, right_answers
+from tests.support.answers import pairs
+
+TABLE = list(pairs())
+PIECES = (
+    *"0123456789+-*/^_=<>()[]{}.,;:|!%$&~ xyzabeifgn½−²٣",
+    *(
+        r"\frac",
+        r"\sqrt",
+        r"\{",
+        r"\}",
+        r"\text{",
+        r"\pi",
+        r"\infty",
+        r"\cup",
+        r"\pm",
+        r"\in",
+        r"\leq",
+        r"\sin",
+        r"\log_",
+        r"\binom",
+    ),
+    *(r"\left(", r"\right)", r"\\", r"\boxed{", r"^\circ", r"\overline{", r"\begin{pmatrix}", r"\end{pmatrix}", " or "),
+)
+texts = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=30)
+
+
+def test_the_table_of_truth() -> None:
+    assert len(TABLE) >= 600 and sum(truth for *_, truth in TABLE) > 300
+    wrong = [(answer, label, truth) for answer, label, truth in TABLE if equivalent(answer, label) != truth]
+    accepted = [pair for pair in wrong if not pair[2]]
+    assert not accepted, "wrong answers that are taken for right"
+    assert len(wrong) <= 0.02 * len(TABLE), wrong
+
+
+def test_every_answer_of_the_table_says_what_it_says_itself() -> None:
+    for answer, label, _ in TABLE:
+        for text in (answer.strip(), label.strip()):
+            assert equivalent(text, text) == bool(text)
+
+
+def test_the_order_of_answer_and_label_makes_no_difference() -> None:
+    for answer, label, truth in TABLE:
+        if truth and not re.fullmatch(r"(\\text\{)?\(?[A-E]\)?\}?", label):  # but for multiple choice: (A) 12 chooses A
+            assert equivalent(label, answer), (answer, label)
+        elif not truth:
+            assert not equivalent(label, answer), (answer, label)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, texts)
+def test_no_text_raises_or_takes_long(answer: str, label: str) -> None:
+    if calculus.is_calculus(answer + label):
+        return
+    begun = time.process_time()
+    equivalent(answer, label)
+    boxed(answer)
+    assert time.process_time() - begun < 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-(10**6), 10**6), st.integers(1, 1000), st.integers(1, 50))
+def test_a_fraction_is_the_same_in_every_spelling(top: int, bottom: int, factor: int) -> None:
+    value = Fraction(top, bottom)
+    sign, size = "-" if value < 0 else "", abs(value)
+    whole, rest = divmod(size.numerator, size.denominator)
+    spellings = [
+        f"{top}/{bottom}",
+        rf"\frac{{{top * factor}}}{{{bottom * factor}}}",
+        rf"{sign}\dfrac{{{size.numerator}}}{{{size.denominator}}}",
+        rf"$\left({top} \div {bottom}\right)$",
+        rf"{top} \cdot {bottom}^{{-1}}",
+        rf"x = {value}",
+        *([rf"{sign}{whole}\frac{{{rest}}}{{{size.denominator}}}"] if whole and rest else []),
+    ]
+    for spelling in spellings:
+        assert equivalent(spelling, str(value)), spelling
+        assert not equivalent(spelling, str(value + Fraction(1, 10**7))), spelling
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=4), st.integers(-5, 5).filter(bool))
+def test_a_polynomial_is_its_expansion_and_no_other(roots: list[int], changed: int) -> None:
+    factored = "".join(f"(x-{root})" if root >= 0 else f"(x+{-root})" for root in roots)
+    coefficients = [1]
+    for root in roots:
+        coefficients = [a - root * b for a, b in zip([*coefficients, 0], [0, *coefficients], strict=True)]
+    degree = len(roots)
+    expanded = "+".join(f"({c})x^{{{degree - i}}}" for i, c in enumerate(coefficients))
+    assert equivalent(factored, expanded)
+    coefficients[-1] += changed
+    other = "+".join(f"({c})x^{{{degree - i}}}" for i, c in enumerate(coefficients))
+    assert not equivalent(factored, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-99, 99), min_size=2, max_size=6, unique=True), st.randoms(use_true_random=False))
+def test_a_set_has_no_order_and_a_tuple_has(numbers: list[int], chance: Any) -> None:
+    shuffled = chance.sample(numbers, len(numbers))
+    one, other = ", ".join(map(str, numbers)), ",".join(map(str, shuffled))
+    assert equivalent(rf"\{{{one}\}}", rf"\{{{other}\}}") and equivalent(one, other)
+    assert equivalent(f"({one})", f"({other})") == (numbers == shuffled)
+    assert not equivalent(rf"\{{{one}\}}", rf"\{{{other}, 100\}}")
+
+
+HOSTILE = [
+    "9^{9^{9^{9}}}",
+    "(" * 1000,
+    "{" * 1000 + "}" * 1000,
+    r"\frac" * 180,
+    r"\sqrt" * 180,
+    "1+" * 400 + "1",
+    "2^" * 400 + "2",
+    "!" * 400,
+    "5" + "!" * 300,
+    "x" * 900,
+    "9" * 900,
+    "1," * 400 + "1",
+    r"\text{" * 150,
+    r"\{" * 300,
+    "(1," * 300,
+    "a=" * 300,
+    r"\pm" * 200,
+    r"1\cup" * 150,
+    r"\begin{pmatrix}" * 60,
+    "|" * 500,
+    "1e999",
+    "10^{10^{10}}",
+    "(10^{9999})!",
+    r"\binom{10^9}{10^8}",
+    r"\sin(10^{39})^{10^{9}}",
+    r"\exp(\exp(\exp(\exp(5))))",
+    "x^{999999}",
+    "(x+y+z)^{9999}",
+    "7^{7^{7}}" * 20,
+    "\\" * 900,
+    "%" * 900,
+    "__import__('os').system('sleep 9')",
+    "\x00\ud83d",
+    "٣٤",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12].encode("unicode_escape").decode())
+def test_a_hostile_answer_is_wrong_at_once(text: str) -> None:
+    begun = time.process_time()
+    for label in ("7", r"\frac{\sqrt{2}}{3}", r"x^2+1", r"\{1,2\}", "yes"):
+        assert not equivalent(text, label)
+        assert not equivalent(label, text)
+    assert time.process_time() - begun < 3
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"so \boxed{4}.", "4"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed { 5 }", "5"),
+        (r"\fbox{6}", "6"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        (r"\boxed{}", ""),
+        (r"\boxed 4", None),
+        ("4", None),
+        ("", None),
+        ("\\boxed{" * 20000, None),
+        ("{}}}" * 20000, None),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\{ \boxed{8} \}", "8"),
+        (r"a line ends here \\\boxed{9}", "9"),
+        (r"\\boxed{9}", None),
+    ],
+)
+def test_the_last_boxed_answer(text: str, found: str | None) -> None:
+    assert boxed(text) == found
+
+
+def test_ten_megabytes_of_braces_take_no_time() -> None:
+    begun = time.process_time()
+    assert boxed("{}" * 5_000_000 + r"\boxed{7} " + "{}" * 400_000) == "7"
+    assert boxed("{" * 10_000_000 + r"\boxed{" + "{" * 900_000) is None
+    assert boxed(r"\boxed{" * 1_000_000) is None
+    assert time.process_time() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("label", "texts"),
+    [
+        ("1/2", ["1/2"]),
+        (r"so \boxed{3}", ["3"]),
+        (12, ["12"]),
+        (0.5, ["0.5"]),
+        (True, ["true"]),
+        (["1", 2, [r"\boxed{3}"]], ["1", "2", "3"]),
+    ],
+)
+def test_what_a_label_says(label: Any, texts: list[str]) -> None:
+    assert right_answers(label) == texts
+    assert all(is_right(text, label) for text in texts)
+    assert not is_right("99", label) and not is_right("", label) and not is_right(None, label)
+
+
+@pytest.mark.parametrize("label", [None, {"answer": 1}, [None]])
+def test_a_label_that_is_no_answer_is_named(label: Any) -> None:
+    with pytest.raises(DataError, match="not an answer"):
+        is_right("1", label)
+
+
+def test_an_empty_label_is_never_right() -> None:
+    assert not is_right("", "") and not is_right(" ", " ") and not is_right("0", "")
+
+
+def test_model_text_is_not_evaluated(tmp_path: Any) -> None:
+    mark = tmp_path / "mark"
+    for text in (
+        f"__import__('os').mkdir('{mark}')",
+        rf"\text{{__import__('os').mkdir('{mark}')}}",
+        f"\\sum_{{k=1}}^4 __import__('os').mkdir('{mark}')",
+    ):
+        assert not equivalent(text, "7")
+        assert not equivalent(text, r"\sum_{k=1}^3 k")
+    assert not mark.exists()
+
+
+def test_the_self_check_names_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    selfcheck.check()
+    monkeypatch.setattr(calculus, "same", lambda label, answer: False)
+    with pytest.raises(UsageError, match=r"call \\sum_\{k=1\}\^\{4\} k and 10 different; installed are math-verify \d"):
+        selfcheck.check()
+
+    def raises(label: str, answer: str) -> bool:
+        raise TypeError("verify() got an unexpected keyword argument 'timeout_seconds'")
+
+    monkeypatch.setattr(calculus, "same", raises)
+    with pytest.raises(UsageError, match="raise TypeError: verify.*math-verify .*latex2sympy2_extended"):
+        selfcheck.check()

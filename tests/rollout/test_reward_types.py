@@ -1,0 +1,263 @@
+"""Every --rm-type: what it is worth, by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.config.reward_names import declared, read_words, reward_names
+from hpcrl.errors import UsageError
+from hpcrl.rollout.grading.rewards import grade, load_reward
+from hpcrl.rollout.rewards import gpqa
+from hpcrl.sample import Sample
+from tests.support.http import Server
+
+
+def sample(response: str, label: Any = None, **metadata: Any) -> Sample:
+    nothing = np.zeros(1, np.int32)
+    return Sample(7, 3, nothing, 1, nothing, nothing, nothing, response=response, label=label, prompt="1+1=", metadata=metadata)
+
+
+def worth(
+    name: str, response: str, label: Any = None, key: str | None = None, options: Options | None = None, **metadata: Any
+) -> Any:
+    """The reward, or the text of the failure."""
+    options = options or Options()
+    outcome = asyncio.run(grade([load_reward(name, options)], options, [sample(response, label, **metadata)], key, 20))[0]
+    return outcome.text if outcome.failure else outcome.values[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label", "value"),
+    [
+        ("exact", " 12\n", 12, 1),
+        ("exact", "12 ", "13", 0),
+        ("exact", "b", ["a", "b"], 1),
+        ("math", r"it is \boxed{12}", 12, 1),
+        ("math", "it is 12", "12", 0),
+        ("math", r"\boxed{12}", r"see \boxed{12}", 1),
+        ("math", r"\boxed{TRUE}", "true", 1),
+        ("math", r"\boxed{2516_9}", "2516_8", 0),
+        ("math", r"\boxed{}", "", 0),
+        ("math", r"\boxed{1/2}", ["2", "0.5"], 1),
+        ("boxed_math", r"it is \boxed{12}", "12", 1),
+        ("boxed_math", "it is 12", "12", 0),
+        ("deepscaler", r"<think>\boxed{3}</think> so \boxed{4}", "4", 1),
+        ("deepscaler", r"<think>\boxed{4}</think> so \boxed{3}", "4", 0),
+        ("deepscaler", r"<think>\boxed{4}</think> so 4", "4", 0),
+        ("deepscaler", r"so \boxed{4}", "4", 0),
+        ("deepscaler", r"###Response \boxed{4}", "4", 1),
+        ("deepscaler", r"\boxed{3} ###Response \boxed{4}", "4", 1),
+        ("deepscaler", r"a</think>b</think> \boxed{\frac12}", "0.5", 1),
+        ("deepscaler", r"</think>\boxed{4}", "", 0),
+        ("boxed_deepscaler", r"so \boxed{4}", "4", 1),
+        ("dapo", "Answer: 34", "34", 1),
+        ("dapo", "so\nAnswer: $34$", "34", 1),
+        ("dapo", r"Answer: \boxed{34}", 34, 1),
+        ("dapo", "**Answer: 34**", "34", 1),
+        ("dapo", "answer : 034<|im_end|>", "34", 1),
+        ("dapo", "Answer: 33\nAnswer: 34", "34", 1),
+        ("dapo", "Answer: 34\nAnswer: 33", "34", -1),
+        ("dapo", "34", "34", -1),
+        ("dapo", "Answer: 34" + "x" * 300, "34", -1),
+        ("dapo", "Answer: 34 apples", "34", 1),
+        ("boxed_dapo", r"so \boxed{34}", "34", 1),
+        ("boxed_dapo", "Answer: 34", "34", -1),
+        ("f1", "the cat sat", "a cat sat!", 1),
+        ("f1", "cat", "cat sat", 2 / 3),
+        ("f1", "cat cat", "cat", 2 / 3),
+        ("f1", "dog", "cat", 0),
+        ("f1", "", "cat", 0),
+        ("f1", "yes it is", "yes", 0),
+        ("f1", "Yes.", "yes", 1),
+        ("f1", "cat sat", ["dog", "cat sat"], 1),
+        ("boxed_f1", r"a dog \boxed{cat}", "cat", 1),
+        ("math_verify", r"\boxed{1/2}", "0.5", 1),
+        ("math_verify", r"\boxed{1/3}", "0.5", 0),
+        ("math_verify", r"\boxed{\{1,2\}}", r"\{2,1\}", 1),
+        ("math_verify", "1/2", "0.5", 0),
+    ],
+)
+def test_worth(name: str, response: str, label: Any, value: float) -> None:
+    assert worth(name, response, label) == pytest.approx(value)
+
+
+def test_dapo_returns_an_object_of_which_a_key_may_be_chosen() -> None:
+    assert worth("dapo", "Answer: 34", "34", key="acc") == 1 and worth("dapo", "Answer: 3", "34", key="acc") == 0
+    assert "acc, pred" in worth("dapo", "Answer: 34", "34", key="missing")
+
+
+@pytest.mark.parametrize(
+    ("response", "chosen"),
+    [
+        ("The answer is (B).", "B"),
+        ("answer: c", "C"),
+        ("Answer: **D**", "D"),
+        (r"\boxed{\text{A}}", "A"),
+        (r"I think B, but \boxed{C}", "C"),
+        ("The choice between them is hard. The correct option is D.", "D"),
+        ("The answer is A. No: the answer is B.", "B"),
+        ("A is the correct answer, as I said: A", "A"),
+        ("so (C) is correct", "C"),
+        ("C", "C"),
+        ("I would say: B", "B"),
+        ("I'm sure it is B. I've checked.", "B"),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_the_letter_that_a_response_chooses(response: str, chosen: str | None) -> None:
+    assert gpqa.choice(response, "ABCD") == chosen
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "value"),
+    [
+        ("Answer: B", "B", {}, 1),
+        ("Answer: B", "(b)", {}, 1),
+        ("Answer: B", 1, {}, 1),
+        ("Answer: B", 0, {}, 0),
+        ("Answer: B", None, {"correct_letter": "b"}, 1),
+        ("Answer: B", "a cell", {"choices": ["an atom", "a cell"]}, 1),
+        ("Answer: A", "a cell", {"choices": ["an atom", "a cell"]}, 0),
+        ("Answer: B", "B", {"choices": {"A": "x", "B": "y"}}, 1),
+        ("<think>Answer: A</think> Answer: B", "B", {}, 1),
+        ("It must be a cell.", "a cell", {"choices": ["an atom", "a cell"]}, 1),
+        ("It must be an atom.", "a cell", {"choices": ["an atom", "a cell"]}, 0),
+        ("Answer: E", "B", {"choices": ["1", "2", "3", "4"]}, 0),
+        ("no idea", "B", {}, 0),
+    ],
+)
+def test_gpqa(response: str, label: Any, metadata: dict[str, Any], value: float) -> None:
+    assert worth("gpqa", response, label, **metadata) == value
+    assert worth("boxed_gpqa", r"Answer: Z \boxed{B}", "B") == 1
+
+
+def test_random_is_a_fair_coin_that_repeats() -> None:
+    throws = [worth("random", f"response {number}") for number in range(200)]
+    assert set(throws) == {0.0, 1.0} and 60 < sum(throws) < 140
+    assert throws == [worth("random", f"response {number}") for number in range(200)]
+    other = Options(rollout_seed=7)
+    assert throws != [worth("random", f"response {number}", options=other) for number in range(200)]
+
+
+# ---- a server's reward
+
+
+def test_a_server_is_asked_with_prompt_response_and_label() -> None:
+    with Server([(200, b"0.25"), (200, b'{"score": 2, "why": "long"}')]) as server:
+        options = Options(rm_url=server.url)
+        assert worth("remote_rm", "two", "2", options=options) == 0.25
+        assert worth("remote_rm", "two", "2", key="score", options=options) == 2
+    assert [json.loads(body) for body in server.bodies] == [{"prompt": "1+1=", "response": "two", "label": "2"}] * 2
+
+
+def test_a_server_that_stumbles_is_asked_again() -> None:
+    with Server([(503, b""), (429, b""), (200, b"1")]) as server:
+        assert worth("remote_rm", "two", "2", options=Options(rm_url=server.url)) == 1
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([(404, b"")] * 5, ["in 1 attempts", "404"]),
+        ([(200, b"<html>")] * 5, ["no JSON", "<html>"]),
+        ([(200, b'"good"')] * 5, ["returned 'good', which is no number"]),
+        ([(200, b'{"score": 1}')] * 5, ["an object with score: give --reward-key"]),
+    ],
+)
+def test_a_server_that_gives_no_reward_is_named(answers: list[tuple[int, bytes]], words: list[str]) -> None:
+    with Server(answers) as server:
+        found = worth("remote_rm", "two", "2", options=Options(rm_url=server.url))
+    assert all(word in found for word in words), found
+
+
+def test_nobody_at_the_address() -> None:
+    found = worth("remote_rm", "two", "2", options=Options(rm_url="http://127.0.0.1:9/", reward_timeout=1.5))
+    assert "got no answer from --rm-url http://127.0.0.1:9/" in found and "ClientConnectorError" in found
+
+
+# ---- IFBench
+
+
+class Words:
+    """A checker with the interface of IFBench's: at least N words."""
+
+    def __init__(self, name: str) -> None:
+        self.least = 0
+
+    def build_description(self, *, N: int | None = None, prompt: str | None = None) -> None:
+        self.least = N or self.least
+
+    def get_instruction_args(self) -> dict[str, Any]:
+        return {"N": self.least}
+
+    def check_following(self, response: str) -> bool:
+        return len(response.split()) >= self.least
+
+
+def test_ifbench_asks_the_installed_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = types.ModuleType("instructions_registry")
+    registry.INSTRUCTION_DICT = {"count:words": Words}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "instructions_registry", registry)
+    rows = {"instruction_id_list": ["count:words", "count:words"], "kwargs": [{"N": 2, "m": None}, {"N": 3}]}
+    assert worth("ifbench", "one two three", **rows) == 1
+    assert worth("ifbench", "one two", **rows) == 0
+    assert worth("ifbench", "", **(rows | {"kwargs": {}})) == 0
+    assert "knows the instruction other" in worth("ifbench", "a", instruction_id_list=["other"])
+    assert "no instruction_id_list" in worth("ifbench", "a")
+    assert "2 instructions, but kwargs for 1" in worth("ifbench", "a", **(rows | {"kwargs": [{}]}))
+
+
+def test_ifbench_without_checks_says_what_to_install() -> None:
+    try:
+        importlib.import_module("if_verifiable.ifbench.instructions_registry")
+    except ImportError:
+        with pytest.raises(UsageError, match="pip install if-verifiable"):
+            load_reward("ifbench", Options())
+    else:
+        assert worth("ifbench", "no white space"[:2], instruction_id_list=["format:no_whitespace"], kwargs=[{}]) == 1
+
+
+# ---- the registry
+
+
+def test_every_file_is_a_reward() -> None:
+    assert {"deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", "random", "math_verify", "exact"} <= set(
+        reward_names()
+    )
+    for name in reward_names():
+        module = importlib.import_module(f"hpcrl.rollout.rewards.{name}")
+        assert callable(module.reward) and module.__doc__.startswith(("--rm-type", "r--rm-type")), name
+        assert declared(name) == {"NEEDS_LABEL": getattr(module, "NEEDS_LABEL", True), "KEYS": getattr(module, "KEYS", ())}
+
+
+def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hpcrl.config.reward_names as names
+    import hpcrl.rollout.rewards as package
+
+    (tmp_path / "brief.py").write_text(
+        "NEEDS_LABEL = False\nKEYS = ()\ndef reward(options, sample):\n    return 1 / len(sample.response)\n"
+    )
+    monkeypatch.setattr(names, "FOLDER", tmp_path)
+    monkeypatch.setattr(package, "__path__", [str(tmp_path)])
+    names.reward_names.cache_clear()
+    names.declared.cache_clear()
+    try:
+        assert names.reward_names() == ("brief",) and read_words("brief:2")[0].weight == 2
+        assert not names.needing_labels(read_words("boxed_brief"))
+        assert worth("brief", "four") == 0.25 and worth("boxed_brief", r"a long one \boxed{ab}") == 0.5
+    finally:
+        monkeypatch.undo()
+        names.reward_names.cache_clear()
+        names.declared.cache_clear()
+        sys.modules.pop("hpcrl.rollout.rewards.brief", None)

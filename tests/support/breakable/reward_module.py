@@ -1,0 +1,3 @@
+"""A module of a reward that raises when it is imported."""
+
+1 / 0  # noqa: B018
