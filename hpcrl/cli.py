@@ -25,7 +25,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
   hpcrl run --help                             every option, with default and source
-  hpcrl submit RECIPE.toml [--site S]          run it as one Slurm job; --dry-run shows plan, script and command
+  hpcrl submit RECIPE.toml [--site S]          run it as one batch job (Slurm); --dry-run shows plan, script, command
   hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
   hpcrl resume RUN                             go on with a run, the way that it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
@@ -88,23 +88,23 @@ def command(argv: list[str]) -> int:
         return 0
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": run,
-        "submit": submit,
-        "launch": launch,
         "plan": plan,
         "hostfile": hostfile,
         "convert": convert,
         "options": options,
     }
-    commands |= {name: partial(_elsewhere, place) for name, place in LOOKING.items()}
+    commands |= {name: partial(_elsewhere, place) for name, place in ELSEWHERE.items()}
     if argv[0] not in commands:
         raise UsageError(f"{argv[0]} is no command", f"there are {', '.join(commands)}; see hpcrl --help")
     return commands[argv[0]](argv[1:])
 
 
-# ---- hpcrl resume, status, watch, logs, stop, cancel, doctor
+# ---- commands with a file of their own
 
 #: command -> module:function that does it
-LOOKING = {
+ELSEWHERE = {
+    "submit": "hpcrl.commands.submit:submit",
+    "launch": "hpcrl.mpi.mpirun:launch",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
     "watch": "hpcrl.commands.status:watch",
@@ -178,26 +178,6 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     return "\n\n".join(parts)
-
-
-# ---- hpcrl submit
-
-
-def submit(argv: list[str]) -> int:
-    """`hpcrl submit`: one Slurm job for the whole recipe."""
-    from hpcrl.slurm.submit import submit as run_it
-
-    return run_it(argv)
-
-
-# ---- hpcrl launch
-
-
-def launch(argv: list[str]) -> int:
-    """`hpcrl launch`: a run over the hosts of a hostfile, under mpirun or calling it."""
-    from hpcrl.mpi.mpirun import launch as run_it
-
-    return run_it(argv)
 
 
 # ---- hpcrl plan

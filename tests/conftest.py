@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 
 # a loaded machine is slow, not wrong; and an example that failed is printed, whoever's machine it was

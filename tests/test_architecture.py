@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
-    {"__init__", "errors"},
+    {"__init__", "errors", "findings"},
     {"config", "sample"},
     {"plan", "microbatches", "algorithms"},
     {"groups", "run"},
@@ -30,8 +31,30 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: what takes seconds to import
 HEAVY = {"torch", "vllm", "megatron", "transformers", "ray"}
 #: rooms that a login node uses, where nothing heavy is imported at the top of a file
-LIGHT = {"cli", "commands", "config", "doctor", "errors", "groups", "launch", "mpi", "plan", "report", "run", "sample", "slurm"}
+LIGHT = {
+    "cli",
+    "commands",
+    "config",
+    "doctor",
+    "errors",
+    "findings",
+    "groups",
+    "launch",
+    "mpi",
+    "plan",
+    "report",
+    "run",
+    "sample",
+    "slurm",
+}
 MOST = 15  #: files in one room
+#: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
+CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
+CHOOSERS = {"cli.py", "launch/schedulers.py"}
+#: a word of Slurm's own: its name, its commands, its states
+SLURMS = re.compile(r"(?i:slurm|\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b")
+#: where one may stand outside of its room: help, the name of the default, a dialect of hostfiles
+SLURMS_ALLOWED = {"cli.py", "commands/submit.py", "commands/doctor.py", "launch/schedulers.py", "mpi/hostfile.py"}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -44,6 +67,16 @@ def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"hpcrl.{alias.name}" for alias in node.names] if node.module == "hpcrl" else [node.module]
         yield from ((node.lineno, name, node in tree.body) for name in names)
+
+
+def words(path: Path) -> Iterator[ast.Constant]:
+    """The texts in a file's code, without docstrings."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    told = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node
 
 
 def room(path: Path) -> str:
@@ -71,6 +104,31 @@ def test_floors(path: Path) -> None:
             )
         if here in LIGHT and top:
             assert module.split(".")[0] not in HEAVY, f"{path}:{line}: imports {module} at the top"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_launchers_room_is_named_only_where_one_is_chosen(path: Path) -> None:
+    """By import or as text: what else speaks to a scheduler does so through hpcrl/launch/scheduler.py."""
+    name = str(path.relative_to(ROOT))
+    named = [(line, module) for line, module, _ in imports(path)]
+    named += [(node.lineno, node.value) for node in words(path) if node.value.startswith("hpcrl.")]
+    for line, module in named:
+        place = next((place for place in CHOSEN if module == place or module.startswith((f"{place}.", f"{place}:"))), None)
+        if place and room(path) != place.partition(".")[2]:
+            assert name in CHOOSERS, f"{path}:{line}: names {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_slurms_room_speaks_slurm(path: Path) -> None:
+    """In code: comments and docstrings may tell of Slurm by way of example."""
+    if room(path) == "slurm" or str(path.relative_to(ROOT)) in SLURMS_ALLOWED:
+        return
+    for node in words(path):
+        assert not SLURMS.search(node.value), f"{path}:{node.lineno}: {node.value!r}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            assert not SLURMS.search(name), f"{path}:{node.lineno}: {name}"
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(ROOT.parent)))

@@ -1,6 +1,6 @@
 """`hpcrl doctor`: is everything there that a run needs, before it burns an hour.
 
-On the login node: Slurm, partitions, run directory, packages, model.  With --nodes a short job of the same shape as the run
+On the login node: the scheduler, run directory, packages, model.  With --nodes a short job of the same shape as the run
 looks at the nodes as well (hpcrl/doctor/all_nodes.py).
 
 Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays behind
@@ -28,19 +28,21 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor import model_directory, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
-from hpcrl.doctor.findings import Finding, ask, failed, last_line
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.findings import Finding, failed, last_line
+from hpcrl.launch.job_request import Component, Request, make_request
+from hpcrl.launch.scheduler import Scheduler
+from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
+from hpcrl.launch.submission import Script, batch_python, can_submit, task_python
+from hpcrl.run.queued_job import JobKey
 from hpcrl.run.shipped_files import shipped
-from hpcrl.slurm import partitions
-from hpcrl.slurm.batch_script import Script, render
-from hpcrl.slurm.job_request import Component, Request, make_request
-from hpcrl.slurm.sites import FLAGS, Site, find_profile, from_flags
 
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
-Looks at this login node and at what the recipe needs: Slurm and the site's partitions, the run directory, packages, the
-model. One line each; the exit status is 1 if anything fails.
+Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run directory,
+packages, the model. One line each; the exit status is 1 if anything fails.
 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
@@ -56,7 +58,6 @@ OWN = {
     "wait": Kind("float"),
 }
 WAIT = 900.0  #: seconds
-SUBMIT = 60.0  #: seconds that sbatch may take
 POLL = 1.0  #: seconds between two looks at a job
 LIMIT = "15:00"  #: the short job's time limit
 
@@ -69,11 +70,15 @@ class Case:
     stages: tuple[Options, ...]
     directory: Path
 
+    @property
+    def scheduler(self) -> Scheduler:
+        return load_scheduler(self.site.scheduler)
+
     def request(self) -> Request:
         """The allocation of the run; without a recipe one node of each component that the site describes."""
         if self.stages:
             return make_request(self.stages, self.site)
-        named = [name for name in ("trainer", "engine", "rollout") if getattr(self.site, name).partition]
+        named = [name for name in ("trainer", "engine", "rollout") if self.site.describes(name)]
         parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
         return Request(
             self.site.layout, tuple(Component(n, 1, c.gpus_per_node or 0, c.cpus_per_node) for n, c in parts), margin=60
@@ -132,10 +137,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
         yield Finding("fail", "", error.what, error.hint)
         request = None
     if request is not None:
-        found = list(partitions.check_partitions(site, request.components))
-        yield from found
-        if not failed(found):
-            yield _accepted(site, request, case.directory)
+        yield from _scheduler(case, request)
     models = sorted({options.hf_checkpoint for options in case.stages if options.hf_checkpoint})
     several = request is None or sum(component.nodes for component in request.components) > 1
     found = [path for path in models if not Path(path).is_relative_to(case.directory)]
@@ -150,15 +152,21 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield from _image(site)
 
 
-def _accepted(site: Site, request: Request, directory: Path) -> Finding:
-    """Whether Slurm would take the run's own request: limits of account and QOS, features, types of GPUs."""
-    answer = ask(["sbatch", "--test-only"], SUBMIT, _text(site, request, "true", directory))
-    said = last_line(answer.text)
-    if answer.code:
-        return Finding(
-            "fail", "", f"Slurm refuses a job like this run's: {said}", "see account, qos and the components of the site"
-        )
-    return Finding("ok", "", "Slurm takes a job like this run's (sbatch --test-only)")
+def _scheduler(case: Case, request: Request) -> Iterator[Finding]:
+    """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, types of GPUs."""
+    scheduler = case.scheduler
+    found = list(scheduler.responds())
+    if not failed(found):
+        found += scheduler.fits(request, case.site)
+    yield from found
+    if failed(found) or not scheduler.test_command or not can_submit(scheduler):
+        return
+    verdict = scheduler.test(_text(case.site, request, "true", case.directory))
+    if not verdict.accepted:
+        what = f"{scheduler.title} refuses a job like this run's: {verdict.said}"
+        yield Finding("fail", "", what, verdict.hint)
+    else:
+        yield Finding("ok", "", f"{scheduler.title} takes a job like this run's ({scheduler.test_command})")
 
 
 def _image(site: Site) -> Iterator[Finding]:
@@ -179,7 +187,7 @@ def nodes(case: Case, seconds: float) -> list[Finding]:
     try:
         directory.mkdir(parents=True, mode=0o700)
         (directory / "job.sh").write_text(job(case, directory), encoding="utf-8")
-        return _submitted(directory, seconds)
+        return _submitted(case.scheduler, directory, seconds)
     except HpcrlError as error:
         return [Finding("fail", "", error.what, error.hint)]
     except OSError as error:
@@ -197,12 +205,13 @@ def job(case: Case, directory: Path) -> str:
         steps,
         interface,
         imports=any(options.rollout_num_gpus for options in case.stages),
+        echoes=case.scheduler.echoes,
         seconds=max((options.launch_timeout for options in case.stages), default=NodesJob.__struct_defaults__[-1]),
     )
     (directory / "job.json").write_bytes(msgspec.json.encode(todo))
     if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed
         shutil.copytree(shipped("launch"), directory / "launch")
-    command = f"{shlex.quote(_outside(case.site))} -m hpcrl.doctor.all_nodes {shlex.quote(str(directory))}"
+    command = f"{shlex.quote(batch_python(case.site))} -m hpcrl.doctor.all_nodes {shlex.quote(str(directory))}"
     return _text(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, command, directory)
 
 
@@ -216,46 +225,42 @@ def _text(site: Site, request: Request, command: str, directory: Path) -> str:
         # outside of the directory: a node that does not see it shall say so itself
         launch=str(shipped("launch") if site.container.kind == "none" else directory / "launch"),
         mounts=(str(directory),),
-        python=sys.executable if site.container.kind == "none" else "python3",
+        python=task_python(site),
     )
-    return render(script, request, site)
+    return load_scheduler(site.scheduler).render(script, request, site)
 
 
-def _outside(site: Site) -> str:
-    """The interpreter of the batch process, which calls srun and so runs outside of any container."""
-    return site.python if site.python and site.container.kind == "none" else sys.executable
-
-
-def _submitted(directory: Path, seconds: float) -> list[Finding]:
-    answer = ask(["sbatch", "--parsable", str(directory / "job.sh")], SUBMIT)
-    if answer.code != 0:
-        return [Finding("fail", "", f"sbatch refuses the job: {last_line(answer.text)}", "see partitions and limits of the site")]
-    number = answer.text.strip().partition(";")[0]
-    print(f"hpcrl: job {number} looks at the nodes", file=sys.stderr)
+def _submitted(scheduler: Scheduler, directory: Path, seconds: float) -> list[Finding]:
+    submitted = time.time()
+    job = JobKey(scheduler.submit_script(directory / "job.sh"), "", submitted, history=False)
+    print(f"hpcrl: job {job.job_id} looks at the nodes", file=sys.stderr)
     try:
-        return _outcome(number, directory, time.monotonic() + seconds)
+        return _outcome(scheduler, job, directory, time.monotonic() + seconds)
     finally:
         if not (directory / "findings.json").exists():
-            ask(["scancel", number], partitions.SECONDS)
+            with contextlib.suppress(HpcrlError):
+                scheduler.cancel(job.job_id)
 
 
-def _outcome(number: str, directory: Path, end: float) -> list[Finding]:
+def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> list[Finding]:
     """The findings of the job once it has them; a finding of our own if it ends, or time ends, without."""
     gone = 0
     while True:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             return msgspec.json.decode((directory / "findings.json").read_bytes(), type=list[Finding])
-        state = ask(["squeue", "--noheader", f"--jobs={number}", "--format=%T %r"], partitions.SECONDS).text.strip()
+        answer = scheduler.look([job])
+        word = answer.jobs.get(job)
         # a shared file system may show a file some seconds late
-        gone = 0 if state and "nvalid job id" not in state else gone + 1
+        gone = gone + 1 if word and word.phase in ("ended", "gone") else 0
         if gone > 10:
             log = directory / "job.log"
             if not log.exists():
                 hint = "choose a --run-dir on a file system that all nodes share"
-                return [Finding("fail", "", f"job {number} ended, and nothing of it is in {directory.parent}", hint)]
+                return [Finding("fail", "", f"job {job.job_id} ended, and nothing of it is in {directory.parent}", hint)]
             said, hint = last_line(log.read_text(errors="replace")), "see setup, modules and python of the site"
-            return [Finding("fail", "", f"job {number} ended without a result: {said}", hint)]
+            return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
         if time.monotonic() > end:
-            hint = "give it longer with --wait, or see squeue for the reason"
-            return [Finding("fail", "", f"job {number} did not end in time: {last_line(state)}", hint)]
+            state = " ".join(filter(None, (word.word, word.reason))) if word else answer.note
+            hint = "give it longer with --wait, or mend what it waits for"
+            return [Finding("fail", "", f"job {job.job_id} did not end in time: {state}", hint)]
         time.sleep(POLL)

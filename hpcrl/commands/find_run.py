@@ -1,6 +1,6 @@
-"""Which run a command means, and what is known of it: the run directory, the launcher's process, Slurm.
+"""Which run a command means, and what is known of it: the run directory, the launcher's process, the scheduler.
 
-Invariant: every command that looks at runs gets its facts here, with at most one squeue (and one sacct) for all of them.
+Invariant: every command that looks at runs gets its facts here, and asks each scheduler at most once for all of them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.errors import UsageError
+from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import FRESH, OVER, WORKING, Queued, Status, judge_run
+from hpcrl.report.run_status import FRESH, OVER, WORKING, Status, judge_run
 from hpcrl.report.status_text import replace_unencodable
+from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.recipe_file import is_run
 from hpcrl.run.registry import known
-from hpcrl.slurm import squeue
 
 if TYPE_CHECKING:
     import psutil
 
-ASK, PATIENCE = 15.0, 5.0  #: seconds between questions to Slurm; seconds until an end is believed
+ASK, PATIENCE = 15.0, 5.0  #: seconds between questions to a scheduler; seconds until an end is believed
 MISSING = "name a run directory, its last part, or its job's number; hpcrl status lists the runs"
 
 
@@ -83,15 +84,16 @@ def all_runs() -> list[Path]:
 def look_at_run(run: Run, jobs: Jobs | None = None) -> Status:
     """The status of one run, in full."""
     jobs = jobs or Jobs([run])
-    status = judge_run(run, time.time(), jobs.word(run), alive(run))
+    status = judge_run(run, time.time(), jobs.word(run), alive(run), jobs.title(run))
     status.notes += [f"{jobs.note}; this is from the run directory alone"] if jobs.note else []
     return status
 
 
 def look_at_runs(runs: Sequence[Run]) -> tuple[list[Status], str]:
-    """(the statuses, those at work first and then the newest first; what Slurm did not tell)."""
+    """(the statuses, those at work first and then the newest first; what a scheduler did not tell)."""
     jobs = Jobs(runs)
-    found = [(judge_run(run, time.time(), jobs.word(run), alive(run), brief=True), _touched(run)) for run in runs]
+    now = time.time()
+    found = [(judge_run(run, now, jobs.word(run), alive(run), jobs.title(run), brief=True), _touched(run)) for run in runs]
     found.sort(key=lambda pair: (pair[0].phase in OVER or pair[0].phase == "lost", -pair[1]))
     return [status for status, _ in found], jobs.note
 
@@ -107,8 +109,8 @@ def _touched(run: Run) -> float:
 
 
 class Ending:
-    """Tells a run that has ended from one that is about to be queued again: in Slurm, its launcher says that it stopped,
-    then requeues the job.  A silent run gets the same while to speak up.
+    """Tells a run that has ended from one that is about to be queued again: in a scheduler's job, its launcher says that it
+    stopped, then requeues the job.  A silent run gets the same while to speak up.
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,7 @@ class Ending:
 
     @property
     def interval(self) -> float:
-        """Seconds after which Slurm should be asked again."""
+        """Seconds after which the scheduler should be asked again."""
         return ASK if self.since is None else PATIENCE / 2
 
     def sure(self, found: Status) -> bool:
@@ -124,7 +126,7 @@ class Ending:
         if found.phase not in (*OVER, "lost"):
             self.since = None
             return False
-        if found.phase == "finished" or (found.scheduler != "slurm" and found.phase != "lost"):
+        if found.phase == "finished" or (not found.title and found.phase != "lost"):
             return True
         if self.since is None:
             self.since = time.monotonic()
@@ -132,34 +134,47 @@ class Ending:
 
 
 class Jobs:
-    """Slurm's word on the jobs of some runs, asked for when made.  note: why there is none."""
+    """The schedulers' word on the jobs of some runs, asked for when made.  note: why there is none."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
-        wanted = {run.job.job_id: run for run in runs if _in_slurm(run)}
-        answer = squeue.ask(list(wanted))
-        self.rows, self.note, self.asked = answer.rows, answer.note, answer.asked
-        gone = [i for i, run in wanted.items() if answer.asked and i not in self.rows and not _quiet(run)]
-        self.rows |= squeue.remembered(gone)
+        wanted: dict[str, list[JobKey]] = {}
+        for run in runs:
+            if run.job and (key := _key(run)):
+                wanted.setdefault(run.job.scheduler, []).append(key)
+        self.jobs: dict[tuple[str, JobKey], QueuedJob] = {}
+        self.titles: dict[str, str] = {}
+        notes = []
+        for name, keys in wanted.items():
+            try:
+                scheduler = load_scheduler(name)
+            except UsageError as error:
+                notes.append(str(error))
+                continue
+            answer = scheduler.look(keys)
+            self.titles[name] = scheduler.title
+            self.jobs |= {(name, key): word for key, word in answer.jobs.items()}
+            notes += [answer.note] if answer.note else []
+        self.note = "; ".join(notes)
 
-    def own(self, run: Run) -> list[squeue.JobRow]:
-        """The components of the run's job; none if Slurm has no such job, or another one of that number."""
-        if not run.job or run.job.job_id is None:
-            return []
-        rows = self.rows.get(run.job.job_id, [])
-        return rows if all(row.belongs(run.identity, run.job.submitted) for row in rows) else []
+    def word(self, run: Run) -> QueuedJob | None:
+        """The scheduler's word on the run's job; None if no scheduler has it, or could be asked."""
+        key = _key(run)
+        return self.jobs.get((run.job.scheduler, key)) if run.job and key else None
 
-    def word(self, run: Run) -> Queued | None:
-        """The job as one word; GONE if the queue has forgotten it."""
-        found = squeue.queued(self.own(run))
-        return found or (Queued("GONE") if self.asked and _in_slurm(run) else None)
+    def title(self, run: Run) -> str:
+        """What the run's scheduler is called; "" if none has it."""
+        return self.titles.get(run.job.scheduler, run.job.scheduler) if run.job and run.job.queued else ""
 
 
-def _in_slurm(run: Run) -> bool:
-    return run.job is not None and run.job.scheduler == "slurm" and bool(run.job.job_id)
+def _key(run: Run) -> JobKey | None:
+    """The run's job, as its scheduler is asked for it; None if no scheduler has it."""
+    if not run.job or not run.job.queued or not run.job.job_id:
+        return None
+    return JobKey(run.job.job_id, run.identity, run.job.submitted, history=not _quiet(run))
 
 
 def _quiet(run: Run) -> bool:
-    """Whether accounting has nothing to add: the run has had its last word, or speaks."""
+    """Whether how its job ended has nothing to add: the run has had its last word, or speaks."""
     if run.state is None or (run.job and run.state.time < run.job.submitted):
         return False
     return run.state.phase in OVER or time.time() - run.state.time < FRESH
@@ -169,7 +184,7 @@ def alive(run: Run) -> bool | None:
     """Whether the launcher's process lives on this host; None if it may be on another, or need not be asked."""
     if run.state and (run.state.phase not in WORKING or run.state.host != socket.gethostname()):
         return None
-    if run.job and run.job.scheduler == "slurm":
+    if run.job and run.job.queued:
         return None
     return owner(run.root) is not None if run.state else (owner(run.root) is not None or None)
 

@@ -9,21 +9,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.commands.find_run import find_run
+from hpcrl.commands.submit import say_submitted
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import finished, reopen_job
-from hpcrl.run.job_file import read_job
+from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.submission import submit_again
+from hpcrl.run.job_file import UNQUEUED, read_job
 
 USAGE = """\
 usage: hpcrl resume RUN [--time T] [--set KEY=VALUE ...]
 
   RUN                a run directory, its last part, or its job's number
-  --time T           time limit of one attempt, as sbatch takes it; only for a run that was submitted
+  --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
 
-The run goes on from its last checkpoint, with the options that it began with, where it ran before: as a Slurm job if it was
-submitted, else on this machine."""
+The run goes on from its last checkpoint, with the options that it began with, where it ran before: as a job of the same
+scheduler if it was submitted, else on this machine."""
 
 
 def resume(argv: list[str]) -> int:
@@ -39,16 +42,15 @@ def resume(argv: list[str]) -> int:
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", "start another run to train on")
     record = read_job(root)
-    if record.scheduler == "mpirun":
+    starter = record.scheduler
+    if starter == "mpirun":
         raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
-    if record.scheduler == "slurm" and record.site is None:
-        raise UsageError(
-            f"{root} was started from a script", f"write --run-dir {root} into its last line, and give it to sbatch again"
-        )
-    if record.scheduler == "slurm":
-        from hpcrl.slurm.submit import submit_again
-
-        return submit_again(root, record, own)
+    if starter not in UNQUEUED:
+        if record.site is None:
+            give = f"give it to {load_scheduler(starter).submit_command} again"
+            raise UsageError(f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}")
+        say_submitted(*submit_again(root, record, own))
+        return 0
     if own:
         raise UsageError(f"--{next(iter(own))} has no effect: {root} ran on this machine", "leave it out")
     from hpcrl.launch.local import run_recipe

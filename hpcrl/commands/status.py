@@ -1,6 +1,6 @@
 """`hpcrl status` and `hpcrl watch`: what runs are doing, once or live.
 
-Invariant: nothing is changed, anywhere; Slurm is asked a few times a minute, and less while it does not answer.
+Invariant: nothing is changed, anywhere; a scheduler is asked a few times a minute, and less while it does not answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once.
 
-Invariant: a job or a process is touched only if it still is this run's: a Slurm job by the identity in its comment, a
-process by the run directory's lock that it holds.
+Invariant: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
+carries, a process by the run directory's lock that it holds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import psutil
 
 from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import ENDINGS, OVER, WORKING, Status
+from hpcrl.report.run_status import OVER, WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_state import JobState, write_state
-from hpcrl.slurm import squeue
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
 GRACE = 30.0  #: seconds that a launcher may take to end after them
@@ -65,7 +65,8 @@ def _spell(found: Status) -> str:
 
 def _instead(found: Status, name: str, jobs: Jobs, run: Run) -> str:
     """What to do where stop can do nothing."""
-    if found.phase in ("pending", "requeued") or any(row.state not in ENDINGS for row in jobs.own(run)):
+    word = jobs.word(run)
+    if found.phase in ("pending", "requeued") or (word and not word.over):
         return f"take its job out of the queue with hpcrl cancel {name}"
     return "there is nothing to stop" if found.phase in OVER else f"see hpcrl logs {name}"
 
@@ -76,7 +77,7 @@ def _instead(found: Status, name: str, jobs: Jobs, run: Run) -> str:
 def cancel(argv: list[str]) -> int:
     """`hpcrl cancel`: end the run at once.  HpcrlError if there is nothing to end, or it is out of reach."""
     run = _one("cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv)
-    if run.job and run.job.scheduler == "slurm":
+    if run.job and run.job.queued:
         return _cancel_job(run)
     return _end_process(run)
 
@@ -86,26 +87,24 @@ def _cancel_job(run: Run) -> int:
     assert job is not None
     if not job.job_id:
         raise HpcrlError(f"{name} was never given a job number", f"see {run.root / 'job.json'}")
-    if not squeue.there():
+    scheduler = load_scheduler(job.scheduler)
+    called = f"{scheduler.title} job {job.job_id}"
+    if not scheduler.here():
         raise HpcrlError(
-            f"{name} is Slurm job {job.job_id}, and Slurm's commands are not here",
+            f"{name} is {called}, and {scheduler.title}'s commands are not here",
             f"cancel it on {job.submit_host or 'its cluster'}",
         )
     jobs = Jobs([run])
-    if not jobs.asked:
-        raise HpcrlError(jobs.note or "squeue does not answer", "try again")
-    rows = jobs.own(run)
-    if not rows or all(row.state in ENDINGS for row in rows):
-        found = look_at_run(run, jobs)
-        what = f"job {job.job_id} in the queue is not of this run" if jobs.rows.get(job.job_id) and not rows else found.phase
+    word = jobs.word(run)
+    if word is None:
+        raise HpcrlError(jobs.note or f"{scheduler.title} does not answer", "try again")
+    if word.over:
+        what = f"job {job.job_id} in the queue is not of this run" if word.foreign else look_at_run(run, jobs).phase
         raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
-    waiting = all(row.state == "PENDING" for row in rows)
-    code, _, said = squeue.call(["scancel", job.job_id])
-    if code:
-        raise HpcrlError(f"scancel {job.job_id}: {said or f'exit code {code}'}", "see squeue")
-    if waiting:
+    scheduler.cancel(job.job_id)
+    if not word.begun:
         _record(run, "cancelled while it waited in the queue")
-    print(f"cancelled Slurm job {job.job_id} of {name}" + (", which had not started" if waiting else ""))
+    print(f"cancelled {called} of {name}" + ("" if word.begun else ", which had not started"))
     return 0
 
 

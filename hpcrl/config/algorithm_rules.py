@@ -66,10 +66,6 @@ def _estimator(o: Options) -> None:
             raise UsageError(f"{lacks}, and --n-samples-per-prompt is 1: every advantage would be 0", hint)
         if need == "normalize_advantages" and not o.normalize_advantages:
             raise UsageError(lacks, "give it")
-        if need == "critic":
-            raise UsageError(
-                f"{lacks}, and the trainer trains none", "choose an estimator without: grpo, rloo, reinforce_plus_plus, ..."
-            )
 
 
 def _bounds(o: Options) -> None:

@@ -22,8 +22,8 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 
-from hpcrl.doctor.findings import Finding, failed, last_line
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
+from hpcrl.findings import Finding, failed, last_line
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import write_atomic
@@ -44,13 +44,17 @@ class NodeStep(msgspec.Struct, frozen=True):
 
 
 class NodesJob(msgspec.Struct, frozen=True):
-    """What there is to look at.  gpus: whether a slot is a GPU; allreduce, imports: the parts that take long."""
+    """What there is to look at.  gpus: whether a slot is a GPU; allreduce, imports: the parts that take long.
+
+    echoes: how the lines begin in which whatever starts the tasks only repeats that one has failed.
+    """
 
     steps: list[NodeStep]
     interface: str | None = None
     gpus: bool = True
     allreduce: bool = True
     imports: bool = True
+    echoes: tuple[str, ...] = ()
     seconds: float = 60.0
 
 
@@ -73,15 +77,17 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
         reports += found
         if process.returncode or len(found) < step.nodes:
             how = how_it_ended(process.returncode) if process.returncode else f"brought {len(found)} of {step.nodes} reports"
-            findings.append(Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out)}", "see above"))
+            findings.append(
+                Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out, job.echoes)}", "see above")
+            )
     wanted = {step.role: step.slots for step in job.steps} if job.gpus else {}
     return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
 
 
-def _telling(text: str) -> str:
-    """The first line that is not Slurm's own; its own say only that something failed."""
+def _telling(text: str, echoes: tuple[str, ...]) -> str:
+    """The first line that says why: not one of the echoes, if there is another."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if not line.startswith(("srun:", "slurmstepd:"))), last_line(text))
+    return next((line for line in lines if not line.startswith(echoes)), last_line(text))
 
 
 def read(text: str) -> list[NodeReport]:
@@ -113,7 +119,7 @@ def _output(process: Popen[str], end: float) -> tuple[str, str]:
     try:
         return process.communicate(timeout=max(end - time.monotonic(), 0.1))
     except TimeoutExpired:
-        process.terminate()  # srun ends its step
+        process.terminate()  # which ends the step
     try:
         out, err = process.communicate(timeout=20)
     except TimeoutExpired:

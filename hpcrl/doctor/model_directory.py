@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.doctor.findings import Finding, ask, count, last_line, size
 from hpcrl.errors import DataError
+from hpcrl.findings import Finding, count, last_line, size
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.safetensors_headers import AGAIN, SINGLE, read_header, read_index
+from hpcrl.run.command import ask
 
 SECONDS = 120.0
 _LOAD = "import sys; from hpcrl.rollout.tokenizer import load_tokenizer as f; print(f(sys.argv[1]).vocab_size)"
@@ -30,9 +31,9 @@ def check_model_directory(directory: str, python: str = sys.executable, seconds:
     yield from files(path)
     answer = ask([python, "-c", _LOAD, str(path)], seconds)
     if answer.code == 0:
-        yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.text)} token ids")
+        yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.out)} token ids")
     else:
-        why = last_line(answer.text).removeprefix("hpcrl.errors.DataError: ")
+        why = answer.said.removeprefix("hpcrl.errors.DataError: ")
         yield Finding("fail", "", f"the tokenizer of {directory} does not load: {why}", "mend the model's directory")
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 from hostlist import BadHostlist, collect_hostlist
 
-from hpcrl.doctor.findings import Finding, Level, count, size
 from hpcrl.errors import UsageError
+from hpcrl.findings import Finding, Level, count, size
 from hpcrl.launch.probe import Report, choose
 
 SKEW = 1.0  #: seconds that two clocks may differ by

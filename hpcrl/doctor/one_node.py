@@ -29,12 +29,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.doctor.findings import ask, last_line
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.findings import last_line
 from hpcrl.launch.probe import Report, choose, report
 from hpcrl.plan import Place, socket_names
+from hpcrl.run.command import ask
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.rundir import write_atomic
 
@@ -79,7 +80,7 @@ def look_at_node(host: str, role: str, directory: Path) -> NodeReport:
 def gpus(command: list[str] = QUERY, seconds: float = 20.0) -> tuple[Gpu, ...] | None:
     """The GPUs that nvidia-smi shows; None if it is not there or does not answer."""
     answer = ask(command, seconds)
-    return parse_gpus(answer.text) if answer.code == 0 else None
+    return parse_gpus(answer.out) if answer.code == 0 else None
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
@@ -96,7 +97,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 def imports(module: str, seconds: float) -> str:
     """Why a module does not import in a process of its own, "" if it does."""
     answer = ask([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
-    return "" if answer.code == 0 else last_line(answer.text)
+    return "" if answer.code == 0 else answer.said
 
 
 # ---- the other nodes
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One node's part of hpcrl doctor.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--expect", type=int, default=1, help="nodes in all")
-    parser.add_argument("--host", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    parser.add_argument("--host", default=socket.gethostname())
     parser.add_argument("--role", default="")
     parser.add_argument("--interface")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other nodes")

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hpcrl.doctor.findings import Finding
+from hpcrl.findings import Finding
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 #: a package under another name that holds the same modules

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.doctor.findings import Finding, size
+from hpcrl.findings import Finding, size
 
 #: file systems that a node has for itself, as /proc/mounts names them
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "squashfs", "tmpfs", "vfat", "xfs", "zfs"}

@@ -1,7 +1,7 @@
 """One attempt, seen from the launcher: start the hosts, watch them, end them.
 
 Invariants: an attempt has succeeded only if the trainer says so in summary.json and every host ended well (an exit code
-of 0 alone proves nothing: srun returns it after a node failure); whatever happens, no process of it outlives the call.
+of 0 alone proves nothing: srun, for one, returns it after a node failure); whatever happens, no process of it outlives the call.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Stop:
 
 @dataclass
 class Member:
-    """A process of the launcher that stands for some hosts: a host's own, or an srun."""
+    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step."""
 
     name: str
     log: Path
@@ -109,6 +109,15 @@ class Backend(Protocol):
 
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command that makes what the run needs, once, where the run's software is."""
+
+
+class BatchBackend(Backend, Protocol):
+    """The hosts of a scheduler's job, some of which may be lost.  count: how many there are."""
+
+    count: int
+
+    def silent(self, seconds: float) -> list[str]:
+        """The hosts that cannot start a task within `seconds`."""
 
 
 def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:

@@ -30,6 +30,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.plan import Host, make_plan
+from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT
 from hpcrl.run.shipped_files import shipped
@@ -145,11 +146,10 @@ def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
 
 def flavour(mpirun: list[str]) -> str:
     """openmpi or mpich (and what stems from it), by what the launcher says of itself."""
-    try:
-        done = subprocess.run([mpirun[0], "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    answer = ask([mpirun[0], "--version"], REACH)
+    if answer.code in (LATE, MISSING):
         return "openmpi"  # for a dry run; it is looked for before it is called
-    return "openmpi" if "Open MPI" in done.stdout or "open-mpi" in done.stdout or "OpenRTE" in done.stdout else "mpich"
+    return "openmpi" if any(name in answer.out for name in ("Open MPI", "open-mpi", "OpenRTE")) else "mpich"
 
 
 def mpi_command(

@@ -18,6 +18,7 @@ import msgspec
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.job_state import JobState
+from hpcrl.run.queued_job import QueuedJob
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
@@ -25,31 +26,6 @@ SKEW = 30.0  #: seconds by which the clocks of hosts may differ
 BRIEF, LONG = (24 << 10, WINDOW + 4), (1 << 20, 1 << 20)
 WORKING = ("preparing", "starting", "running", "saving")
 OVER = ("finished", "stopped", "failed", "cancelled")
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
-GONE = "GONE"  #: Slurm has answered, and knows no such job (any more)
-#: how a Slurm job may have ended without its launcher saying so -> (phase, in plain words)
-ENDINGS = {
-    "CANCELLED": ("cancelled", "cancelled"),
-    "TIMEOUT": ("failed", "ended by Slurm at its time limit; raise it, or let it be requeued"),
-    "OUT_OF_MEMORY": ("failed", "ended by Slurm for want of memory; ask for more memory per node"),
-    "NODE_FAIL": ("failed", "one of its nodes failed"),
-    "BOOT_FAIL": ("failed", "one of its nodes did not boot"),
-    "DEADLINE": ("failed", "ended by Slurm at its deadline"),
-    "PREEMPTED": ("requeued", "ended by Slurm for a job of higher priority"),
-    "FAILED": ("failed", "the job's script ended with an error; see the job's log"),
-    "COMPLETED": ("failed", "the job's script ended, and the run did not say that it was done; see the job's log"),
-}
-
-
-class Queued(msgspec.Struct, frozen=True):
-    """The scheduler's word on a run's job.  state: Slurm's, or GONE; start, ends: unix times; reason: in plain words; never: it cannot start."""
-
-    state: str
-    reason: str = ""
-    never: bool = False
-    start: float | None = None
-    ends: float | None = None
-    nodes: int = 0
 
 
 class Status(msgspec.Struct):
@@ -59,8 +35,9 @@ class Status(msgspec.Struct):
     phase: str
     message: str = ""  #: the error with its hint, why it waits, or what else there is to know
     scheduler: str = "local"
+    title: str = ""  #: what the scheduler is called; "" if none has the run
     job_id: str | None = None
-    slurm: str | None = None  #: the job's state in Slurm's words
+    job_state: str | None = None  #: in the scheduler's own word
     host: str = ""  #: where the launcher runs
     stage: str = ""
     stages: list[str] = []  #: all of the recipe's
@@ -85,19 +62,22 @@ class Status(msgspec.Struct):
     notes: list[str] = []
 
 
-def judge_run(run: Run, now: float, queued: Queued | None = None, here: bool | None = None, brief: bool = False) -> Status:
+def judge_run(
+    run: Run, now: float, queued: QueuedJob | None = None, here: bool | None = None, title: str = "", brief: bool = False
+) -> Status:
     """The status of a run.
 
-    now: unix time.  queued: the job as Slurm has it, None if Slurm does not know it or was not asked.  here: whether the
-    launcher's process lives on this host (None: it may be on another).  brief: the recipe's stages are left out.
+    now: unix time.  queued: the scheduler's word on the job, None if it could not be asked.  here: whether the launcher's
+    process lives on this host (None: it may be on another).  title: what the scheduler is called.  brief: the recipe's
+    stages are left out.
     """
     job, state, stage = run.job, run.state, run.stage
-    phase, message = _phase(run, now, queued, here)
-    status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, notes=run.notes)
+    phase, message = _phase(run, now, queued, here, title)
+    status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, title=title, notes=run.notes)
     if job:
         status.scheduler, status.job_id = job.scheduler, job.job_id
-    if queued and queued.state != GONE:
-        status.slurm = queued.state
+    if queued and queued.phase != "gone":
+        status.job_state = queued.word
     if state:
         status.host, status.restarts, status.silent = state.host, state.restarts, max(0.0, now - state.time)
     if stage:
@@ -117,36 +97,38 @@ def judge_run(run: Run, now: float, queued: Queued | None = None, here: bool | N
 # ---- the phase
 
 
-def _phase(run: Run, now: float, queued: Queued | None, here: bool | None) -> tuple[str, str]:
+def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None, title: str) -> tuple[str, str]:
     """(phase, message)."""
     state, job = run.state, run.job
-    if queued and queued.state in WAITING:
+    if queued and queued.phase == "pending":
         return "pending", f"will never start: {queued.reason}" if queued.never else queued.reason
     since = job.submitted - SKEW if job else 0.0
     if queued and queued.start is not None:
-        since = max(since, queued.start - (SKEW if queued.state in ENDINGS else 5.0))
+        since = max(since, queued.start - (SKEW if queued.phase == "ended" else 5.0))
     if state is None or state.time < since:  # or it is the word of an earlier start
-        return _without_word(run, now, queued, here, since)
+        return _without_word(run, now, queued, here, since, title)
     if state.phase in OVER:
         return state.phase, _error(run.stage, state) if state.phase == "failed" else state.message
-    if queued and queued.state in ENDINGS:
+    if queued and queued.phase == "ended":
         return _ended(run, queued, since)
-    if state.phase == "requeued" and not (queued and queued.state == GONE):
-        return "requeued", state.message or "it goes on when Slurm starts it again"
+    if state.phase == "requeued" and not (queued and queued.phase == "gone"):
+        return "requeued", state.message or f"it goes on when {title or 'its scheduler'} starts it again"
     if now - state.time <= FRESH and here is not False:
         return (state.phase if state.phase in WORKING else "running"), state.message
-    return "lost", _silence(now - state.time, queued, state.host, here)
+    return "lost", _silence(now - state.time, queued, state.host, here, title)
 
 
-def _without_word(run: Run, now: float, queued: Queued | None, here: bool | None, since: float) -> tuple[str, str]:
+def _without_word(run: Run, now: float, queued: QueuedJob | None, here: bool | None, since: float, title: str) -> tuple[str, str]:
     """The phase of a run whose launcher has not said anything `since`: not yet, or it is older than state.json."""
-    if queued and queued.state in ENDINGS:
+    if queued and queued.phase == "ended":
         return _ended(run, queued, since)
     stage = run.stage
     if run.job and queued:
-        return ("lost", f"Slurm knows no job {run.job.job_id} of this run") if queued.state == GONE else ("starting", "")
-    if run.job and run.job.scheduler == "slurm":
-        return "pending", "submitted; Slurm is not here to say more"
+        if queued.phase == "gone":
+            return "lost", f"{title} knows no job {run.job.job_id} of this run"
+        return "starting", ""
+    if title:
+        return "pending", f"submitted; {title} is not here to say more"
     if stage is None or stage.attempt is None:
         if here:
             return ("preparing" if stage is None else "starting"), ""
@@ -164,14 +146,13 @@ def _without_word(run: Run, now: float, queued: Queued | None, here: bool | None
     last = [row["time"] for row in stage.rows(*BRIEF) if number(row.get("time"))]
     if last and now - last[-1] <= FRESH and here is None:
         return "running", ""
-    return "lost", _silence(now - last[-1], queued, "", here) if last else "no process of it is known here"
+    return "lost", _silence(now - last[-1], queued, "", here, title) if last else "no process of it is known here"
 
 
-def _ended(run: Run, queued: Queued, since: float) -> tuple[str, str]:
-    """What Slurm says of a job whose launcher had no time to say anything."""
-    phase, words = ENDINGS[queued.state]
-    found = run.stage.failure if run.stage and phase == "failed" else None
-    return phase, str(found) if found and found.time >= since else words
+def _ended(run: Run, queued: QueuedJob, since: float) -> tuple[str, str]:
+    """What the scheduler says of a job whose launcher had no time to say anything."""
+    found = run.stage.failure if run.stage and queued.outcome == "failed" else None
+    return queued.outcome, str(found) if found and found.time >= since else queued.reason
 
 
 def _error(stage: StageFiles | None, state: JobState | None) -> str:
@@ -182,13 +163,13 @@ def _error(stage: StageFiles | None, state: JobState | None) -> str:
     return state.message if state else ""
 
 
-def _silence(age: float, queued: Queued | None, host: str, here: bool | None) -> str:
+def _silence(age: float, queued: QueuedJob | None, host: str, here: bool | None, title: str) -> str:
     """Why a run counts as lost."""
     if here is False and host:
         return f"its launcher on {host} is gone, {span(age)} after its last word"
     what = f"no sign of life for {span(age)}" + (f" (its launcher was on {host})" if host else "")
     if queued:
-        return what + (", and Slurm has no job of it" if queued.state == GONE else f", though Slurm says {queued.state}")
+        return what + (f", and {title} has no job of it" if queued.phase == "gone" else f", though {title} says {queued.word}")
     return what
 
 

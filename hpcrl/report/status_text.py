@@ -109,9 +109,9 @@ def facts(s: Status) -> list[tuple[str, str]]:
 
 
 def _job(s: Status) -> str:
-    parts = [f"{'Slurm job' if s.scheduler == 'slurm' else s.scheduler} {s.job_id}" if s.job_id else s.scheduler]
-    if s.slurm:
-        parts.append(s.slurm.lower())
+    parts = [f"{f'{s.title} job' if s.title else s.scheduler} {s.job_id}" if s.job_id else s.scheduler]
+    if s.job_state:
+        parts.append(s.job_state.lower())
     if s.host:
         parts.append(f"launcher on {s.host}")
     if s.restarts:
@@ -153,14 +153,14 @@ def _time(s: Status) -> str:
         return needs
     left = f"{span(s.left)} to the time limit"
     if s.fits is False:
-        fate = "saved and requeued" if s.scheduler == "slurm" else "ended"
+        fate = "saved and requeued" if s.title else "ended"
         return f"{needs}, {left}: it will not finish before, and will be {fate}"
     return f"{needs}, {left}" if needs else left
 
 
 def _hint_for(s: Status) -> str:
-    ways = {"slurm": "hpcrl resume {}", "mpirun": "hpcrl launch --resume {} --hostfile FILE"}
-    return ways.get(s.scheduler, "hpcrl run --resume {}").format(shorten_path(s.run))
+    ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE", "local": "hpcrl run --resume {}"}
+    return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 
 
 def line(s: Status) -> str:

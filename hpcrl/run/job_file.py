@@ -5,7 +5,6 @@ Invariant: whoever started the run last has written it; what a later start needs
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from pathlib import Path
@@ -17,6 +16,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import write_atomic
 
 JOB = "job.json"  #: its name in a run directory
+#: what starts a run without a queue before it: no scheduler has a job of it
+UNQUEUED = ("local", "mpirun")
 
 
 class JobFile(msgspec.Struct, frozen=True):
@@ -33,10 +34,16 @@ class JobFile(msgspec.Struct, frozen=True):
     components: list[dict[str, Any]] = []
     site: dict[str, Any] | None = None
 
+    @property
+    def queued(self) -> bool:
+        """Whether a scheduler has the job."""
+        return self.scheduler not in UNQUEUED
+
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
-    """Write job.json; `more`: script, components, site as far as they are known; a site that was known is kept."""
-    known = {"site": read_job(root).site, "cluster": os.environ.get("SLURM_CLUSTER_NAME"), **more}
+    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site as far as they are
+    known; a site that was known is kept."""
+    known = {"site": read_job(root).site, **more}
     job = JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known)
     write_atomic(root / JOB, msgspec.json.encode(job))
 

@@ -8,40 +8,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from hpcrl.launch.job_request import Component, Request
+from hpcrl.launch.submission import Script
 from hpcrl.run.shipped_files import shipped
-from hpcrl.slurm.job_request import Component, Request
-from hpcrl.slurm.sites import Site
+from hpcrl.slurm.site import SlurmSite
+from hpcrl.slurm.squeue import MARK
 
 WHAT = {"trainer": "Megatron ranks", "engine": "vLLM engines", "rollout": "the rollout process, without a GPU"}
 
 
-@dataclass(frozen=True)
-class Script:
-    """What differs from one script to the next.
-
-    command: the shell text that becomes the batch process; output: Slurm's file for it; launch: directory of task.sh;
-    mounts: directories that a container must see; tasks: "hosts" or "slots".
-    """
-
-    name: str
-    title: str
-    summary: str
-    command: str
-    output: str
-    launch: str
-    comment: str = ""
-    mounts: tuple[str, ...] = ()
-    tasks: str = "hosts"
-    python: str = "python3"
-
-
-def render(script: Script, request: Request, site: Site) -> str:
+def render(script: Script, request: Request, site: SlurmSite) -> str:
     """The text of the batch script."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
@@ -70,7 +51,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _component(script: Script, request: Request, site: Site, index: int) -> dict[str, Any]:
+def _component(script: Script, request: Request, site: SlurmSite, index: int) -> dict[str, Any]:
     component = request.components[index]
     what = "trainer ranks and engines" if request.layout == "homogeneous" else WHAT[component.name]
     return {
@@ -81,11 +62,11 @@ def _component(script: Script, request: Request, site: Site, index: int) -> dict
     }
 
 
-def _job(script: Script, request: Request, site: Site) -> Iterator[str]:
+def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     """The options of the job as a whole, which only the first component carries."""
     yield f"job-name=hpcrl-{script.name}"
-    if script.comment:
-        yield f"comment={script.comment}"
+    if script.identity:
+        yield f"comment={MARK}{script.identity}"
     yield f"time={site.time}"
     yield f"output={script.output}"
     yield "open-mode=append"
@@ -93,7 +74,7 @@ def _job(script: Script, request: Request, site: Site) -> Iterator[str]:
     yield "requeue" if site.requeue else "no-requeue"
 
 
-def _options(component: Component, site: Site) -> Iterator[str]:
+def _options(component: Component, site: SlurmSite) -> Iterator[str]:
     """The options of one component; those of partition and account hold for it alone."""
     wish = getattr(site, component.name)
     for name in ("account", "qos", "reservation"):
@@ -121,7 +102,7 @@ def _directive(option: str) -> str:
     return f"{name}{equals}{shlex.quote(value)}" if equals else name
 
 
-def step(component: Component, group: int | None, site: Site, script: Script) -> list[str]:
+def step(component: Component, group: int | None, site: SlurmSite, script: Script) -> list[str]:
     """The srun that starts a component's tasks, up to the program."""
     tasks = max(component.slots, 1) if script.tasks == "slots" else 1
     words = ["srun", "--unbuffered", "--input=none", "--kill-on-bad-exit=1", "--wait=0", "--overlap", "--cpu-bind=none"]

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from hpcrl.doctor.findings import Answer, Finding, ask, count, last_line
 from hpcrl.errors import UsageError
-from hpcrl.slurm.job_request import Component
-from hpcrl.slurm.sites import Site, minutes
+from hpcrl.findings import Finding, count
+from hpcrl.launch.job_request import Component
+from hpcrl.launch.site import minutes
+from hpcrl.run.command import Answer, ask
+from hpcrl.slurm.site import SlurmSite
 
 SECONDS = 10.0
 LOGIN = "log in to a node of the cluster that submits jobs; hpcrl run needs no Slurm"
@@ -44,46 +46,45 @@ class Shape(msgspec.Struct, frozen=True):
         return not re.match(r"(down|drain|drng|fail|unk|inval|maint|boot_fail|power_down|reboot)", self.state)
 
 
-def check_partitions(site: Site, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
-    """Commands, controller, then each partition that a component names."""
+def responds(seconds: float = SECONDS) -> Iterator[Finding]:
+    """Commands, controller, accounting."""
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol", "sinfo") if not shutil.which(name)]
     if missing:
         yield Finding("fail", "", f"{', '.join(missing)} not found: no Slurm here", LOGIN)
         return
     version, answer = ask(["sbatch", "--version"], seconds), ask(["squeue", "--noheader", "--format=%i", "--me"], seconds)
     if answer.code != 0:
-        yield Finding("fail", "", f"squeue: {last_line(answer.text)}", "is the controller up? see scontrol ping")
+        yield Finding("fail", "", f"squeue: {answer.said}", "is the controller up? see scontrol ping")
         return
-    yield Finding("ok", "", f"{version.text.strip()}, the controller answers; {count(len(answer.text.split()), 'job')} of yours")
+    yield Finding("ok", "", f"{version.out.strip()}, the controller answers; {count(len(answer.out.split()), 'job')} of yours")
     if shutil.which("sacct") is None or ask(["sacct", "--noheader", "--allocations"], seconds).code != 0:
         yield Finding(
             "warn", "", "sacct gives no answer: no accounting", "states of ended jobs come from the run directory alone"
         )
-    yield from fits(site, wanted, seconds)
 
 
-def fits(site: Site, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
+def fits(site: SlurmSite, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
     """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for ever."""
     for need in wanted:
         yield from _component(site, need, seconds)
 
 
-def _component(site: Site, need: Component, seconds: float) -> Iterator[Finding]:
+def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Finding]:
     name = getattr(site, need.name).partition
     shown = ask(["scontrol", "show", "partition", "--oneliner", *([name] if name else [])], seconds)
     found = [partition for partition, default in partitions(shown) if name or default]
     if not found:
-        what = f"{need.name}.partition {name}: {last_line(shown.text)}" if name else "there is no default partition"
+        what = f"{need.name}.partition {name}: {shown.said}" if name else "there is no default partition"
         yield Finding("fail", "", what, f"set {need.name}.partition; there are {_list(seconds)}")
         return
     command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G"]
-    shapes = parse_shapes(ask(command, seconds).text)
+    shapes = parse_shapes(ask(command, seconds).out)
     yield from judge_component(need, found[0], shapes, minutes(site.time), getattr(site, need.name).gpu_type)
 
 
 def _list(seconds: float) -> str:
     answer = ask(["sinfo", "--noheader", "--format=%R"], seconds)
-    return ", ".join(dict.fromkeys(answer.text.split())) if answer.code == 0 else "none that sinfo shows"
+    return ", ".join(dict.fromkeys(answer.out.split())) if answer.code == 0 else "none that sinfo shows"
 
 
 # ---- reading
@@ -91,9 +92,7 @@ def _list(seconds: float) -> str:
 
 def partitions(answer: Answer) -> list[tuple[Partition, bool]]:
     """(partition, whether it is the default) of each line of `scontrol show partition --oneliner`."""
-    return (
-        [_partition(line) for line in answer.text.splitlines() if line.startswith("PartitionName=")] if answer.code == 0 else []
-    )
+    return [_partition(line) for line in answer.out.splitlines() if line.startswith("PartitionName=")] if answer.code == 0 else []
 
 
 def _partition(line: str) -> tuple[Partition, bool]:

@@ -10,21 +10,38 @@ import getpass
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from hpcrl.report.run_status import ENDINGS, Queued
+from hpcrl.run import command
+from hpcrl.run.command import Answer
+from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
 MARK = "hpcrl:"  #: what a job's comment starts with; the run's identity follows
 FIELDS = ("%i", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
 SACCT = ("JobID", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
+#: how lines begin in which Slurm's programs only repeat that a task has failed
+ECHOES = ("srun:", "slurmstepd:")
 CUT = "\x1f"  #: between fields: nothing that a job's name may hold
 _ID = re.compile(r"(\d+)(?:\+(\d+))?\Z")
 
+#: states in which a job is not at work, and may be again
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
+#: how a job may have ended without its launcher saying so -> (phase, in plain words)
+ENDINGS = {
+    "CANCELLED": ("cancelled", "cancelled"),
+    "TIMEOUT": ("failed", "ended by Slurm at its time limit; raise it, or let it be requeued"),
+    "OUT_OF_MEMORY": ("failed", "ended by Slurm for want of memory; ask for more memory per node"),
+    "NODE_FAIL": ("failed", "one of its nodes failed"),
+    "BOOT_FAIL": ("failed", "one of its nodes did not boot"),
+    "DEADLINE": ("failed", "ended by Slurm at its deadline"),
+    "PREEMPTED": ("requeued", "ended by Slurm for a job of higher priority"),
+    "FAILED": ("failed", "the job's script ended with an error; see the job's log"),
+    "COMPLETED": ("failed", "the job's script ended, and the run did not say that it was done; see the job's log"),
+}
 #: Slurm's reason -> plain words
 REASONS = {
     "None": "Slurm has not looked at it yet",
@@ -89,10 +106,10 @@ class JobRow(msgspec.Struct, frozen=True):
         return ours and (self.submitted is None or self.submitted <= submitted + 60.0 or self.state == "PENDING")
 
 
-class Answer(msgspec.Struct):
-    """Slurm's answer: the rows of each job id, and what could not be learned."""
+class Rows(msgspec.Struct):
+    """squeue's answer: the rows of each job id, and what could not be learned."""
 
-    rows: dict[str, list[JobRow]] = {}
+    found: dict[str, list[JobRow]] = {}
     note: str = ""
     asked: bool = False  #: whether squeue answered, so that a job that is not there is not in the queue
 
@@ -102,28 +119,36 @@ def there() -> bool:
     return shutil.which("squeue") is not None
 
 
-def ask(ids: Sequence[str]) -> Answer:
+def look(jobs: Sequence[JobKey]) -> QueueAnswer:
+    """Slurm's word on jobs: one squeue for all, and one sacct for those that it has forgotten and that are worth it."""
+    rows = ask(list(dict.fromkeys(job.job_id for job in jobs)))
+    if not rows.asked:
+        return QueueAnswer(note=rows.note)
+    forgotten = [job.job_id for job in jobs if job.history and job.job_id not in rows.found]
+    found = rows.found | remembered(forgotten)
+    return QueueAnswer({job: word(job, found.get(job.job_id, [])) for job in jobs})
+
+
+def ask(ids: Sequence[str]) -> Rows:
     """The jobs of `ids` that are in Slurm's memory, with one squeue."""
     ids = [i for i in ids if i.isdigit()]
     if not ids or not there():
-        return Answer()
-    command = ["squeue", "--noheader", "--states=all", "--jobs", ",".join(ids), "--format", CUT.join(FIELDS)]
-    code, out, err = call(command)
-    if code and "Invalid job id" not in err:  # what one forgotten job gives; of several, squeue leaves it out
-        return Answer(note=f"squeue: {err or f'exit code {code}'}")
-    return Answer(rows=_by_job(filter(None, map(_row, out.splitlines()))), asked=True)
+        return Rows()
+    answer = call(["squeue", "--noheader", "--states=all", "--jobs", ",".join(ids), "--format", CUT.join(FIELDS)])
+    if answer.code and "Invalid job id" not in answer.err:  # what one forgotten job gives; of several, squeue leaves it out
+        return Rows(note=f"squeue: {answer.said}")
+    return Rows(found=_by_job(filter(None, map(_row, answer.out.splitlines()))), asked=True)
 
 
 def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
     """What accounting remembers of `ids`; nothing where there is none."""
     if not ids or shutil.which("sacct") is None:
         return {}
-    command = ["sacct", "-X", "-n", "-P", "--delimiter", CUT, "-j", ",".join(ids), "-o", ",".join(SACCT)]
-    code, out, _ = call(command)
-    if code:
+    answer = call(["sacct", "-X", "-n", "-P", "--delimiter", CUT, "-j", ",".join(ids), "-o", ",".join(SACCT)])
+    if answer.code:
         return {}
     rows = []
-    for line in out.splitlines():
+    for line in answer.out.splitlines():
         cells = line.split(CUT)
         if len(cells) == len(SACCT):
             job, state, submit, start, end, nodes, user, name, comment = cells
@@ -131,7 +156,14 @@ def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
     return _by_job(filter(None, rows))
 
 
-def queued(rows: Iterable[JobRow]) -> Queued | None:
+def word(job: JobKey, rows: Sequence[JobRow]) -> QueuedJob:
+    """The rows of a number as one word on the job that was submitted under it."""
+    if not all(row.belongs(job.identity, job.submitted) for row in rows):
+        return msgspec.structs.replace(GONE, foreign=True)
+    return together(rows) or GONE
+
+
+def together(rows: Iterable[JobRow]) -> QueuedJob | None:
     """The components of one job as one word, or None if there are none.
 
     The leader's state counts, unless a component has ended while the leader has not; the reason is the worst of all.
@@ -140,14 +172,28 @@ def queued(rows: Iterable[JobRow]) -> Queued | None:
     if not parts:
         return None
     lead = parts[0]
-    if lead.state in ENDINGS and lead.state in ("COMPLETED", "CANCELLED"):
+    if lead.state in ("COMPLETED", "CANCELLED"):
         lead = next((row for row in parts if row.state in ENDINGS and row.state not in ("COMPLETED", "CANCELLED")), lead)
-    reason, never = worst([row.reason for row in parts]) if lead.state == "PENDING" else ("", False)
-    if lead.state == "PENDING" and lead.start and lead.reason not in NEVER:
-        reason += f"; start expected {_clock(lead.start)}"
+    outcome, reason = ENDINGS.get(lead.state, ("", ""))
+    never = False
+    if lead.state == "PENDING":
+        reason, never = worst([row.reason for row in parts])
+        if lead.start and lead.reason not in NEVER:
+            reason += f"; start expected {_clock(lead.start)}"
     if lead.state in ("SUSPENDED", "STOPPED"):
         reason = "suspended by Slurm"
-    return Queued(lead.state, reason, never, lead.start, lead.ends, sum(row.nodes for row in parts))
+    return QueuedJob(
+        phase="pending" if lead.state in WAITING else "ended" if outcome else "running",
+        word=lead.state,
+        reason=reason,
+        outcome=outcome,
+        never=never,
+        begun=any(row.state != "PENDING" for row in parts),
+        over=all(row.state in ENDINGS for row in parts),
+        start=lead.start,
+        ends=lead.ends,
+        nodes=sum(row.nodes for row in parts),
+    )
 
 
 def worst(reasons: Sequence[str]) -> tuple[str, bool]:
@@ -175,19 +221,10 @@ def explain(key: str) -> str:
 # ---- talking to Slurm
 
 
-def call(command: Sequence[str]) -> tuple[int, str, str]:
-    """(exit code, output, last line of the errors) of one of Slurm's commands; it gets DEADLINE seconds."""
+def call(words: Sequence[str]) -> Answer:
+    """The answer of one of Slurm's commands within DEADLINE seconds, times in it in Unix seconds, whatever the user has set."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}
-    env |= {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"}
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, timeout=DEADLINE, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        return 124, "", f"no answer within {DEADLINE:.0f} s"
-    except OSError as error:
-        return 127, "", error.strerror or "cannot be started"
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    last = said[-1].removeprefix(f"{command[0]}: ") if said else ""
-    return done.returncode, done.stdout.decode(errors="replace"), last
+    return command.ask(words, DEADLINE, env=env | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"})
 
 
 def _row(line: str) -> JobRow | None:

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from hpcrl.commands import doctor
 from hpcrl.doctor import model_directory, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, read
-from hpcrl.doctor.findings import Answer, Finding, ask, last_line, size
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge
 from hpcrl.doctor.one_node import parse_gpus
+from hpcrl.findings import Finding, last_line, size
+from hpcrl.launch.job_request import Component
 from hpcrl.launch.probe import Network, Report
+from hpcrl.run.command import Answer
 from hpcrl.slurm import partitions
-from hpcrl.slurm.job_request import Component
-from hpcrl.slurm.sites import Site
+from hpcrl.slurm.site import SlurmSite
 
 
 def bad(findings: list[Finding]) -> list[str]:
@@ -34,15 +35,10 @@ def bad(findings: list[Finding]) -> list[str]:
     return [finding.line() for finding in findings if finding.level != "ok"]
 
 
-# ---- commands
+# ---- words
 
 
-def test_a_command_is_waited_for_only_so_long() -> None:
-    began = time.monotonic()
-    assert ask(["sleep", "30"], 0.1) == Answer(None, "no answer within 0 s")
-    assert time.monotonic() - began < 5
-    assert ask(["/nowhere/x"], 1).code is None
-    assert ask(["sh", "-c", "echo a; echo b >&2; exit 3"], 5) == Answer(3, "a\n\nb")
+def test_the_last_line_that_says_something() -> None:
     assert last_line("x\n\n  y \n\n") == "y" and last_line("") == "no output"
 
 
@@ -172,24 +168,22 @@ def commands(folder: Path, **scripts: str) -> None:
 
 
 def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site, wanted = Site(time="1:00:00"), [Component("trainer", 1, 8, 1)]
+    site, wanted = SlurmSite(time="1:00:00"), [Component("trainer", 1, 8, 1)]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bad([*partitions.check_partitions(site, wanted)])[0].startswith(
-        "fail  sbatch, srun, squeue, scontrol, sinfo not found: no Slurm here; "
-    )
+    assert bad([*partitions.responds()])[0].startswith("fail  sbatch, srun, squeue, scontrol, sinfo not found: no Slurm here; ")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}:/usr/bin:/bin")
     shown = f"cat <<'E'\n{PARTITIONS}E"
     commands(tmp_path, scontrol=shown, sinfo="echo '4|idle|64|gpu:8'")
-    assert bad([*partitions.check_partitions(site, wanted)]) == []
+    assert bad([*partitions.responds(), *partitions.fits(site, wanted)]) == []
     commands(tmp_path, scontrol=shown, sinfo="echo '4|idle|64|gpu:4'", sacct="exit 1")
-    found = bad([*partitions.check_partitions(site, wanted)])
-    assert "warn  sacct gives no answer" in found[0] and "fail  trainer.partition main: 1 node with 8 GPUs" in found[1]
+    assert "warn  sacct gives no answer" in bad([*partitions.responds()])[0]
+    assert "fail  trainer.partition main: 1 node with 8 GPUs" in bad([*partitions.fits(site, wanted)])[0]
     commands(tmp_path, scontrol="echo Partition foo not found; exit 1", sinfo="echo main; echo low")
-    found = bad([*partitions.check_partitions(Site.model_validate({"trainer": {"partition": "foo"}}), wanted)])
+    found = bad([*partitions.fits(SlurmSite.model_validate({"trainer": {"partition": "foo"}}), wanted)])
     assert found == ["fail  trainer.partition foo: Partition foo not found; set trainer.partition; there are main, low"]
     commands(tmp_path, squeue="sleep 30")
     began = time.monotonic()
-    assert "squeue: no answer within" in bad([*partitions.check_partitions(site, wanted, seconds=0.2)])[0]
+    assert "squeue: no answer within" in bad([*partitions.responds(seconds=0.2)])[0]
     assert time.monotonic() - began < 10
 
 
@@ -484,8 +478,10 @@ def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
     """The first sees another directory, the second cannot even start: no wait goes on for ever."""
     node = f'"{sys.executable}" -m hpcrl.doctor.one_node'
     lost = NodeStep("trainer", 1, 1, ["bash", "-c", f"{node} {tmp_path}/elsewhere --host node1 --expect 2", "bash"])
-    dead = NodeStep("engine", 1, 1, ["bash", "-c", "echo no such node >&2; echo srun: error >&2; exit 7", "bash"])
-    found = bad(examine(NodesJob([lost, dead], gpus=False, imports=False, seconds=1), tmp_path / "nodes", seconds=30))
+    dead = NodeStep("engine", 1, 1, ["bash", "-c", "echo srun: error >&2; echo no such node >&2; exit 7", "bash"])
+    found = bad(
+        examine(NodesJob([lost, dead], gpus=False, imports=False, echoes=("srun:",), seconds=1), tmp_path / "nodes", seconds=30)
+    )
     assert any(line.startswith("fail  node1: it does not see the run directory") for line in found)
     assert any("1 of 2 nodes reported (node1)" in line for line in found)
     assert any("the step on the engine nodes ended with exit code 7: no such node" in line for line in found)

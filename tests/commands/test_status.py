@@ -16,13 +16,17 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.report import eta
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import ENDINGS, GONE, Queued, Status, judge_run, span
+from hpcrl.report.run_status import Status, judge_run, span
 from hpcrl.report.status_text import line, page, strip_control, table
+from hpcrl.run.queued_job import GONE, QueuedJob
 from tests.support.rundirs import HERE, NOW, begin, log, make, put, steps, submitted
 
 
 def look(root: Path, now: float = NOW, **kwargs: Any) -> Status:
-    return judge_run(Run(root), now, **kwargs)
+    return judge_run(Run(root), now, title="Slurm" if "queued" in kwargs or (root / "job.json").is_file() else "", **kwargs)
+
+
+RUNNING = QueuedJob("running", "RUNNING")
 
 
 # ---- the launcher's word
@@ -38,8 +42,8 @@ def test_a_launcher_that_has_fallen_silent_is_lost(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     found = look(root, NOW + 300)
     assert (found.phase, found.message) == ("lost", "no sign of life for 5 min (its launcher was on node7)")
-    assert look(root, NOW + 300, queued=Queued("RUNNING")).message.endswith("though Slurm says RUNNING")
-    assert look(root, NOW + 300, queued=Queued(GONE)).message.endswith("and Slurm has no job of it")
+    assert look(root, NOW + 300, queued=RUNNING).message.endswith("though Slurm says RUNNING")
+    assert look(root, NOW + 300, queued=GONE).message.endswith("and Slurm has no job of it")
     assert look(root, NOW + 1, here=False).message == "its launcher on node7 is gone, 1.0 s after its last word"
     assert look(make(tmp_path, phase="finished"), NOW + 9e6, here=False).phase == "finished", "its last word stays good"
 
@@ -79,60 +83,68 @@ def test_an_error_of_an_earlier_attempt_is_not_shown_for_this_one(tmp_path: Path
     assert look(root).message == "no host answers"
 
 
-# ---- Slurm's word
+# ---- the scheduler's word
 
 
 def test_a_pending_job_says_why(tmp_path: Path) -> None:
     root = make(tmp_path)
     submitted(root, "12")
-    found = look(root, queued=Queued("PENDING", "waits for free nodes (Resources)"))
-    assert (found.phase, found.message, found.slurm, found.job_id) == (
+    found = look(root, queued=QueuedJob("pending", "PENDING", "waits for free nodes (Resources)"))
+    assert (found.phase, found.message, found.job_state, found.job_id) == (
         "pending",
         "waits for free nodes (Resources)",
         "PENDING",
         "12",
     )
-    never = look(root, queued=Queued("PENDING", "more nodes than its partition has (PartitionNodeLimit)", never=True))
+    never = look(
+        root, queued=QueuedJob("pending", "PENDING", "more nodes than its partition has (PartitionNodeLimit)", never=True)
+    )
     assert never.message.startswith("will never start: more nodes")
     assert look(root).phase == "pending", "without Slurm it has been submitted, and that is all that is known"
-    assert look(root, queued=Queued(GONE)).phase == "lost"
+    assert look(root, queued=GONE).phase == "lost"
 
 
 def test_the_queue_overrules_the_last_word_of_an_earlier_start(tmp_path: Path) -> None:
     root = make(tmp_path, phase="requeued", time=NOW - 100)
     submitted(root, "12")
     assert look(root).phase == "requeued"
-    assert look(root, queued=Queued("PENDING", "may not begin yet")).phase == "pending"
-    assert look(root, queued=Queued("RUNNING", start=NOW - 50)).phase == "starting"
-    assert look(root, queued=Queued("RUNNING", start=NOW - 102)).phase == "requeued", "it is about to be"
-    assert look(root, queued=Queued(GONE)).phase == "lost"
+    assert look(root, queued=QueuedJob("pending", "PENDING", "may not begin yet")).phase == "pending"
+    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 50)).phase == "starting"
+    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 102)).phase == "requeued", "it is about to be"
+    assert look(root, queued=GONE).phase == "lost"
 
 
 def test_a_resumed_job_is_not_what_it_was(tmp_path: Path) -> None:
     root = make(tmp_path, phase="stopped", time=NOW - 100)
     submitted(root, "13", at=NOW - 10)
     assert look(root).phase == "pending"
-    assert look(root, queued=Queued("RUNNING", start=NOW - 5)).phase == "starting"
-    assert look(root, queued=Queued("CANCELLED")).phase == "cancelled"
+    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 5)).phase == "starting"
+    assert look(root, queued=QueuedJob("ended", "CANCELLED", "cancelled", "cancelled")).phase == "cancelled"
 
 
-@pytest.mark.parametrize(("state", "phase"), [(state, phase) for state, (phase, _) in ENDINGS.items()])
-def test_a_job_that_slurm_ended_before_its_launcher_could_speak(tmp_path: Path, state: str, phase: str) -> None:
+@pytest.mark.parametrize("phase", ["failed", "cancelled", "requeued"])
+def test_a_job_that_was_ended_before_its_launcher_could_speak(tmp_path: Path, phase: str) -> None:
     root = make(tmp_path, phase="running", time=NOW - 5)
     submitted(root, "12")
-    found = look(root, queued=Queued(state, start=NOW - 400))
-    assert (found.phase, bool(found.message)) == (phase, True)
+    ended = QueuedJob("ended", "OVER", "somehow", phase, start=NOW - 400)
+    found = look(root, queued=ended)
+    assert (found.phase, found.message, found.job_state) == (phase, "somehow", "OVER")
     put(begin(root) / "error.json", {"role": "engine", "index": 2, "message": "lost its node", "time": NOW - 10})
-    told = look(root, queued=Queued(state, start=NOW - 400)).message
+    told = look(root, queued=ended).message
     assert (told == "engine-2: lost its node") == (phase == "failed"), "who knows more is heard"
     put(begin(root) / "error.json", {"role": "engine", "index": 2, "message": "old", "time": NOW - 4000})
-    assert "old" not in look(root, queued=Queued(state, start=NOW - 400)).message, "of an attempt before"
+    assert "old" not in look(root, queued=ended).message, "of an attempt before"
 
 
 def test_what_the_launcher_said_last_stays_true_when_the_job_is_gone(tmp_path: Path) -> None:
     root = make(tmp_path, phase="finished", time=NOW - 300)
     submitted(root, "12")
-    for queued in (None, Queued(GONE), Queued("COMPLETED", start=NOW - 400), Queued("COMPLETING", start=NOW - 400)):
+    for queued in (
+        None,
+        GONE,
+        QueuedJob("ended", "COMPLETED", "it ended", "failed", start=NOW - 400),
+        QueuedJob("running", "COMPLETING", start=NOW - 400),
+    ):
         assert look(root, queued=queued).phase == "finished"
 
 
@@ -257,7 +269,7 @@ def test_a_run_that_will_not_finish_in_time_says_what_becomes_of_it(tmp_path: Pa
     assert (found.needs, found.left, found.fits) == (16.0, 10.0, False)
     assert "it needs about 16 s, 10 s to the time limit: it will not finish before, and will be saved and requeued" in page(found)
     assert "16 s !" in table([found])
-    assert look(root, queued=Queued("RUNNING", start=NOW - 100, ends=NOW + 99)).fits, "Slurm knows its limit best"
+    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 100, ends=NOW + 99)).fits, "Slurm knows its limit best"
 
 
 # ---- the estimate
@@ -442,21 +454,24 @@ def test_a_job_that_stops_to_be_queued_again_has_not_ended(monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr(find_run.time, "monotonic", lambda: now[0])
 
-    def sure(ending: find_run.Ending, scheduler: str, *phases: str) -> list[bool]:
+    def sure(ending: find_run.Ending, title: str, *phases: str) -> list[bool]:
         found = []
         for phase in phases:
-            found.append(ending.sure(Status("r", phase, scheduler=scheduler)))
+            found.append(ending.sure(Status("r", phase, title=title)))
             now[0] += find_run.PATIENCE * 0.6
         return found
 
-    assert sure(ending := find_run.Ending(), "slurm", "stopped", "requeued", "stopped") == [False] * 3
+    assert sure(ending := find_run.Ending(), "Slurm", "stopped", "requeued", "stopped") == [False] * 3
     assert ending.interval < find_run.ASK, "it is worth asking"
-    assert sure(find_run.Ending(), "slurm", "failed", "failed", "failed") == [False, False, True]
-    assert sure(find_run.Ending(), "local", "lost", "running", "lost", "stopped") == [False, False, False, True]
-    assert sure(find_run.Ending(), "slurm", "finished") == [True]
+    assert sure(find_run.Ending(), "Slurm", "failed", "failed", "failed") == [False, False, True]
+    assert sure(find_run.Ending(), "", "lost", "running", "lost", "stopped") == [False, False, False, True]
+    assert sure(find_run.Ending(), "Slurm", "finished") == [True]
 
 
-def test_the_commands_are_light(home: Path) -> None:
+@pytest.mark.parametrize("submit", [False, True])
+def test_the_commands_are_light(home: Path, submit: bool) -> None:
+    if submit:
+        submitted(make(home / "runs/a"), "12")
     repo = str(Path(__file__).parents[2])
     script = (
         f"import sys; sys.path.insert(0, {repo!r}); from hpcrl.cli import main; code = main(['status'])\n"

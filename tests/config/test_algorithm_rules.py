@@ -27,7 +27,6 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             "grpo needs several responses to each prompt, and --n-samples-per-prompt is 1: every advantage would be 0; give .* 8 or",
         ),
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "rloo needs several responses"),
-        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo needs a value model, and the trainer trains none"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus needs --normalize-advantages; give it"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline needs --normalize-advantages"),
         ({"use_kl_loss": True}, "--use-kl-loss needs a reference model; give --ref-load"),

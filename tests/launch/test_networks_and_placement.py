@@ -12,6 +12,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.launch.attempt import Stop
+from hpcrl.launch.batch_run import Clock
 from hpcrl.launch.host import commands
 from hpcrl.launch.probe import Network, Report, choose, gather, report, write
 from hpcrl.launch.restart_policy import FRUITLESS, check_headway, margin
@@ -22,7 +23,7 @@ from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
-from hpcrl.slurm.batch_process import Clock, _alone, read_groups
+from hpcrl.slurm.srun import _alone, read_groups
 
 
 def machine(name: str, **networks: str) -> Report:
@@ -234,20 +235,20 @@ def test_the_time_kept_for_saving_follows_steps_and_saves(tmp_path: Path) -> Non
     assert margin(rundir, 600) == 600
 
 
-def test_the_clock_asks_once_and_slurms_early_signal_only_wakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     ends = {"at": time.time() + 1000}
-    monkeypatch.setattr("hpcrl.slurm.batch_process.time_limit", lambda _: ends["at"])
-    clock, stop = Clock("1", 60), Stop()
+    limit = lambda: ends["at"]  # noqa: E731
+    clock, stop = Clock(limit, 60), Stop()
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, stop.nudges, clock.due) == (0, 0, False)
-    ends["at"] = time.time() + 30  # the limit was changed, and Slurm says so
+    ends["at"] = time.time() + 30  # the limit was changed, and the scheduler says so
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
     ends["at"] = None
-    blind, stop = Clock("1", 60), Stop()
+    blind, stop = Clock(limit, 60), Stop()
     blind.watch(stop, rundir)
     assert not stop.requests
     stop.nudges = 1
@@ -255,7 +256,7 @@ def test_the_clock_asks_once_and_slurms_early_signal_only_wakes_it(tmp_path: Pat
     assert stop.requests and blind.due
     stopped = Stop()
     stopped.ask("hpcrl stop")
-    late = Clock("1", 60)
+    late = Clock(limit, 60)
     late.ends, late.next_look = time.time() - 1, 0
     late.watch(stopped, rundir)
     assert not late.due  # the user's stop is not the time limit's: no requeue

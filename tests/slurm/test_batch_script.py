@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+from hpcrl.launch.job_request import FLOOR, Request, make_request
+from hpcrl.launch.submission import Script
 from hpcrl.plan import make_plan
-from hpcrl.slurm.batch_script import Script, render
+from hpcrl.slurm.batch_script import render
 from hpcrl.slurm.het_executor import HetWatcher
-from hpcrl.slurm.job_request import FLOOR, Request, make_request
-from hpcrl.slurm.sites import Site
+from hpcrl.slurm.site import SlurmSite
 
 REPO = Path(__file__).parents[2]
 #: script in sbatch/ -> the command line that printed it
@@ -62,7 +63,7 @@ HOSTILE = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, blacklist
 @given(HOSTILE, HOSTILE, HOSTILE)
 def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> None:
     """Whatever a profile holds, bash sees it as one word, and sbatch as one option."""
-    site = Site(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
+    site = SlurmSite(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
     script = Script("n", "t", "s", 'printf "%s\\0" "$PROBE" "$HPCRL_PYTHON" "$HPCRL_STEP_0"', "o.out", "/la unch")
     text = render(script, request(Options(actor_num_gpus_per_node=1)), site)
     head, _, body = text.partition("set -euo pipefail")
@@ -79,7 +80,7 @@ def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> No
 
 
 def request(*stages: Options, **site: object) -> Request:
-    return make_request(stages, Site(**site))
+    return make_request(stages, SlurmSite(**site))
 
 
 def test_components_follow_from_the_stages_together() -> None:
@@ -127,14 +128,14 @@ def test_what_is_asked_for_holds_the_plan(nodes: int, each: int, engines: int, s
 def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
     o = Options(actor_num_gpus_per_node=1)
     assert request(o).margin == FLOOR
-    assert make_request([o], Site(), 500).margin == 500
+    assert make_request([o], SlurmSite(), 500).margin == 500
     assert request(o, signal_margin=77).margin == 77
     with pytest.raises(UsageError, match="4 is too short: a run needs 120 s to start and 180 s to save.*ask for 5 minutes"):
         request(o, time="4")
 
 
 def test_options_of_a_component_are_its_own() -> None:
-    site = Site(
+    site = SlurmSite(
         account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",
         trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "extra": {"switches": "1@10"}},
     )  # fmt: skip
@@ -163,7 +164,7 @@ def test_options_of_a_component_are_its_own() -> None:
 def test_containers_wrap_the_tasks_and_not_the_batch_process() -> None:
     o = Options(actor_num_gpus_per_node=1)
     for kind, word in (("pyxis", "--container-image=/x.sqsh"), ("apptainer", "apptainer exec --nv")):
-        site = Site(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
+        site = SlurmSite(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
         text = render(Script("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)), make_request([o], site), site)
         step = next(line for line in text.splitlines() if "HPCRL_STEP_0" in line)
         assert word in step and "/r/launch/task.sh" in step and "/r" in step

@@ -1,4 +1,4 @@
-"""Site profiles: what a file may say, where it is found, and how a container is started."""
+"""SlurmSite profiles: what a file may say, where it is found, and how a container is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch.container import Container
-from hpcrl.slurm.sites import ComponentProfile, Site, apply, find_profile, from_flags, load_site, minutes, profile_names
+from hpcrl.launch.site import apply, find_profile, from_flags, load_site, minutes, profile_names
+from hpcrl.slurm.site import SlurmComponent, SlurmSite
 
 SITES = Path(__file__).parents[2] / "sites"
 
@@ -74,9 +75,9 @@ def test_examples_are_profiles_once_filled_in(file: Path, tmp_path: Path) -> Non
 
 
 def test_default_toml_is_the_built_in_default_and_names_every_key() -> None:
-    assert load_site("default") == load_site(None) == Site()
+    assert load_site("default") == load_site(None) == SlurmSite()
     text = (SITES / "default.toml").read_text()
-    for model in (Site, ComponentProfile, Container):
+    for model in (SlurmSite, SlurmComponent, Container):
         for key in model.model_fields:
             assert key == "name" or re.search(rf"^(# )?\[?{key}\]?( =|$| )", text, re.MULTILINE), key
 
@@ -115,7 +116,7 @@ def test_an_unknown_site_names_the_nearest(tmp_path: Path) -> None:
 # ---- what a file may say
 
 
-def load(tmp_path: Path, text: str) -> Site:
+def load(tmp_path: Path, text: str) -> SlurmSite:
     file = tmp_path / "x.toml"
     file.write_text(text)
     return load_site(str(file))
@@ -175,9 +176,9 @@ def test_a_value_stays_as_it_is_or_is_refused(value: str) -> None:
 
 def test_values_are_replaced_by_dotted_key() -> None:
     site = load_site(None, {"trainer.partition": "gpu", "trainer.gpus_per_node": "8", "requeue": "false", "account": "123"})
-    assert site.trainer == ComponentProfile(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
+    assert site.trainer == SlurmComponent(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
     other = apply(site, {"trainer.mem": "0", "srun": '["--mpi=none"]', "env.NCCL_DEBUG": "1", "max_requeues": 3})
-    assert other.trainer == ComponentProfile(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
+    assert other.trainer == SlurmComponent(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
     assert other.env == {"NCCL_DEBUG": "1"} and other.max_requeues == 3 and site.srun == []
 
 
@@ -194,7 +195,7 @@ def test_values_are_replaced_by_dotted_key() -> None:
 )
 def test_a_wrong_override_is_refused(key: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        apply(Site(), {key: value})
+        apply(SlurmSite(), {key: value})
 
 
 def test_an_override_fills_in_a_placeholder(tmp_path: Path) -> None:
@@ -208,8 +209,8 @@ def test_an_override_fills_in_a_placeholder(tmp_path: Path) -> None:
 
 def test_a_site_survives_its_dump() -> None:
     site = load_site(None, {"container": {"kind": "pyxis", "image": "/x"}, "trainer.partition": "gpu"})
-    for each in (site, Site()):
-        assert Site.model_validate(each.model_dump()) == each
+    for each in (site, SlurmSite()):
+        assert SlurmSite.model_validate(each.model_dump()) == each
 
 
 def test_gpus_are_asked_for_as_the_site_wants() -> None:
@@ -223,17 +224,17 @@ def test_gpus_are_asked_for_as_the_site_wants() -> None:
 def test_options_of_a_site_give_way_to_recipe_and_flags(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('rank_launcher = "torchrun"')
     recipe = load_recipe(tmp_path / "r.toml")
-    site = Site(interface="ib0", rank_launcher="ranks")
+    site = SlurmSite(interface="ib0", rank_launcher="ranks")
     assert site.options(recipe, {"seed": 1}) == {"interface": "ib0", "seed": 1}
     assert site.options(recipe, {"interface": "eth0"}) == {"interface": "eth0"}
-    assert Site().options(recipe, {}) == {}
+    assert SlurmSite().options(recipe, {}) == {}
 
 
 # ---- containers
 
 
 def test_without_a_container_nothing_changes() -> None:
-    assert Site(srun=["--mpi=none"]).wrap(["a", "b"], ("/run",)) == (["--mpi=none"], ["a", "b"])
+    assert SlurmSite(srun=["--mpi=none"]).wrap(["a", "b"], ("/run",)) == (["--mpi=none"], ["a", "b"])
 
 
 def test_pyxis_takes_the_container_from_srun() -> None:

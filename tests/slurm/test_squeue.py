@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import squeue
-from hpcrl.slurm.squeue import NEVER, REASONS, ask, queued, remembered, worst
+from hpcrl.slurm.squeue import ENDINGS, NEVER, REASONS, WAITING, ask, look, remembered, together, worst
 from tests.support.rundirs import NOW, FakeSlurm, make, row, submitted
 
 #: as Slurm 22.05 wrote it, by way of FIELDS and SLURM_TIME_FORMAT=%s
@@ -50,13 +51,13 @@ def test_squeue_is_understood(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch)
     slurm.command("squeue", REAL)
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")  # a user's settings must not change what we read
     answer = ask(["1000", "1002", "1003", "1004", "nonsense"])
-    assert (answer.asked, answer.note, sorted(answer.rows)) == (True, "", ["1000", "1002", "1003", "1004"])
-    whole = queued(answer.rows["1000"])
-    assert (whole.state, whole.nodes, whole.start, whole.ends) == ("RUNNING", 3, 1795256920.0, 1795257220.0)
-    assert queued(answer.rows["1002"]).never
-    assert "waits for free nodes (Resources); start expected " in queued(answer.rows["1004"]).reason
-    assert queued(answer.rows["1003"]).state == "CANCELLED"
-    assert queued([]) is None
+    assert (answer.asked, answer.note, sorted(answer.found)) == (True, "", ["1000", "1002", "1003", "1004"])
+    whole = together(answer.found["1000"])
+    assert (whole.word, whole.nodes, whole.start, whole.ends) == ("RUNNING", 3, 1795256920.0, 1795257220.0)
+    assert together(answer.found["1002"]).never
+    assert "waits for free nodes (Resources); start expected " in together(answer.found["1004"]).reason
+    assert together(answer.found["1003"]).word == "CANCELLED"
+    assert together([]) is None
     (call,) = slurm.calls("squeue")
     assert "--jobs 1000,1002,1003,1004 " in call and "--states=all" in call
     env = (slurm.bin / "squeue.env").read_text()
@@ -68,25 +69,25 @@ def test_sacct_is_understood(slurm: FakeSlurm) -> None:
     slurm.command("sacct", ACCOUNTED)
     rows = remembered(["1000", "1003"])
     assert [r.part for r in rows["1000"]] == [0, 1]
-    assert queued(rows["1003"]).state == "CANCELLED"
+    assert together(rows["1003"]).word == "CANCELLED"
     slurm.command("sacct", "", 1, "Slurm accounting storage is disabled")
     assert remembered(["1000"]) == {}
 
 
 def test_a_component_that_failed_tells_more_than_the_leader(slurm: FakeSlurm) -> None:
     slurm.command("squeue", row("5+0", "COMPLETED") + row("5+1", "NODE_FAIL"))
-    assert queued(ask(["5"]).rows["5"]).state == "NODE_FAIL"
+    assert together(ask(["5"]).found["5"]).word == "NODE_FAIL"
 
 
 def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: FakeSlurm) -> None:
     slurm.command("squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
-    assert ask(["77"]) == squeue.Answer(asked=True)
+    assert ask(["77"]) == squeue.Rows(asked=True)
 
 
 @pytest.mark.parametrize("damage", ["", "\n\n", "garbage\n", "1\x1f2\n", "x\x1f" * 9 + "\n", "\xff\n", row("7_3"), row("")])
 def test_garbage_is_no_job(slurm: FakeSlurm, damage: str) -> None:
     slurm.command("squeue", damage)
-    assert ask(["7"]).rows == {}
+    assert ask(["7"]).found == {}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,35 @@ def test_garbage_is_no_job(slurm: FakeSlurm, damage: str) -> None:
 )  # fmt: skip
 def test_reasons_in_plain_words(reasons: list[str], words: str, never: bool) -> None:
     assert worst(reasons) == (words, never)
+
+
+@pytest.mark.parametrize("state", [*WAITING, *ENDINGS, "RUNNING", "COMPLETING", "SOMETHING_NEW"])
+def test_states_in_hpcrls_words(slurm: FakeSlurm, state: str) -> None:
+    slurm.command("squeue", row("5", state, "None"))
+    found = together(ask(["5"]).found["5"])
+    assert found.phase == ("pending" if state in WAITING else "ended" if state in ENDINGS else "running")
+    assert bool(found.outcome) == found.over == (state in ENDINGS) and found.begun == (state != "PENDING")
+    assert found.reason or state in ("CONFIGURING", "RUNNING", "COMPLETING", "SOMETHING_NEW") or state.startswith(("REQ", "SPEC"))
+
+
+def test_a_job_of_which_a_part_has_not_ended_is_not_over(slurm: FakeSlurm) -> None:
+    slurm.command("squeue", row("5+0", "FAILED") + row("5+1", "COMPLETING") + row("6+0", "PENDING") + row("6+1", "RUNNING"))
+    failed, half = (together(rows) for rows in ask(["5", "6"]).found.values())
+    assert (failed.phase, failed.outcome, failed.over) == ("ended", "failed", False)
+    assert (half.phase, half.begun) == ("pending", True)
+
+
+def test_one_question_for_many_jobs_and_two_runs_of_one_number(slurm: FakeSlurm) -> None:
+    mine, before, old, gone = (JobKey(i, f"id-{n}", NOW, history=h) for i, n, h in
+                               [("100", "a", True), ("100", "b", True), ("101", "c", True), ("102", "d", False)])  # fmt: skip
+    slurm.command("squeue", row("100", comment="hpcrl:id-a"))
+    slurm.command("sacct", "101\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fhpcrl-x\x1fhpcrl:id-c\n")
+    answer = look([mine, before, old, gone])
+    assert [answer.jobs[key].phase for key in (mine, before, old, gone)] == ["running", "gone", "ended", "gone"]
+    assert [answer.jobs[key].foreign for key in (mine, before, old, gone)] == [False, True, False, False]
+    assert answer.note == "" and len(slurm.calls("squeue")) == 1 and "-j 101 " in slurm.calls("sacct")[0]
+    slurm.command("squeue", "", 1, "squeue: error: no controller")
+    assert look([mine]) == QueueAnswer(note="squeue: error: no controller")
 
 
 # ---- status with a queue

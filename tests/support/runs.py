@@ -121,6 +121,35 @@ class Run:
         return processes(self.root)
 
 
+class SubmittedRun:
+    """A run directory, whose processes are somewhere else."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
+        """Wait for `condition`; AssertionError with the run's logs if it does not come."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.logs()}"
+            time.sleep(0.1)
+
+    def attempt(self) -> int:
+        return max((int(p.name) for p in self.root.glob("attempts/*")), default=-1)
+
+    def steps(self) -> int:
+        return len(metrics(self.root))
+
+    def training(self, attempt: int) -> bool:
+        """Whether that attempt has trained a step of its own: its trainer is up, and metrics have been written since."""
+        peer = self.root / "attempts" / str(attempt) / "peers" / "trainer-0.json"
+        return peer.exists() and self.steps() > json.loads(peer.read_text())["start"]
+
+    def logs(self) -> str:
+        files = [*sorted(self.root.glob("logs/*.out")), *sorted(self.root.glob("logs/attempt-*/*.log"))]
+        return "\n".join(f"--- {p.relative_to(self.root)}\n{p.read_text(errors='replace')[-2500:]}" for p in files)
+
+
 def processes(root: Path) -> list[int]:
     """Living processes of a run: those with its directory in their command line, and their descendants."""
     found: set[int] = set()

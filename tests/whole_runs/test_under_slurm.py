@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -125,46 +124,28 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     status, out = uncut.end()
     assert status == 0, out
     for cut in range(2):  # the limit is brought near, and Slurm signals: the run saves and queues itself again
-        job.until(lambda cut=cut: job.running(cut))
+        job.until(lambda cut=cut: job.training(cut))
         job.limit(25)
         job.until(lambda: set(cluster.states(job.number).values()) == {"PENDING"})
         out = (job.root / f"logs/job-{job.number}.out").read_text()
         assert f"(the time limit is near); queued again ({cut + 1} of 20 requeues)" in " ".join(out.split()), job.logs()
         cluster.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
-    job.until(lambda: job.running(2))
+    job.until(lambda: job.training(2))
     cluster.run(["scontrol", "requeue", str(job.number)])
-    job.until(lambda: job.running(3))
+    job.until(lambda: job.training(3))
     nodes = json.loads((job.root / "attempts/3/plan.json").read_text())
     taken = [place["host"] for place in nodes["trainers"]] + [nodes["engines"][0]["host"]]
     high = cluster.sbatch("-p", "main", f"--nodelist={taken[2]}", "--exclusive", "--wrap", "sleep 3")
-    job.until(lambda: job.running(4))
+    job.until(lambda: job.training(4))
     cluster.wait_state(high, "COMPLETED", 30)
     lost = json.loads((job.root / "attempts/4/plan.json").read_text())["trainers"][1]["host"]
     cluster.kill_node(lost)
-    job.until(lambda: job.running(5))
+    job.until(lambda: job.training(5))
     job.ends()
     cluster.boot_node(lost)
     cluster.wait_nodes("idle", 60)
     assert metrics(job.root) == metrics(uncut.root)
     assert job.attempt() >= 5
-
-
-def test_hpcrl_stop_saves_and_resume_goes_on(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
-    values = {"num_rollout": 12, "save_interval": None}
-    job = submit(cluster, sft(tmp_path, task, **values), tmp_path / "run", "--rollout-batch-size", "16")
-    job.until(lambda: job.steps() > 2)
-    hpcrl(cluster, "stop", job.root)
-    job.ends()
-    done = job.steps()
-    if done < 12:  # on a fast machine it may have been over before the stop was seen
-        assert "stopped" in hpcrl(cluster, "status", job.root).stdout
-        again = hpcrl(cluster, "resume", job.root).stdout
-        number = int(re.match(r"job (\d+)", again)[1])
-        assert number != job.number
-        cluster.wait_state(number, "COMPLETED", 120)
-    assert list(metrics(job.root)) == list(range(12))
-    refused = hpcrl(cluster, "resume", job.root, check=False)
-    assert refused.returncode == 2 and "finished" in refused.stderr
 
 
 # ---- broken

@@ -1,13 +1,12 @@
-"""What `hpcrl doctor` looks at, a file for each subject.
+"""What was found by looking before anything runs: one line each, for `hpcrl doctor` and for whoever refuses a run early.
 
 Invariant: what is found is told, never raised: a check that cannot be made is a finding too, with its reason.
 """
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -25,26 +24,6 @@ class Finding(msgspec.Struct, frozen=True):
     def line(self) -> str:
         where = f"{self.host}: " if self.host else ""
         return f"{self.level:4}  {where}{self.what}" + (f"; {self.hint}" if self.hint else "")
-
-
-class Answer(NamedTuple):
-    """What a command said.  code: exit status; None if it could not be started or did not end in time (text tells)."""
-
-    code: int | None
-    text: str
-
-
-def ask(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
-    """Run a command for at most `seconds`; its stdout if it succeeds, else stdout and stderr."""
-    try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False, encoding="utf-8", errors="replace"
-        )
-    except subprocess.TimeoutExpired:
-        return Answer(None, f"no answer within {seconds:.0f} s")
-    except OSError as error:
-        return Answer(None, f"cannot be started: {error.strerror}")
-    return Answer(done.returncode, done.stdout if done.returncode == 0 else f"{done.stdout}\n{done.stderr}".strip())
 
 
 def last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What to ask Slurm for, so that every stage of a recipe finds its slots: a pure function of options and site.
+"""What to ask a scheduler for, so that every stage of a recipe finds its slots: a pure function of options and site.
 
 Invariant: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage; what cannot
 fit is refused here, before anything is submitted.
@@ -12,8 +12,8 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+from hpcrl.launch.site import Site, minutes
 from hpcrl.plan import Host, make_plan
-from hpcrl.slurm.sites import Site, minutes
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a node of its own
@@ -34,14 +34,14 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The allocation.  margin: seconds before the time limit at which Slurm signals the batch shell."""
+    """The allocation.  margin: seconds before the time limit at which the batch process is to be signalled."""
 
     layout: str
     components: tuple[Component, ...]
     margin: int
 
     def hosts(self) -> list[Host]:
-        """Stand-ins for the nodes that Slurm will give, in order."""
+        """Stand-ins for the nodes that the job will get, in order."""
         return [Host(f"{c.name}-{i}", c.slots) for c in self.components for i in range(c.nodes)]
 
 
@@ -71,7 +71,7 @@ def _heterogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
     wanted = max((o.num_engines * o.rollout_num_gpus_per_engine for o in stages), default=0)
     if wanted:
         found.append(_component(site, "engine", *_engine_nodes(stages, site, wanted)))
-    if site.rollout.partition:
+    if site.describes("rollout"):
         found.append(Component("rollout", 1, 0, site.rollout.cpus_per_node or ROLLOUT_CPUS))
     return found
 

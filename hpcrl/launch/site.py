@@ -1,10 +1,12 @@
 """Site profiles: what a cluster wants to be told, in one TOML file a site.
 
+    scheduler = "slurm"
     account = "myproject"
     time = "12:00:00"
     [trainer]
-    partition = "gpu"
     gpus_per_node = 4
+
+What every scheduler needs is here; the keys of one of them are in the subclass of `Site` that it names (its `profile`).
 
 Invariants: a Site is frozen and whole; an unknown key, a value of the wrong type, a control character or a placeholder
 that nobody filled in is one UsageError naming the file and the key.  Values are data: whoever writes them into a script
@@ -19,7 +21,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -28,35 +30,22 @@ from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.container import Container
+from hpcrl.launch.schedulers import DEFAULT, load_scheduler
 from hpcrl.run.shipped_files import shipped
 
-COMPONENTS = ("trainer", "engine", "rollout")
 #: `<your account>`: what an example leaves to its reader
 PLACEHOLDER = re.compile(r"<[A-Za-z](?:[A-Za-z0-9 ,.'_-]*[A-Za-z0-9])?>")
-#: sbatch options that the rendered script sets itself -> how to say it instead ("": not at all)
-OURS = {
-    **dict.fromkeys(("account", "qos", "reservation", "time", "exclusive", "requeue"), "the key of that name at the top"),
-    **dict.fromkeys(("no-requeue",), "requeue = false at the top"),
-    **dict.fromkeys(("partition", "constraint", "mem"), "the key of that name of the component"),
-    **dict.fromkeys(("gpus-per-node", "gres", "gpus", "gpus-per-task"), "gpus_per_node and gpu_type"),
-    **dict.fromkeys(("cpus-per-task",), "cpus_per_node"),
-    **dict.fromkeys(("signal",), "signal_margin"),
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "--actor-num-nodes and --rollout-num-gpus"),
-    **dict.fromkeys(
-        ("array", "chdir", "error", "hetjob", "job-name", "open-mode", "output", "parsable", "test-only", "wrap"), ""
-    ),
-}
 _SPAN = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
 def minutes(text: str) -> int:
-    """Slurm's time as whole minutes, rounded up: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S (man sbatch, --time).
+    """A length of time as whole minutes, rounded up: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
-    UsageError for another form, and for zero, with which Slurm means no limit at all.
+    UsageError for another form, and for zero, which schedulers take for no limit at all.
     """
     found = _SPAN.fullmatch(text.strip())
     if not found:
-        raise UsageError(f"time {text}: not a time of Slurm's", "write minutes, H:MM:SS or D-HH:MM:SS")
+        raise UsageError(f"time {text}: not a time limit", "write minutes, H:MM:SS or D-HH:MM:SS")
     days, a, b, c = (int(part or 0) for part in found.groups())
     if found["d"] is not None:
         seconds = ((days * 24 + a) * 60 + b) * 60 + c
@@ -78,46 +67,34 @@ def _time(text: str) -> str:
 
 
 class ComponentProfile(BaseModel):
-    """What one component of the job asks for, on each of its nodes; None is left to Slurm's default."""
+    """What one component of the job asks for, on each of its nodes; None is left to the scheduler's default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    partition: str | None = Field(None, description="Slurm partition")
-    constraint: str | None = Field(None, description="node features, as sbatch --constraint takes them")
     gpus_per_node: int | None = Field(
         None, ge=0, description="GPUs that a node has; None: as many as the options ask for; 0: it has none, slots are processes"
     )
-    gpu_type: str | None = Field(None, pattern=r"^[\w.-]+$", description="the type in --gpus-per-node=TYPE:N")
     cpus_per_node: int | None = Field(None, ge=1, description="CPU cores that a node gives to the job")
     mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description='memory a node, such as "64G"; "0" is all of it')
-    extra: dict[str, str | int | bool] = Field({}, description="further sbatch options, without dashes; true: without a value")
-
-    @model_validator(mode="after")
-    def _extra_is_not_ours(self) -> ComponentProfile:
-        for name in self.extra:
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-                raise ValueError(f"extra.{name} is no name of an sbatch option; write it long, without the dashes")
-            if name in OURS:
-                raise ValueError(f"extra.{name} is set by hpcrl; " + (f"use {OURS[name]}" if OURS[name] else "leave it out"))
-        return self
+    extra: dict[str, str | int | bool] = Field(
+        {}, description="further options of the scheduler's, by name; true: without a value"
+    )
 
 
 class Site(BaseModel):
-    """A cluster, as a run sees it.  docs/sites.md explains the keys; sites/default.toml holds them all."""
+    """A cluster, as a run sees it, whatever schedules its jobs; a scheduler's own keys are in a subclass."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = Field("default", pattern=r"^[\w.-]+$", description="the profile's name")
+    scheduler: str = Field(DEFAULT, description="who starts jobs")
     account: str | None = Field(None, description="the project that pays")
-    qos: str | None = Field(None, description="quality of service")
-    reservation: str | None = Field(None, description="reservation")
     time: Annotated[str, AfterValidator(_time)] = Field("24:00:00", description="time limit of one attempt, D-HH:MM:SS")
     layout: Literal["heterogeneous", "homogeneous"] = Field(
         "heterogeneous", description="one heterogeneous job, or one ordinary job split by node range"
     )
-    gpu_flag: Literal["gpus-per-node", "gres"] = Field("gpus-per-node", description="how the site wants GPUs asked for")
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
-        None, description="as --rank-launcher, for a site where srun should start every rank itself; None: the recipe's"
+        None, description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's"
     )
     interface: str | None = Field(
         None, pattern=r"^[\w.-]+$", description="network of sockets, gloo and NCCL: an interface, or how its name begins"
@@ -125,7 +102,6 @@ class Site(BaseModel):
     modules: list[str] = Field([], description="modules to load, in order")
     setup: list[str] = Field([], description="shell lines before anything else of ours, on every node")
     env: dict[str, str] = Field({}, description="environment of all processes")
-    srun: list[str] = Field([], description="arguments of every srun, such as --mpi=none")
     container: Container = Field(default_factory=Container, description="the container that the processes run in")
     trainer: ComponentProfile = Field(default_factory=ComponentProfile, description="the nodes of the trainer ranks")
     engine: ComponentProfile = Field(default_factory=ComponentProfile, description="the nodes of the engines")
@@ -140,13 +116,10 @@ class Site(BaseModel):
     python: str | None = Field(None, description="the interpreter on the nodes; None: the one of the login node")
 
     @model_validator(mode="after")
-    def _names(self) -> Site:
+    def _names(self) -> Self:
         for name in self.env:
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"env.{name} is no name of an environment variable")
-        for word in self.srun:
-            if not word.startswith("-"):
-                raise ValueError(f"srun: {word} is no option; write --name=value as one word")
         return self
 
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,18 +128,9 @@ class Site(BaseModel):
         said = {*recipe.values, *overrides, *(name for stage in recipe.stages for name in stage.values)}
         return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
 
-    def gpus(self, component: str, count: int) -> str | None:
-        """The sbatch option that asks for `count` GPUs a node of a component, without dashes; None for none."""
-        if not count or getattr(self, component).gpus_per_node == 0:  # nodes without GPUs: slots are processes
-            return None
-        kind = getattr(self, component).gpu_type
-        wanted = f"{kind}:{count}" if kind else str(count)
-        return f"gpus-per-node={wanted}" if self.gpu_flag == "gpus-per-node" else f"gres=gpu:{wanted}"
-
-    def wrap(self, command: list[str], mounts: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-        """(arguments for srun, command) to run `command` as this site wants it; `mounts`: what the run needs besides."""
-        more, command = self.container.wrap(command, mounts, tuple(self.env))
-        return [*self.srun, *more], command
+    def describes(self, component: str) -> bool:
+        """Whether it says where the component's nodes come from; a rollout process that it describes gets a node of its own."""
+        return getattr(self, component) != type(getattr(self, component))()
 
 
 # ---- reading
@@ -182,17 +146,22 @@ def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | No
     where = str(file) if file else f"site {name}"
     values = _read(file) if file else {}
     values.setdefault("name", file.stem if file else name)
-    for key, value in (overrides or {}).items():
-        values = _put(values, key, value)
+    for key, value in _scheduler_first(overrides or {}):
+        values = _put(values, key, value, where)
     return _make(values, where)
 
 
 def apply(site: Site, overrides: Mapping[str, Any]) -> Site:
     """The site with values replaced by dotted key, such as {"trainer.partition": "gpu"}; text is read as the type needs."""
-    values = site.model_dump(exclude_unset=True)
-    for key, value in overrides.items():
-        values = _put(values, key, value)
-    return _make(values, f"site {site.name}")
+    values, where = site.model_dump(exclude_unset=True), f"site {site.name}"
+    for key, value in _scheduler_first(overrides):
+        values = _put(values, key, value, where)
+    return _make(values, where)
+
+
+def saved_site(values: Mapping[str, Any]) -> Site:
+    """The site of a job.json.  UsageError if it cannot be read, or its scheduler is not here."""
+    return _make(dict(values), "site in job.json")
 
 
 #: a command's own flags that `from_flags` reads
@@ -247,9 +216,26 @@ def _read(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is no TOML: {error}") from error
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def _scheduler_first(overrides: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The overrides, that of the scheduler before those of the keys that only it may know."""
+    return sorted(overrides.items(), key=lambda item: item[0] != "scheduler")
+
+
+def _profile(values: Mapping[str, Any], where: str) -> type[Site]:
+    """The model of a profile: what its scheduler adds to the keys of every site."""
+    name = values.get("scheduler", DEFAULT)
+    if not isinstance(name, str):
+        return Site  # which refuses it
+    try:
+        return load_scheduler(name).profile()
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.what}", error.hint) from None
+
+
+def _put(values: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
     """`values` with one dotted key replaced; text for a key of another type is read as TOML."""
-    path, model = key.split("."), Site
+    path, site = key.split("."), _profile(values, where)
+    model: type[BaseModel] | None = site
     for depth, part in enumerate(path):
         if model is None:
             break
@@ -261,13 +247,13 @@ def _put(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     for part in path[:-1]:
         place[part] = dict(place.get(part) or {})
         place = place[part]
-    place[path[-1]] = _settle(key, path, value)
+    place[path[-1]] = _settle(site, key, path, value)
     return trial
 
 
-def _settle(key: str, path: list[str], value: Any) -> Any:
+def _settle(site: type[Site], key: str, path: list[str], value: Any) -> Any:
     """Text as the field's own type: itself where text fits, else what TOML makes of it."""
-    if not isinstance(value, str) or _fits(path, value):
+    if not isinstance(value, str) or _fits(site, path, value):
         return value
     try:
         return tomllib.loads(f"v = {value}")["v"]
@@ -275,13 +261,13 @@ def _settle(key: str, path: list[str], value: Any) -> Any:
         return value  # the check of the whole names what is wrong with it
 
 
-def _fits(path: list[str], value: Any) -> bool:
+def _fits(site: type[Site], path: list[str], value: Any) -> bool:
     """Whether a value's type is right at a dotted key."""
     nested: Any = value
     for part in reversed(path):
         nested = {part: nested}
     try:
-        Site.model_validate(nested)
+        site.model_validate(nested)
     except ValidationError as error:
         return all(problem["type"] not in _TYPE_ERRORS for problem in error.errors())
     return True
@@ -292,14 +278,15 @@ _TYPE_ERRORS = {"int_type", "bool_type", "list_type", "dict_type", "model_type",
 
 def _make(values: dict[str, Any], where: str) -> Site:
     """A checked Site of a file's values."""
-    _check_keys(values, Site, where)
+    model = _profile(values, where)
+    _check_keys(values, model, where)
     for key, text in _texts(values):
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
             raise UsageError(f"{where}: {key} holds a control character: {spell(text)}", "write it on one line, without tabs")
         if found := PLACEHOLDER.search(text):
             raise UsageError(f"{where}: {key} is still the placeholder {found[0]}", f"copy the file and fill in {key}")
     try:
-        return Site.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
@@ -326,7 +313,9 @@ def _inner(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 def _unknown(where: str, shown: str, key: str, model: type[BaseModel]) -> UsageError:
     close = nearest(key, model.model_fields)
-    return UsageError(f"{where}: {shown} is an unknown key", f"did you mean {close}?" if close else "see sites/default.toml")
+    return UsageError(
+        f"{where}: {shown} is an unknown key", f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
+    )
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

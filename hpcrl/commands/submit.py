@@ -1,0 +1,112 @@
+"""`hpcrl submit`: a recipe as one job of the site's scheduler.
+
+Invariant: with --dry-run and --print nothing is written and nothing is submitted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.recipe import load_recipe
+from hpcrl.config.value_types import Kind
+from hpcrl.doctor.storage import file_system
+from hpcrl.errors import UsageError
+from hpcrl.launch.scheduler import Scheduler, SubmittedJob
+from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.site import FLAGS, from_flags
+from hpcrl.launch.submission import Submission, can_submit, preview, refuse_what_does_not_fit, submit_new
+
+USAGE = """\
+usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
+       hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
+       hpcrl submit RECIPE.toml --print         print the script alone, for you to edit and submit (sbatch)
+
+  --site NAME        profile of the cluster: sites/NAME.toml, or a path; default $HPCRL_SITE
+  --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS
+  --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
+                     ordinary job, its nodes divided by the plan)
+  --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
+
+Options are those of hpcrl run. One job is submitted, to Slurm unless the profile names another scheduler; it trains to the
+end, over as many requeues as that takes."""
+
+OWN = {
+    **FLAGS,
+    "dry-run": Kind("bool"),
+    "print": Kind("bool"),
+    "help": Kind("bool"),
+}
+
+
+def submit(argv: list[str]) -> int:
+    """The command."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(argv, OWN)
+    if len(words) != 1:
+        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl submit RECIPE.toml [--option value ...]")
+    recipe = load_recipe(words[0])
+    recipe = replace(recipe, name=overrides.get("name", recipe.name))
+    site = from_flags(own)
+    scheduler = load_scheduler(site.scheduler)
+    overrides = site.options(recipe, overrides)
+    shown = preview(recipe, overrides, site)
+    if own.get("print"):
+        print(scheduler.script_by_hand(shown, [words[0], *_flags(overrides)]), end="")
+        return 0
+    if own.get("dry-run"):
+        _show(scheduler, shown)
+        return 0
+    if can_submit(scheduler):
+        _note_place(shown)
+    say_submitted(*submit_new(recipe, overrides, site))
+    return 0
+
+
+def say_submitted(submission: Submission, submitted: SubmittedJob) -> None:
+    """The job's number, where the run lies, who runs where, and how to look."""
+    root = submission.job.root
+    print(f"job {submitted.job_id}\nrun directory: {root}\n\n{submission.table()}")
+    print(f"\nhpcrl status {root}\nhpcrl watch {root}")
+
+
+def _flags(overrides: dict[str, Any]) -> list[str]:
+    """The options that were given, as flags; the run directory is the script's own matter."""
+    return [f"--{name.replace('_', '-')}={_word(value)}" for name, value in overrides.items() if name != "run_dir"]
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _show(scheduler: Scheduler, shown: Submission) -> None:
+    """The plan, the script, the command, and what the scheduler says of it where it is here."""
+    text = scheduler.script(shown)
+    place = shlex.quote(str(shown.job.root / scheduler.script_file))
+    print(f"{shown.table()}\n\n{text}\n# nothing was written; hpcrl submit would write this script and call:")
+    print(f"# {scheduler.submit_command} {place}")
+    if can_submit(scheduler):
+        refuse_what_does_not_fit(scheduler, shown)
+        if scheduler.test_command:
+            verdict = scheduler.test(text)
+            if not verdict.accepted:
+                raise UsageError(f"{scheduler.title} refuses this job: {verdict.said}", verdict.hint)
+            print(f"# {scheduler.test_command} says: {verdict.said}")
+
+
+def _note_place(shown: Submission) -> None:
+    """A note if other nodes may not see the run directory; they say so for certain when the job starts."""
+    root = shown.job.root
+    parent = next(path for path in (root, *root.parents) if path.exists())
+    several = sum(component.nodes for component in shown.request.components) > 1
+    finding = file_system(parent, Path("/proc/mounts").read_text(encoding="utf-8", errors="replace"), several)
+    if finding.level != "ok":
+        print(f"hpcrl: note: {finding.what}; {finding.hint}", file=sys.stderr)

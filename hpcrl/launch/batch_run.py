@@ -1,0 +1,140 @@
+"""A run inside a scheduler's job: the batch process brings it to its end, or has the job queued again.
+
+Invariants: a job that is out of time, preempted or has lost a host goes on where its last checkpoint stands, with the same
+numbers; one that makes no headway is not started again for ever; a stop that the user asked for is never followed by a start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.recipe import load_recipe
+from hpcrl.errors import DeadlineError, HpcrlError, Stopped, UsageError
+from hpcrl.launch.attempt import Stop
+from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
+from hpcrl.launch.restart_policy import check_headway, margin
+from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
+from hpcrl.run.job_file import write_job
+from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import read_summary
+
+LOOK = 5.0  #: seconds between two looks at how much time is left
+SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
+PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
+
+
+class HostsSilent(DeadlineError):
+    """Hosts of the job did not answer: another allocation may do better."""
+
+
+@dataclass
+class Clock:
+    """Asks the run to save and end before the job's time limit, by what its own steps have taken.
+
+    The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and decides
+    only where the limit is not known.  limit: asks the scheduler; floor: seconds that are always kept for saving; due:
+    whether it has asked.
+    """
+
+    limit: Callable[[], float | None]
+    floor: float
+    ends: float | None = None
+    due: bool = False
+    next_look: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ends = self.limit()
+
+    def watch(self, stop: Stop, rundir: RunDir | None) -> None:
+        now, nudged = time.time(), stop.nudges > 0
+        if now < self.next_look and not nudged:
+            return
+        stop.nudges, self.next_look = 0, now + LOOK
+        if nudged:
+            self.ends = self.limit()
+        needed = margin(rundir, self.floor) if rundir else self.floor
+        if (self.ends is None and nudged) or (self.ends is not None and now > self.ends - needed):
+            self.due = self.due or not stop.requests
+            stop.ask("the time limit is near")
+
+
+def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
+    """Bring a job to its end in this allocation; returns the last stage's summary, or that of a run that was stopped.
+
+    Out of time, or with a host lost, the job is queued again and this process waits for the scheduler to end it.
+    HPCRL_SIGNAL_MARGIN and HPCRL_MAX_REQUEUES of the batch script say how long before the limit, and how often.
+    """
+    clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")))
+    check_headway(job.root, allocation.restarts)
+    try:
+        run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
+    except Stopped as stopped:
+        if clock.due:
+            _requeue(job, allocation, stopped.what)
+        say(str(stopped))
+        return {"status": "stopped", "message": str(stopped)}
+    except HpcrlError as error:
+        if isinstance(error, HostsSilent):
+            _requeue(job, allocation, str(error))
+        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
+            _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault
+        raise
+    return final_summary(job)
+
+
+def final_summary(job: Job) -> dict[str, Any]:
+    """The last stage's summary.json."""
+    summary = read_summary(job.directory(job.recipe.stages[-1]))
+    return {} if summary is None else msgspec.to_builtins(summary)
+
+
+def _requeue(job: Job, allocation: Allocation, why: str) -> None:
+    """Queue the job again and wait to be ended; returns if the limit is reached, or the scheduler refuses."""
+    restarts, limit = allocation.restarts, int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
+    if restarts >= limit:
+        say(f"{why}; not queued again: {restarts} of {limit} requeues are used up; go on with hpcrl resume {job.root}")
+        return
+    JobStateFile(job.root, restarts).set("requeued", message=why)  # before, since we may be ended at once
+    try:
+        allocation.requeue()
+    except HpcrlError as error:
+        if not isinstance(error, AlreadyRequeued):
+            JobStateFile(job.root, restarts).set("stopped", message=why)
+        say(f"{why}; {allocation.title} does not requeue it: {error}; go on with hpcrl resume {job.root}")
+        return
+    say(f"{why}; queued again ({restarts + 1} of {limit} requeues)")
+    time.sleep(PARTING)
+
+
+def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
+    """Start the RECIPE of the words in their --run-dir, or go on with it if this job has been there before; the exit status.
+
+    here: opens the allocation of this process; UsageError if there is none.
+    """
+    try:
+        overrides, _, words = parse_flags(argv)
+        if len(words) != 1 or "run_dir" not in overrides:
+            raise UsageError("a recipe and --run-dir are needed", "see the last line of the batch script")
+        root = Path(overrides["run_dir"])
+        allocation = here()
+        if (root / "recipe.json").is_file():
+            job = reopen_job(root)
+        else:
+            job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes())
+        write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
+        allocation.mark(job.identity)
+        run_in_job(job, allocation)
+    except HpcrlError as error:
+        print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0

@@ -1,0 +1,187 @@
+"""A recipe as one job of a scheduler's: what is submitted, and again where it stopped.
+
+Invariant: what can be known to fail is refused before anything is submitted; what is submitted lies, as text, in the run
+directory.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, resolve_stages
+from hpcrl.errors import UsageError
+from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
+from hpcrl.launch.job_request import FLOOR, Request, make_request
+from hpcrl.launch.restart_policy import margin
+from hpcrl.launch.scheduler import Scheduler, SubmittedJob
+from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.site import Site, from_flags, saved_site
+from hpcrl.plan import make_plan
+from hpcrl.run.job_file import JobFile, write_job
+from hpcrl.run.queued_job import JobKey
+from hpcrl.run.rundir import RunDir
+from hpcrl.run.shipped_files import shipped
+
+
+@dataclass(frozen=True)
+class Script:
+    """What differs from one batch script to the next.
+
+    command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch: directory of
+    task.sh; identity: of the run, for the job to carry; mounts: directories that a container must see; tasks: "hosts" or
+    "slots"; python: the interpreter on the nodes where the site names none.
+    """
+
+    name: str
+    title: str
+    summary: str
+    command: str
+    output: str
+    launch: str
+    identity: str = ""
+    mounts: tuple[str, ...] = ()
+    tasks: str = "hosts"
+    python: str = "python3"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that is to become a job.  job: not yet on disk, for one that is only shown."""
+
+    job: Job
+    stages: list[Options]
+    request: Request
+    site: Site
+
+    def table(self) -> str:
+        """The plan of the stage that needs most, with stand-ins for the nodes that the scheduler will give."""
+        largest = max(self.stages, key=lambda o: o.world_size + o.engine_gpus)
+        return make_plan(largest, self.request.hosts(), "plan").table()
+
+    def tasks(self) -> str:
+        """What a job step starts on each node: one task for each of its "slots", or one for "hosts"."""
+        return "slots" if self.stages[0].rank_launcher == "ranks" else "hosts"
+
+    def script(self, command: str, output: str) -> Script:
+        """The script of this run."""
+        root = self.job.root
+        return Script(
+            name=self.job.recipe.name,
+            title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job",
+            summary=self.table(),
+            command=command,
+            output=output,
+            launch=str(root / "launch"),
+            identity=self.job.identity,
+            mounts=(str(root),),
+            tasks=self.tasks(),
+            python=task_python(self.site),
+        )
+
+    def script_by_hand(self, command: str, output: str) -> Script:
+        """A script for a person: paths as they were given, relative to where it is submitted."""
+        return Script(
+            name=self.job.recipe.name,
+            title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job; edit it, then: "
+            f"{load_scheduler(self.site.scheduler).submit_command} THIS_FILE",
+            summary=self.table(),
+            command=command,
+            output=output,
+            launch="launch",
+            tasks=self.tasks(),
+        )
+
+
+def batch_python(site: Site) -> str:
+    """The interpreter of the batch process, which starts the steps and so runs outside of any container."""
+    return site.python if site.python and site.container.kind == "none" else sys.executable
+
+
+def task_python(site: Site) -> str:
+    """The interpreter of the processes on the nodes, where the site names none."""
+    return sys.executable if site.container.kind == "none" else "python3"
+
+
+def preview(recipe: Recipe, overrides: dict[str, Any], site: Site) -> Submission:
+    """What `submit_new` would submit, without a run directory."""
+    places = {"run": "{run}", "prepared": "{run}/prepared"}
+    stages = list(resolve_stages(recipe, overrides, places))
+    return Submission(
+        Job(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, make_request(stages, site), site
+    )
+
+
+def can_submit(scheduler: Scheduler) -> bool:
+    """Whether this machine has the command that submits."""
+    return shutil.which(shlex.split(scheduler.submit_command)[0]) is not None
+
+
+def submit_new(recipe: Recipe, overrides: dict[str, Any], site: Site) -> tuple[Submission, SubmittedJob]:
+    """Make a run directory and submit its job.  UsageError for what cannot run, and then nothing is left behind."""
+    scheduler = load_scheduler(site.scheduler)
+    if not can_submit(scheduler):
+        program = shlex.split(scheduler.submit_command)[0]
+        raise UsageError(
+            f"{program} is not here", f"submit from a login node of the cluster; hpcrl run needs no {scheduler.title}"
+        )
+    shown = preview(recipe, overrides, site)
+    refuse_what_does_not_fit(scheduler, shown)
+    job = begin_job(recipe, overrides, lambda _: shown.request.hosts())
+    submission = Submission(job, shown.stages, shown.request, site)
+    try:
+        return submission, _send(scheduler, submission)
+    except BaseException:
+        shutil.rmtree(job.root, ignore_errors=True)  # nothing runs, so nothing is to be found later
+        raise
+
+
+def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> None:
+    """UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever."""
+    if bad := [finding for finding in scheduler.fits(submission.request, submission.site) if finding.level == "fail"]:
+        raise UsageError(bad[0].what, bad[0].hint)
+
+
+def submit_again(root: Path, record: JobFile, own: Mapping[str, Any]) -> tuple[Submission, SubmittedJob]:
+    """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it."""
+    job = reopen_job(root)
+    _check_gone(root, record)
+    with held(job.root):
+        pass
+    site = from_flags(own, saved_site(record.site))
+    stages = list(job.stages)
+    measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
+    submission = Submission(job, stages, make_request(stages, site, int(measured)), site)
+    return submission, _send(load_scheduler(site.scheduler), submission)
+
+
+def _check_gone(root: Path, record: JobFile) -> None:
+    """UsageError if the run's job is still queued or running."""
+    key = JobKey(str(record.job_id), record.identity, record.submitted, history=False)
+    word = load_scheduler(record.scheduler).look([key]).jobs.get(key)
+    if word and word.phase in ("pending", "running"):
+        raise UsageError(f"{root}: its job {key.job_id} is {word.word.lower()}", "hpcrl cancel it first, or wait")
+
+
+def _send(scheduler: Scheduler, submission: Submission) -> SubmittedJob:
+    root = submission.job.root
+    shutil.copytree(shipped("launch"), root / "launch", dirs_exist_ok=True)
+    submitted = scheduler.submit(submission)
+    write_job(
+        root,
+        submission.job.identity,
+        submission.site.scheduler,
+        submitted.job_id,
+        script=str(root / scheduler.script_file),
+        components=[msgspec.to_builtins(component) for component in submission.request.components],
+        site=submission.site.model_dump(),
+    )
+    return submitted

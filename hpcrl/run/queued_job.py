@@ -1,0 +1,58 @@
+"""A job in a scheduler's queue, in hpcrl's own words: what schedulers answer and what status, stop and cancel judge by.
+
+Invariant: pure data; whoever knows a scheduler's words has put them into plain ones here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class JobKey(msgspec.Struct, frozen=True):
+    """A run's job, as it was submitted.
+
+    identity: of the run, which the job carries, since a scheduler may give a number twice; submitted: unix time; history:
+    whether it is worth asking how the job ended, if the queue has forgotten it.
+    """
+
+    job_id: str
+    identity: str
+    submitted: float
+    history: bool = True
+
+
+class QueuedJob(msgspec.Struct, frozen=True):
+    """A scheduler's word on a run's job.
+
+    phase: pending (waits, or is held up), running (on its nodes), ended, gone (the scheduler knows no such job, or one of that
+    number that is another's: then `foreign`).
+    word: the state in the scheduler's own word, for people.
+    reason: in plain words, why it waits or how it ended.
+    outcome: of a job that has ended, what that means for a run whose launcher could not say so itself.
+    never: it waits for what does not come.  begun: some part of it has been on a node.  over: every part has ended.
+    start, ends: unix times, expected ones too; None: not known.  ends is the time limit's.
+    """
+
+    phase: Literal["pending", "running", "ended", "gone"]
+    word: str = ""
+    reason: str = ""
+    outcome: Literal["", "failed", "cancelled", "requeued"] = ""
+    never: bool = False
+    begun: bool = True
+    over: bool = False
+    foreign: bool = False
+    start: float | None = None
+    ends: float | None = None
+    nodes: int = 0
+
+
+GONE = QueuedJob("gone", over=True)
+
+
+class QueueAnswer(msgspec.Struct):
+    """What a scheduler answered.  jobs: its word on each job that was asked for, empty if it could not be asked; note: why."""
+
+    jobs: dict[JobKey, QueuedJob] = {}
+    note: str = ""

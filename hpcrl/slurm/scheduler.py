@@ -1,0 +1,92 @@
+"""Slurm as a scheduler of hpcrl's (hpcrl.launch.scheduler.Scheduler).
+
+Invariant: light to import; what submits is loaded when something is submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.errors import HpcrlError
+from hpcrl.findings import Finding
+from hpcrl.run.queued_job import JobKey, QueueAnswer
+from hpcrl.slurm import squeue
+
+if TYPE_CHECKING:
+    from hpcrl.launch.job_request import Request
+    from hpcrl.launch.scheduler import Verdict
+    from hpcrl.launch.submission import Script, Submission
+    from hpcrl.slurm.site import SlurmSite
+
+
+class Slurm:
+    """A Slurm cluster, from a login node."""
+
+    title = "Slurm"
+    submit_command, test_command = "sbatch", "sbatch --test-only"
+    script_file = "job.sbatch"
+    echoes = squeue.ECHOES
+
+    def profile(self) -> type[SlurmSite]:
+        from hpcrl.slurm.site import SlurmSite
+
+        return SlurmSite
+
+    # ---- the queue
+
+    def here(self) -> bool:
+        return squeue.there()
+
+    def look(self, jobs: Sequence[JobKey]) -> QueueAnswer:
+        return squeue.look(jobs)
+
+    def cancel(self, job_id: str) -> None:
+        answer = squeue.call(["scancel", job_id])
+        if answer.code:
+            raise HpcrlError(f"scancel {job_id}: {answer.said}", "see squeue")
+
+    # ---- before a job
+
+    def responds(self) -> Iterator[Finding]:
+        from hpcrl.slurm.partitions import responds
+
+        return responds()
+
+    def fits(self, request: Request, site: SlurmSite) -> Iterator[Finding]:
+        from hpcrl.slurm.partitions import fits
+
+        return fits(site, request.components)
+
+    def test(self, script: str) -> Verdict:
+        from hpcrl.slurm.submit import test_only
+
+        return test_only(script)
+
+    # ---- scripts and submission
+
+    def render(self, script: Script, request: Request, site: SlurmSite) -> str:
+        from hpcrl.slurm.batch_script import render
+
+        return render(script, request, site)
+
+    def script(self, submission: Submission) -> str:
+        from hpcrl.slurm.submit import preview_script
+
+        return preview_script(submission)
+
+    def script_by_hand(self, submission: Submission, words: Sequence[str]) -> str:
+        from hpcrl.slurm.submit import script_by_hand
+
+        return script_by_hand(submission, words)
+
+    def submit(self, submission: Submission) -> Any:
+        from hpcrl.slurm.submit import send
+
+        return send(submission)
+
+    def submit_script(self, file: Path) -> str:
+        from hpcrl.slurm.submit import send_script
+
+        return send_script(file)

@@ -1,0 +1,165 @@
+"""The hosts of a Slurm job, from its batch process: srun starts one task on each of them, which starts that host's roles.
+
+Invariant: hosts and their order come from Slurm's node lists; a host that does not answer is named.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.config.options import Options
+from hpcrl.doctor.all_nodes import NodesJob as Look
+from hpcrl.doctor.all_nodes import NodeStep, examine
+from hpcrl.errors import DeadlineError, HpcrlError, UsageError
+from hpcrl.launch import probe
+from hpcrl.launch.attempt import Member
+from hpcrl.launch.batch_run import HostsSilent
+from hpcrl.launch.job import say
+from hpcrl.launch.local import spawn
+from hpcrl.plan import Host, Plan
+from hpcrl.report.file_tail import last_lines
+from hpcrl.run.rundir import RunDir
+from hpcrl.slurm.squeue import ECHOES
+
+
+@dataclass(frozen=True)
+class HetGroup:
+    """One component of the job: its nodes, the slots of each, and the srun that starts a task on each of them."""
+
+    nodes: tuple[str, ...]
+    slots: int
+    step: tuple[str, ...]
+
+
+def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
+    """The components, from what Slurm and the batch script put into the environment.
+
+    UsageError if this is no job, or the script lacks a HPCRL_STEP_k or HPCRL_SLOTS_k.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        raise UsageError("this is not inside a Slurm job", "submit it with hpcrl submit, or give the script to sbatch")
+    count = int(environment.get("SLURM_HET_SIZE", "1"))
+    found = []
+    for index in range(count):
+        suffix = f"_HET_GROUP_{index}" if "SLURM_HET_SIZE" in environment else ""
+        try:
+            nodes = expand(environment[f"SLURM_JOB_NODELIST{suffix}"])
+            step, slots = environment[f"HPCRL_STEP_{index}"], int(environment[f"HPCRL_SLOTS_{index}"])
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                f"the job's environment has no good {error}", "start from a script of sbatch/ or of hpcrl submit --dry-run"
+            ) from error
+        found.append(HetGroup(tuple(nodes), slots, tuple(shlex.split(step))))
+    return found
+
+
+def expand(nodelist: str) -> list[str]:
+    """node[1-3,7] -> node1, node2, node3, node7, in Slurm's order."""
+    from hostlist import BadHostlist, expand_hostlist
+
+    try:
+        return expand_hostlist(nodelist, allow_duplicates=True)
+    except BadHostlist as error:
+        raise UsageError(f"Slurm's node list {nodelist} cannot be read: {error}") from error
+
+
+class SrunHosts:
+    """The hosts of this job, reached with srun."""
+
+    def __init__(self, groups: list[HetGroup]) -> None:
+        self.groups, self.count = groups, sum(len(group.nodes) for group in groups)
+        self.examined = False
+
+    def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
+        """Every host's own report first; then the network that all of them share."""
+        names = [node for group in self.groups for node in group.nodes]
+        log = rundir.logs / "probe.log"
+        steps = [spawn(self._step(group, "probe", rundir), log) for group in self.groups]
+        try:
+            reports = probe.gather(rundir, names, options.launch_timeout, lambda: _check_started(steps, log))
+        except DeadlineError as error:
+            raise HostsSilent(error.what, f"{error.hint} See {log}") from None
+        finally:
+            for step in steps:
+                step.terminate()
+        network = probe.choose(reports, options.interface)
+        self._examine(options, rundir)
+        slots = [(node, group.slots) for group in self.groups for node in group.nodes]
+        return [Host(node, count, network[node].address, network[node].interface) for node, count in slots]
+
+    def _examine(self, options: Options, rundir: RunDir) -> None:
+        """What `hpcrl doctor --nodes` looks at in passing, once: HpcrlError names the first thing that is wrong."""
+        if self.examined:
+            return
+        self.examined = True
+        roles = ("trainer", "engine", "rollout")[: len(self.groups)]
+        steps = [NodeStep(role, len(g.nodes), g.slots, [*g.step, "doctor"]) for role, g in zip(roles, self.groups, strict=True)]
+        look = Look(
+            steps, options.interface, gpus=False, allreduce=False, imports=False, echoes=ECHOES, seconds=options.launch_timeout
+        )
+        findings = examine(look, rundir.here / "doctor", options.launch_timeout)
+        for finding in findings:
+            if finding.level == "warn":
+                say(finding.line())
+        if bad := [finding for finding in findings if finding.level == "fail"]:
+            raise HpcrlError(
+                f"{bad[0].line()}{f' (and {len(bad) - 1} more)' if bad[1:] else ''}", "hpcrl doctor --nodes shows all"
+            )
+
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
+        members = []
+        for index, group in enumerate(self.groups):
+            if set(group.nodes) & set(plan.hosts):
+                log = rundir.logs / f"step-{index}.log"
+                name = f"srun on {','.join(group.nodes)}"
+                members.append(Member(name, log, spawn(self._step(group, "host", rundir), log)))
+        return members
+
+    def again(self, root: Path) -> str:
+        return f"hpcrl resume {root}"
+
+    def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        return spawn([sys.executable, "-m", "hpcrl.run.process", *self.groups[0].step, "once", *command], log)
+
+    def silent(self, seconds: float) -> list[str]:
+        """The hosts that cannot start a task within `seconds`."""
+        waiting = {
+            node: spawn([sys.executable, "-m", "hpcrl.run.process", *_alone(group.step, node), "once", "true"], Path(os.devnull))
+            for group in self.groups
+            for node in group.nodes
+        }
+        deadline = time.monotonic() + seconds
+        while any(p.poll() is None for p in waiting.values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        bad = [node for node, process in waiting.items() if process.poll() != 0]
+        for process in waiting.values():
+            if process.poll() is None:
+                process.kill()
+        return bad
+
+    def _step(self, group: HetGroup, program: str, rundir: RunDir) -> list[str]:
+        words = [program, str(rundir.root), "--attempt", str(rundir.attempt)]
+        return [sys.executable, "-m", "hpcrl.run.process", *group.step, *words]
+
+
+def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
+    """HpcrlError with its last words if an srun could not start its tasks."""
+    if any(step.poll() for step in steps):
+        said = [text for line in last_lines(log) if "error: " in (text := line.decode(errors="replace")).lower()]
+        ours = [line.partition("hpcrl: error: ")[2] for line in said if "hpcrl: error: " in line]
+        why = (ours or said or ["srun gave no reason"])[0]
+        raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")
+
+
+def _alone(step: tuple[str, ...], node: str) -> list[str]:
+    """The same srun, for one task on one node: of options given twice the later counts."""
+    at = next((i for i, word in enumerate(step) if i and not word.startswith("-")), len(step))
+    only = [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
+    return [*step[:at], *only, *step[at:]]

@@ -1,0 +1,55 @@
+"""A short command is asked: whatever it does is an answer, in time, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcrl.run.command import LATE, MISSING, Answer, ask
+
+
+@pytest.mark.parametrize(
+    ("script", "answer", "said"),
+    [
+        ("echo a; echo b", Answer(0, "a\nb\n", "", "sh"), "b"),
+        ("echo a; echo b >&2; exit 3", Answer(3, "a\n", "b\n", "sh"), "b"),
+        ("echo sh: no such job >&2; echo >&2; exit 1", Answer(1, "", "sh: no such job\n\n", "sh"), "no such job"),
+        ("exit 5", Answer(5, "", "", "sh"), "exit code 5"),
+        ("kill -9 $$", Answer(-9, "", "", "sh"), "exit code -9"),
+        (r"printf '\377x'", Answer(0, "\ufffdx", "", "sh"), "\ufffdx"),
+    ],
+)
+def test_what_it_answers(script: str, answer: Answer, said: str) -> None:
+    found = ask(["sh", "-c", script], 5)
+    assert (found, found.said) == (answer, said)
+
+
+def test_it_reads_what_it_is_given_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(["cat"], 5, "a\nb").out == "a\nb"
+    assert ask(["cat"], 5).out == "", "the terminal is not its input"
+    monkeypatch.setenv("OURS", "x")
+    assert ask(["sh", "-c", "echo $OURS"], 5).out == "x\n"
+    assert ask(["sh", "-c", "echo $OURS"], 5, env={"PATH": os.environ["PATH"]}).out == "\n"
+
+
+@pytest.mark.parametrize("program", ["/nowhere/x", "no-such-program-anywhere", "/tmp"])
+def test_a_program_that_is_missing_is_an_answer(program: str) -> None:
+    answer = ask([program, "--version"], 5)
+    assert answer.code == MISSING and answer.said.startswith("cannot be started: ")
+
+
+def test_one_that_is_late_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    """Its child holds the pipe open, as a hanging file system's client would."""
+    began = time.monotonic()
+    file = tmp_path / "pid"
+    answer = ask(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 1)
+    assert (answer.code, answer.out, answer.said) == (LATE, "", "no answer within 1 s")
+    assert time.monotonic() - began < 10
+    deadline, child = time.monotonic() + 5, int(file.read_text())
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "its child still runs"
+        time.sleep(0.05)

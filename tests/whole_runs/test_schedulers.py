@@ -1,0 +1,102 @@
+"""What every scheduler must bring about: the same tests of submit, status, stop, resume, requeue and cancel, on real runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.batch import QUEUES, Queue, Submitted
+from tests.support.runs import SFT, metrics, recipe
+
+pytestmark = pytest.mark.parametrize("queue", QUEUES, indirect=True)
+#: long enough for a command to reach it
+LONG = {"num_rollout": 80, "rollout_batch_size": 32, "save_interval": None}
+
+
+def sft(queue: Queue, path: Path, task: Path, **values: object) -> Path:
+    path.mkdir(exist_ok=True)
+    return recipe(path, task, **(SFT | dict(queue.shape) | values))
+
+
+def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: Path) -> None:
+    run = queue.submit(sft(queue, tmp_path, task), tmp_path / "run", settings=queue.held)
+    waiting = run.status()
+    assert (waiting["phase"], waiting["title"], waiting["scheduler"]) == ("pending", queue.title, queue.name)
+    assert waiting["message"].startswith("held") and waiting["job_id"] == run.number, waiting
+    page = queue.hpcrl("status", run.root).stdout
+    assert f"{queue.title} job {run.number}" in page, page
+    refused = queue.hpcrl("stop", run.root, check=False)
+    assert refused.returncode == 1 and "take its job out of the queue with hpcrl cancel" in refused.stderr
+    refused = queue.hpcrl("resume", run.root, check=False)
+    assert refused.returncode == 2 and f"its job {run.number} is {waiting['job_state'].lower()}" in refused.stderr
+    queue.release(run)
+    watched = queue.hpcrl("watch", run.root)
+    assert watched.stdout.splitlines()[-1].split()[1:3] == ["finished", "6/6"], watched.stdout
+    assert list(metrics(run.root)) == list(range(6))
+    run.until(lambda: not queue.processes(run), 20)
+    assert run.status()["phase"] == "finished"
+    assert json.loads((run.root / "job.json").read_text())["scheduler"] == queue.name
+    for verb in ("stop", "cancel"):
+        refused = queue.hpcrl(verb, run.root, check=False)
+        assert refused.returncode == 1 and "finished" in refused.stderr
+    refused = queue.hpcrl("resume", run.root, check=False)
+    assert refused.returncode == 2 and "finished" in refused.stderr
+
+
+def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, task: Path) -> None:
+    run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run", "--rollout-batch-size", "16")
+    run.until(lambda: run.steps() > 2)
+    queue.hpcrl("stop", run.root)
+    stopped = run.becomes("stopped", 60)
+    assert "hpcrl stop" in stopped["message"] and run.steps() < 80, stopped
+    run.until(lambda: not queue.processes(run), 20)
+    again = queue.hpcrl("resume", run.root, "--time", "20").stdout
+    second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
+    assert second.number != run.number
+    second.becomes("finished")
+    assert list(metrics(run.root)) == list(range(80)), "no step twice, none left out"
+    assert json.loads((run.root / "job.json").read_text())["site"]["time"] == "20"
+
+
+def test_near_its_limit_a_run_saves_and_is_queued_again(queue: Queue, tmp_path: Path, task: Path) -> None:
+    run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run")
+    run.until(lambda: run.training(0))
+    queue.cut(run)
+    run.until(lambda: "queued again" in run.output())
+    queue.lengthen(run)
+    assert "(the time limit is near); queued again (1 of 20 requeues)" in run.output(), run.logs()
+    run.until(lambda: run.training(1))
+    ended = run.becomes("finished")
+    assert (ended["job_id"], ended["restarts"], ended["attempt"]) == (run.number, 1, 1)
+    assert list(metrics(run.root)) == list(range(80)), "no step twice, none left out"
+
+
+def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_path: Path, task: Path) -> None:
+    path = sft(queue, tmp_path, task, **(LONG | {"num_rollout": 100000}))
+    runs = [queue.submit(path, tmp_path / "runs" / name, settings=held) for name, held in (("a", ()), ("b", queue.held))]
+    running, waiting = runs
+    running.until(lambda: running.steps() > 2)
+    said = queue.hpcrl("cancel", waiting.root).stdout
+    assert f"cancelled {queue.title} job {waiting.number}" in said and "which had not started" in said, said
+    waiting.becomes("cancelled", 30)
+    assert running.status()["phase"] == "running", "the other is left alone"
+    said = queue.hpcrl("cancel", running.root).stdout
+    assert f"cancelled {queue.title} job {running.number}" in said and "had not started" not in said, said
+    running.until(lambda: not queue.processes(running), 60)
+    running.becomes("cancelled", 60)
+    many = json.loads(queue.hpcrl("status", "--json").stdout)
+    assert {row["phase"] for row in many if row["run"] in {str(run.root) for run in runs}} == {"cancelled"}
+
+
+def test_what_cannot_be_held_is_refused_and_leaves_nothing(queue: Queue, tmp_path: Path, task: Path) -> None:
+    path = sft(queue, tmp_path, task)
+    for words, said in ((("trainer.gpus_per_node=64",), "64"), (("scheduler=slrum",), "did you mean slurm?")):
+        done = queue.hpcrl("submit", path, "--run-dir", tmp_path / "run", "--set", *words, check=False)
+        [error] = [line for line in done.stderr.splitlines() if not line.startswith("hpcrl: note:")]
+        assert done.returncode == 2 and said in error and ";" in error, error  # one line, with a hint
+        assert not (tmp_path / "run").exists()
+    shown = queue.hpcrl("submit", path, "--run-dir", tmp_path / "run", "--dry-run", "--set", "trainer.mem=8G").stdout
+    assert "nothing was written" in shown and not (tmp_path / "run").exists()
