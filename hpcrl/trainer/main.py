@@ -53,7 +53,7 @@ class Crank:
             say(said)
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
         self.others = OtherModels(self.policy, self.ranks, context.options, resumed)
-        also = lambda beside: self.others.save(self.at.version, beside)  # noqa: E731
+        also = lambda beside: self.others.save(self.at.rollout_id, self.at.version, beside)  # noqa: E731
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
@@ -103,9 +103,10 @@ class Crank:
         others = self.others.of_share(share.version, self.at.version)
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others)
         self.others.trained(rollout_id + 1)
+        steps = train_batch.policy_steps(self.options, share)
         data = self._ask("snapshot", rollout_id=rollout_id)
-        self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + len(share.micro_batches), data=data)
-        metrics = share.metrics | metrics | self._publish()
+        self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
+        metrics = share.metrics | metrics | (self._publish() if steps else {})
         metrics["perf/step_time"] = time.monotonic() - begun
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})

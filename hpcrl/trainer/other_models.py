@@ -1,4 +1,4 @@
-"""The models beside the trained one, as sets of its weights in host memory: the reference, and the actors that sampled.
+"""The models beside the policy: the reference and the actors that sampled, sets of its weights in host memory; the critic.
 
 Invariants: a model that nothing needs is not there; each is the same after a resume as without one, bit for bit: what a
 checkpoint does not hold is read again from where it came, --ref-load.
@@ -13,6 +13,7 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.trainer.checkpoint.resume import load_reference
 from hpcrl.trainer.checkpoint.weight_sets import load_set, save_set
+from hpcrl.trainer.critic import Critic
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel.parallel_state import Ranks
@@ -24,7 +25,7 @@ OLD_ACTORS = 2
 
 
 class OtherModels:
-    """Reference and old actors of a run; every method is collective.
+    """Reference, old actors and critic of a run; every method is collective.
 
     resumed: the checkpoint that the run goes on from, or None.
     """
@@ -32,6 +33,7 @@ class OtherModels:
     def __init__(self, policy: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
         self._policy, self._options = policy, options
         self._old: dict[int, HostWeights] = {}
+        self._critic = Critic(policy, ranks, options, resumed) if needs(options).critic else None
         self._reference = self._start_reference(ranks, resumed) if needs(options).reference else None
         if options.keep_old_actor and resumed is not None:
             for path in sorted(resumed.glob(f"{OLD_ACTOR}*")):
@@ -42,15 +44,16 @@ class OtherModels:
 
         HpcrlError if the weights that sampled it are gone.
         """
+        critic = self._critic.model if self._critic is not None else None
         if not self._options.keep_old_actor or sampled == version:
-            return OtherWeights(self._reference)
+            return OtherWeights(self._reference, None, critic)
         if sampled not in self._old:
             raise HpcrlError(
                 f"a share was sampled under policy version {sampled}, the trainer is at {version}, and of older ones it keeps "
                 f"{', '.join(map(str, sorted(self._old))) or 'none'}",
                 "--keep-old-actor keeps the weights of the last two updates of the engines",
             )
-        return OtherWeights(self._reference, self._old[sampled])
+        return OtherWeights(self._reference, self._old[sampled], critic)
 
     def published(self, version: int) -> None:
         """The engines have got the weights of policy `version`."""
@@ -69,8 +72,10 @@ class OtherModels:
         if self._reference is not None and interval and rollouts % interval == 0:
             self._reference.follow(self._options.ref_update_weight)
 
-    def save(self, version: int, directory: Path) -> None:
-        """Write what cannot be had again into a checkpoint of policy `version`."""
+    def save(self, rollouts: int, version: int, directory: Path) -> None:
+        """Write what cannot be had again into a checkpoint of policy `version`, after so many rollouts."""
+        if self._critic is not None:
+            self._critic.save(rollouts, directory)
         if self._reference is not None and self._options.ref_update_interval:
             save_set(self._policy, self._reference.stored(), directory / REFERENCE)
         for sampled, held in sorted(self._old.items()):

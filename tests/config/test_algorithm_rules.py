@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from hpcrl.config.rules.option_rules import check_options, inert
 
 from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, policy_loss_name
+from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
 from tests.config.test_flags import GRPO, SFT
 
@@ -27,7 +27,6 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             "grpo needs several responses to each prompt, and --n-samples-per-prompt is 1: every advantage would be 0; give .* 8 or",
         ),
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "rloo needs several responses"),
-        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo needs a value model, and the trainer trains none"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus needs --normalize-advantages; give it"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline needs --normalize-advantages"),
         ({"use_kl_loss": True}, "--use-kl-loss needs a reference model; give --ref-load"),
@@ -35,6 +34,7 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         (KL | {"kl_coef": 0.1, "kl_loss_coef": 0.2}, "--kl-coef 0.1 and --kl-loss-coef 0.2 both weigh the KL"),
         ({"loss_type": "dpo_loss", "n_samples_per_prompt": 2}, "--loss-type dpo_loss needs a reference model; give --ref-load"),
         (DPO | {"n_samples_per_prompt": 4}, "compares two responses, --n-samples-per-prompt is 4"),
+        (DPO | {"global_batch_size": 2, "actor_num_gpus_per_node": 2}, "2 samples of one optimizer step are no whole pairs"),
         ({"loss_type": "custom_loss"}, "give --custom-loss-function-path"),
         ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs and --use-tis exclude each other"),
         ({"use_rollout_logprobs": True, "keep_old_actor": True}, "--use-rollout-logprobs and --keep-old-actor"),
@@ -132,6 +132,7 @@ def test_what_fits_passes(change: dict[str, Any]) -> None:
         ({"advantage_estimator": "own.estimator"}, "advantages"),
         (DPO, "reference pairs"),
         ({"loss_type": "custom_loss", "num_steps_per_rollout": 2}, "advantages old_logprobs"),
+        (KL | {"loss_type": "custom_loss"}, "advantages reference"),
     ],
     ids=str,
 )

@@ -90,10 +90,10 @@ def test_every_rank_has_the_same_totals_by_name(layout: dict[str, Any], parts: l
     assert maxima == {"d_max": 0.0}
     assert count == 7 * len(parts)
     assert metrics == {
-        "train/loss": means["loss"] / 8,
-        "train/b": means["b"] / 8,
-        "train/d": token_means["d"] / count,
-        "train/d_max": 0.0,
+        "loss": means["loss"] / 8,
+        "b": means["b"] / 8,
+        "d": token_means["d"] / count,
+        "d_max": 0.0,
     }
 
 

@@ -66,10 +66,6 @@ def _estimator(o: Options) -> None:
             raise UsageError(f"{lacks}, and --n-samples-per-prompt is 1: every advantage would be 0", hint)
         if need == "normalize_advantages" and not o.normalize_advantages:
             raise UsageError(lacks, "give it")
-        if need == "critic":
-            raise UsageError(
-                f"{lacks}, and the trainer trains none", "choose an estimator without: grpo, rloo, reinforce_plus_plus, ..."
-            )
 
 
 def _bounds(o: Options) -> None:
@@ -119,6 +115,11 @@ def _pairs(o: Options) -> None:
         raise UsageError(
             f"--loss-type dpo_loss compares two responses, --n-samples-per-prompt is {o.n_samples_per_prompt}",
             "give --n-samples-per-prompt 2",
+        )
+    if o.step_batch_size % (2 * o.data_parallel_size):
+        raise UsageError(
+            f"{o.step_batch_size} samples of one optimizer step are no whole pairs on each of {o.data_parallel_size} data-parallel ranks",
+            "change --global-batch-size or --num-steps-per-rollout",
         )
 
 

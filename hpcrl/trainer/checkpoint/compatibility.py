@@ -5,7 +5,7 @@ Invariant: what does not fit is one DataError, the same on all ranks, that names
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ PADDING = 128 * 128
 MEND = "is it a checkpoint of --hf-checkpoint's model?"
 
 
-def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int) -> None:
-    """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model.
+def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> None:
+    """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model but `spare`.
 
     request: a state dict of Megatron's sharded tensors; what layers keep beside their weights is taken out of it where
     the checkpoint has none, because every kind of layer keeps something else.
@@ -32,7 +32,7 @@ def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int) -> N
     asked = list(_tensors(request))
     agree(lambda: _compare(asked, stored, vocab_size))
     mine = {tensor.key for tensor in asked}
-    names = sorted(stored.tensors)
+    names = sorted(stored.tensors.keys() - set(spare))
     wanted = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device())
     dist.all_reduce(wanted, op=dist.ReduceOp.MAX)  # each pipeline stage asks for its own
     if extra := [name for name, found in zip(names, wanted.tolist(), strict=True) if not found]:

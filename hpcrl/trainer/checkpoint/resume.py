@@ -42,13 +42,11 @@ def restore(policy: Policy, ranks: Ranks, options: Options, checkpoints: Path, r
     checkpoints: the directory of --save.  HpcrlError, the same on all ranks, if what the options name is not there, is
     damaged, or does not fit the model.
     """
-    found = agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0)
-    sent = broadcast_json([found.kind, str(found.path), found.foreign] if found else None)
-    source = WeightSource(sent[0], Path(sent[1]), sent[2])
+    source = _agreed(agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0))
     if source.kind == "all":
         at = save_load.load_checkpoint(policy, ranks, source.path, None if source.foreign else run_id)
         return at, f"resumed from {source.path} at rollout {at.rollout_id}, policy version {at.version}"
-    _take(policy, ranks, source)
+    take(policy, ranks, source)
     return Position(), f"took the weights of {source.path}"
 
 
@@ -57,18 +55,28 @@ def load_reference(policy: Policy, ranks: Ranks, options: Options) -> Path:
 
     HpcrlError as `restore`.
     """
-    found = agree(lambda: _reference(options), ranks.rank == 0)
-    kind, path = broadcast_json([found.kind, str(found.path)] if found else None)
-    _take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, WeightSource(kind, Path(path)))
-    return Path(path)
+    source = _agreed(agree(lambda: _reference(options), ranks.rank == 0))
+    take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source)
+    return source.path
 
 
-def _take(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
+def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:
+    """The weights in a directory that `flag` names; collective.  HpcrlError if there are none."""
+    return _agreed(agree(lambda: _at(Path(directory), None, flag) or _nothing(flag, directory), ranks.rank == 0))
+
+
+def take(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
     """The weights of a torch_dist checkpoint or a Hugging Face directory into the policy; collective."""
     if source.kind == "weights":
         save_load.load_weights(policy, ranks, source.path)
     else:
         agree(lambda: load_hf(policy, source.path))
+
+
+def _agreed(found: WeightSource | None) -> WeightSource:
+    """What rank 0 found, on every rank."""
+    kind, path, foreign = broadcast_json([found.kind, str(found.path), found.foreign] if found else None)
+    return WeightSource(kind, Path(path), foreign)
 
 
 def find_source(options: Options, checkpoints: Path, run_id: str) -> WeightSource:

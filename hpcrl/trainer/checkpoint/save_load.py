@@ -46,6 +46,8 @@ from hpcrl.trainer.parallel.parallel_state import Ranks
 __all__ = ["TRACKER", "Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
 
 RECORD = "hpcrl.json"
+#: the output layer, of which a critic has another kind
+HEAD = ("output_layer.weight", "output_layer.bias")
 #: optimizer state that any data-parallel size can read (Megatron's name for it)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -116,6 +118,11 @@ def prepare(final: Path, ranks: Ranks) -> Path:
     return beside
 
 
+def make_directory(directory: Path, ranks: Ranks) -> None:
+    """Make a directory of a checkpoint that is being written; collective."""
+    agree(directory.mkdir, ranks.rank == 0)
+
+
 def write(state: dict[str, Any], beside: Path, *, later: bool = False) -> Any:
     """Write `state` into an empty directory; collective.  later: plan only, and return Megatron's request to write it."""
     strategy = FullyParallelSaveStrategyWrapper(
@@ -159,6 +166,12 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     is damaged or does not fit the model, naming tensor or file.
     """
     record = agree(lambda: _record(path, run_id))
+    load_state(policy, ranks, path)
+    return Position(record["rollout_id"], record["version"], record["data"])
+
+
+def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
+    """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours; collective.  DataError likewise."""
     cpu_shim.before_load(policy.optimizer)
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
     request = everything(policy, ranks, Position(), loading=True)
@@ -172,22 +185,32 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])
     if "rng_state" in request:
         rng_state.restore(state["rng_state"][0])
-    return Position(record["rollout_id"], record["version"], record["data"])
 
 
 def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
     """Take a torch_dist checkpoint's weights and nothing else: ours, slime's, or Megatron-LM's; collective.
 
-    DataError as `load`.
+    A critic takes all but the output layer from a checkpoint of a policy.  DataError as `load_checkpoint`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
-    _fill(policy, read(weights(policy), stored, policy))
+    request, spare = weights(policy), ()
+    if policy.value_head and (HEAD[1] not in stored.all or stored.all[HEAD[1]].shape != (1,)):
+        spare = HEAD
+        request = {key: _without(value, spare) if key.startswith("model") else value for key, value in request.items()}
+    _fill(policy, read(request, stored, policy, spare))
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
 
 
-def read(request: dict[str, Any], stored: TorchDist, policy: Policy) -> dict[str, Any]:
-    """What `request` asks for, once it is known to fit; collective.  DataError as `load_checkpoint`."""
-    compatibility.check_fits(request, stored, policy.vocab_size)
+def _without(part: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name not in names}
+
+
+def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What `request` asks for, once it is known to fit; collective.  DataError as `load_checkpoint`.
+
+    spare: tensors of the model that the checkpoint may have and nobody asks for.
+    """
+    compatibility.check_fits(request, stored, policy.vocab_size, spare)
     try:
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(stored.path)),
@@ -249,6 +272,10 @@ def weights(policy: Policy) -> dict[str, Any]:
     """The model alone, with what a reader asks for beside it; under model, or of virtual stages model0, model1, ..."""
     many = len(policy.modules) > 1
     model = {f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)}
+    for part in model.values() if policy.value_head else ():
+        for name in HEAD:
+            if name in part:  # Megatron takes it for rows of the vocabulary, which may be padded
+                part[name].allow_shape_mismatch = False
     args = megatron_args(policy, padded_vocab_size(policy.vocab_size, policy.ranks.tp_size))
     return {"args": args, "checkpoint_version": 3.0, "iteration": 0, **model}
 

@@ -24,7 +24,7 @@ from hpcrl.trainer.parallel.collectives import agree
 
 def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write a set of weights (names of `host_weights.weights`) into a new directory; collective."""
-    agree(directory.mkdir, policy.ranks.rank == 0)
+    save_load.make_directory(directory, policy.ranks)
     save_load.write(_request(policy, values), directory)
 
 

@@ -12,7 +12,7 @@ Invariant: all of the architecture comes from config.json of --hf-checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron.core import parallel_state
@@ -31,6 +31,7 @@ from hpcrl.trainer.megatron.hf_weights import export, load_hf
 from hpcrl.trainer.megatron.optimizer import make_optimizer, make_scheduler
 from hpcrl.trainer.megatron.packed_attention import block_spec
 from hpcrl.trainer.megatron.settings import Settings, construct, refusals, resolve_settings
+from hpcrl.trainer.megatron.value_head import give_values
 from hpcrl.trainer.parallel.parallel_state import Ranks, check_layout
 
 __all__ = ["Policy", "build", "export", "load_hf"]
@@ -40,7 +41,8 @@ __all__ = ["Policy", "build", "export", "load_hf"]
 class Policy:
     """chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage; config: their TransformerConfig.
 
-    hf_config: config.json.  optimizer and scheduler: Megatron's; the schedule counts optimizer steps.
+    hf_config: config.json.  optimizer and scheduler: Megatron's; the schedule counts optimizer steps.  value_head: it is a
+    critic, whose output layer gives one number for each row.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -50,6 +52,7 @@ class Policy:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     ranks: Ranks
+    value_head: bool = False
 
     @property
     def modules(self) -> tuple[GPTModel, ...]:
@@ -80,10 +83,11 @@ class NoOptimizer:
         """No copies to refresh."""
 
 
-def build(options: Options, ranks: Ranks, *, trainable: bool = True) -> Policy:
+def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head: bool = False) -> Policy:
     """The model of --hf-checkpoint's config.json, without weights, on this rank's device; collective.
 
-    trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).
+    trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).  value_head:
+    a critic; its head is 0 until weights are loaded, and no other part of it has anything to do with the vocabulary's size.
 
     The config says calculate_per_token_loss: a loss function returns (sum, count, report) of its micro-batch, Megatron
     sums gradients over micro-batches, DP and CP and divides them by the sum of all counts, whatever is counted.
@@ -95,6 +99,8 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True) -> Policy:
     family = find_family(hf_config, options.hf_checkpoint)
     check_spec(options.spec, hf_config)
     fields, gpt = family.transformer(hf_config), family.gpt(hf_config)
+    if value_head:  # with its embedding it shares nothing
+        gpt = gpt | {"share_embeddings_and_output_weights": False}
     sizes = {name: hf_config.get(name) for name in ("vocab_size", "max_position_embeddings")}
     settings = resolve_settings(options, fields, {**gpt, **family.facts, **sizes})
     check_layout(options, settings.transformer)
@@ -104,11 +110,14 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True) -> Policy:
     stages = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)  # some of Megatron asks here, some the config
     modules = [_module(config, family, hf_config, gpt, ranks, stage) for stage in (range(stages) if stages else [None])]
+    if value_head:
+        for module in modules:
+            give_values(module, ranks.device)
     if options.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if not trainable:
-        return Policy(tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks)
-    return _wrap(modules, config, family, hf_config, settings, options, ranks)
+        return Policy(tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks, value_head)
+    return replace(_wrap(modules, config, family, hf_config, settings, options, ranks), value_head=value_head)
 
 
 def _module(

@@ -37,7 +37,7 @@ class Packed:
     r may be 0.
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
-    reference, the reference model's; advantages.
+    reference, the reference model's; advantages; a critic's values, before any of its steps, and the returns that it learns.
     """
 
     tokens: torch.Tensor
@@ -56,6 +56,8 @@ class Packed:
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def samples(self) -> int:

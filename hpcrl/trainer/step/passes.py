@@ -64,3 +64,20 @@ def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed]) 
 
     found = run(policy, micro_batches, body, forward_only=True)
     return found if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
+
+
+def values_under(head: Head) -> torch.Tensor:
+    """A critic's values of the rows that are trained on, float32 [r]: of the state before the token that each predicts."""
+    assert head.hidden is not None
+    return head.logits(head.hidden).squeeze(1)
+
+
+@torch.no_grad()
+def values(critic: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
+    """Values [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
+
+    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        return values_under(head)
+
+    found = run(critic, micro_batches, body, forward_only=True)
+    return found if critic.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]

@@ -1,4 +1,4 @@
-"""What must be known of every token before the first optimizer step of a rollout: old and reference log-probs, advantages.
+"""What must be known of every token before the first optimizer step of a rollout: log-probs, values, advantages.
 
 Invariant: all of it comes from the weights and samples as they are before any step, and is the same whatever the packing and
 the layout: an estimator sees all samples of the rollout, and whole responses.
@@ -29,10 +29,15 @@ from hpcrl.trainer.step.response_columns import to_columns, to_rows
 
 @dataclass(frozen=True)
 class OtherWeights:
-    """Weights beside the trained ones, in host memory.  old: those that sampled this share, where the trained ones are newer."""
+    """What stands beside the policy.
+
+    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer.  critic: a model of
+    its own, trained too.
+    """
 
     reference: HostWeights | None = None
     old: HostWeights | None = None
+    critic: Policy | None = None
 
 
 NONE = OtherWeights()
@@ -41,7 +46,7 @@ NONE = OtherWeights()
 def prepare(
     policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], others: OtherWeights
 ) -> dict[str, float]:
-    """Fill `old`, `reference` and `advantages` of every micro-batch in, as far as the options need them; collective.
+    """Fill in what `Packed` has None for, as far as the options need it; collective.
 
     Metrics, the same on every rank: means over all trained tokens of the rollout, in slime's names.
     """
@@ -49,8 +54,7 @@ def prepare(
     micro_batches = list(chain.from_iterable(steps))
 
     def take(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        for packed, value in zip(micro_batches, values, strict=True):
-            setattr(packed, name, value)
+        _give(micro_batches, name, values)
         return to_columns(micro_batches, values, len(share.batch.loss_mask), policy.ranks)
 
     if wanted.reference:
@@ -60,12 +64,21 @@ def prepare(
         columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
         columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
+    if wanted.critic:
+        assert others.critic is not None
+        columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])
     if wanted.advantages:
-        batch = _rollout_batch(policy, share, columns, wanted)
-        columns["advantages"] = compute_advantages(batch, options).advantages
-        for packed, value in zip(micro_batches, to_rows(columns["advantages"], micro_batches), strict=True):
-            packed.advantages = value
+        found = compute_advantages(_rollout_batch(policy, share, columns, wanted), options)
+        for name, column in found._asdict().items():
+            if column is not None:
+                columns[name] = column
+                _give(micro_batches, name, to_rows(column, micro_batches))
     return {} if not columns else _means(columns, torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device))
+
+
+def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[torch.Tensor]) -> None:
+    for packed, value in zip(micro_batches, values, strict=True):
+        setattr(packed, name, value)
 
 
 def _means(columns: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, float]:
@@ -96,6 +109,7 @@ def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor
         mask=torch.tensor(share.batch.loss_mask != 0, device=device),
         old=columns.get("log_probs"),
         reference=columns.get("ref_log_probs"),
+        values=columns.get("values"),
         baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
         total=_over_data_parallel,
     )

@@ -32,10 +32,10 @@ class Totals(msgspec.Struct, frozen=True):
     tokens: int
 
     def metrics(self, divisor: int) -> dict[str, float]:
-        """`train/` and each name -> the mean, over what the loss counts (`divisor`) or over tokens, or the maximum."""
+        """Each name -> the mean, over what the loss counts (`divisor`) or over tokens, or the maximum."""
         found = {name: value / max(divisor, 1) for name, value in self.means.items()}
         found |= {name: value / max(self.tokens, 1) for name, value in self.token_means.items()}
-        return {f"train/{name}": value for name, value in (found | self.maxima).items()}
+        return found | self.maxima
 
 
 def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from hpcrl.algorithms.interface import Report, TokenBatch
-from hpcrl.algorithms.loss import compute_loss
+from hpcrl.algorithms.interface import Loss, Report, TokenBatch
+from hpcrl.algorithms.loss import compute_loss, compute_value_loss
 from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
+from hpcrl.config.algorithm_needs import needs
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
@@ -64,7 +66,7 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
     steps = [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
     before = prepare(policy, options, share, steps, others)
     prepared = time.monotonic()
-    found = []
+    found: list[dict[str, float]] = []
     for number, micro_batches in enumerate(steps):
         step = StepTotals(
             f"rollout {share.rollout_id}, optimizer step {number}",
@@ -73,25 +75,45 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
             # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
             comparable=number == 0 or not options.use_rollout_logprobs,
         )
-        found.append(_step(policy, ranks, options, micro_batches, step))
+        row: dict[str, float] = {}
+        if others.critic is not None:
+            name = replace(step, where=f"{step.where} of the critic")
+            row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
+        if policy_steps(options, share):
+            row |= _step(policy, ranks, options, micro_batches, step, _loss)
+        found.append(row)
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
     return before | _over_steps(found) | times
 
 
-def _step(policy: Policy, ranks: Ranks, options: Options, micro_batches: Sequence[Packed], step: StepTotals) -> dict[str, float]:
-    """One optimizer step."""
-    for chunk in policy.chunks:
+def policy_steps(options: Options, share: Share) -> int:
+    """How many optimizer steps of the policy, and so policy versions, training on `share` makes."""
+    critic_only = needs(options).critic and share.rollout_id < options.num_critic_only_steps
+    return 0 if critic_only else len(share.micro_batches)
+
+
+def _step(
+    model: Policy,
+    ranks: Ranks,
+    options: Options,
+    micro_batches: Sequence[Packed],
+    step: StepTotals,
+    loss: Callable[..., Any],
+    prefix: str = "",
+) -> dict[str, float]:
+    """One optimizer step of a model; prefix: of its metrics' names."""
+    for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    policy.optimizer.zero_grad()
-    reports = passes.run(policy, micro_batches, partial(_loss, policy, options, step), forward_only=False)
+    model.optimizer.zero_grad()
+    reports = passes.run(model, micro_batches, partial(loss, model, options, step), forward_only=False)
     own = sum(len(packed.rows) for packed in micro_batches)
     totals = total(reports, own, ranks)
     if totals.tokens != step.tokens:
         raise HpcrlError(f"{step.where}: the ranks train on {totals.tokens} tokens, the batch has {step.tokens}")
     metrics = _metrics(totals, options, step)
-    metrics |= {"train/grad_norm": _update(policy, step.where), "train/lr": policy.optimizer.param_groups[0]["lr"]}
-    policy.scheduler.step(increment=1)
-    return metrics
+    metrics |= {"grad_norm": _update(model, step.where), "lr": model.optimizer.param_groups[0]["lr"]}
+    model.scheduler.step(increment=1)
+    return {"perf/train_tokens": float(totals.tokens)} | {f"train/{prefix}{name}": value for name, value in metrics.items()}
 
 
 def _update(policy: Policy, where: str) -> float:
@@ -120,9 +142,23 @@ def _loss(
     over samples a token's weight depends on the sample's whole mask sum and a sample counts once, on CP rank 0.
     TP ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
-    found = compute_loss(_token_batch(policy, options, step, packed, head), options)
-    count = len(packed.rows) if divides_by_tokens(options) else packed.samples * (policy.ranks.cp_rank == 0)
-    return found.total, torch.tensor(count, dtype=torch.int, device=policy.ranks.device), found.report
+    return _counted(policy, options, packed, compute_loss(_token_batch(policy, options, step, packed, head), options))
+
+
+def _value_loss(
+    critic: Policy, options: Options, step: StepTotals, packed: Packed, head: Head, _: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Report]:
+    """The same for a critic."""
+    if packed.values is None or packed.returns is None:
+        raise UsageError(f"--advantage-estimator {options.advantage_estimator} gives a critic no returns to learn")
+    weights = token_weights(packed.counts, options)[packed.sample]
+    found = compute_value_loss(passes.values_under(head), packed.values, packed.returns, weights, options)
+    return _counted(critic, options, packed, found)
+
+
+def _counted(model: Policy, options: Options, packed: Packed, found: Loss) -> tuple[torch.Tensor, torch.Tensor, Report]:
+    count = len(packed.rows) if divides_by_tokens(options) else packed.samples * (model.ranks.cp_rank == 0)
+    return found.total, torch.tensor(count, dtype=torch.int, device=model.ranks.device), found.report
 
 
 def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Packed, head: Head) -> TokenBatch:
@@ -158,11 +194,11 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
 def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, float]:
     """The metrics of one step; HpcrlError before the optimizer has changed anything if they must not be."""
     metrics = totals.metrics(step.tokens if divides_by_tokens(options) else step.samples)
-    metrics["perf/train_tokens"] = float(totals.tokens)
-    if not math.isfinite(metrics["train/loss"]):
-        raise HpcrlError(f"{step.where}: the loss is {metrics['train/loss']}", NOT_FINITE)
+    for name in ("loss", "value_loss"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            raise HpcrlError(f"{step.where}: the {name.replace('_', ' ')} is {metrics[name]}", NOT_FINITE)
     bound = options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
-    difference = metrics.get(f"train/{DIFFERENCE}", 0.0)
+    difference = metrics.get(DIFFERENCE, 0.0)
     if not difference <= bound:
         raise HpcrlError(
             f"{step.where}: trainer and engine log-probs differ by {difference:.3g} (mean), --max-logprob-diff is {bound:.3g}",
@@ -175,7 +211,7 @@ def _over_steps(found: list[dict[str, float]]) -> dict[str, float]:
     """One row of metrics for several optimizer steps."""
 
     def combine(name: str, values: list[float]) -> float:
-        if name == "train/lr":
+        if name.endswith("lr"):
             return values[-1]
         if name == "perf/train_tokens":
             return sum(values)
