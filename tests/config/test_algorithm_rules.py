@@ -27,6 +27,14 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             "grpo needs several responses to each prompt, and --n-samples-per-prompt is 1: every advantage would be 0; give .* 8 or",
         ),
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "rloo needs several responses"),
+        (
+            {"advantage_estimator": "ppo", "num_critic_only_steps": 3, "num_rollout": 3},
+            "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the policy",
+        ),
+        (
+            {"advantage_estimator": "ppo", "critic_lr_warmup_iters": 3, "num_rollout": 3},
+            "--critic-lr-warmup-iters 3 is not less than the 3 optimizer steps",
+        ),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus needs --normalize-advantages; give it"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline needs --normalize-advantages"),
         ({"use_kl_loss": True}, "--use-kl-loss needs a reference model; give --ref-load"),

@@ -67,6 +67,11 @@ def _estimator(o: Options) -> None:
         if need == "normalize_advantages" and not o.normalize_advantages:
             raise UsageError(lacks, "give it")
 
+    if o.num_rollout and needs(o).critic and o.num_critic_only_steps >= o.num_rollout:
+        raise UsageError(
+            f"--num-critic-only-steps {o.num_critic_only_steps} leaves none of --num-rollout {o.num_rollout} to the policy"
+        )
+
 
 def _bounds(o: Options) -> None:
     if o.eps_clip_high is not None and o.eps_clip_high < o.eps_clip:

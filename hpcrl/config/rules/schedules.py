@@ -51,10 +51,9 @@ def _check_lengths(o: Options) -> None:
     if o.num_rollout == 0:
         return  # nothing is trained
     said = f"the {steps} optimizer steps of the schedule"
-    if o.lr_warmup_iters >= steps:
-        raise UsageError(
-            f"--lr-warmup-iters {o.lr_warmup_iters} is not less than {said}", "they are --lr-decay-iters, or all of the run"
-        )
+    for flag, warmup in (("--lr-warmup-iters", o.lr_warmup_iters), ("--critic-lr-warmup-iters", o.critic_lr_warmup_iters)):
+        if warmup >= steps:
+            raise UsageError(f"{flag} {warmup} is not less than {said}", "they are --lr-decay-iters, or all of the run")
     if o.lr_decay_style == "WSD" and (o.lr_wsd_decay_iters or 0) > steps:
         raise UsageError(
             f"--lr-wsd-decay-iters {o.lr_wsd_decay_iters} is more than {said}", "its decay is the schedule's last part"

@@ -2,6 +2,7 @@
 
     DIR/iter_0000020/                   20 rollouts done: model, optimizer, schedule, RNG (torch_dist), hpcrl.json
     DIR/iter_0000020/reference/         further sets of weights, where a run has them (`weight_sets.py`)
+    DIR/iter_0000020/critic/            a second model, where a run has one (`trainer/critic.py`)
     DIR/latest_checkpointed_iteration.txt   "20"
 
 Invariant: a directory named iter_* is complete.  A checkpoint is written under another name, flushed, renamed, and only

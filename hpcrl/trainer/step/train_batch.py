@@ -1,7 +1,7 @@
-"""The optimizer steps of one share: old log-probs, forward, backward, step; the same metrics on every rank.
+"""The optimizer steps of one share, of the policy and, where there is one, of the critic; the same metrics on every rank.
 
 Invariants: the gradient is that of the whole batch's loss, exactly once, whatever the layout; a step that is not finite,
-or whose log-probs differ from the engine's by more than the bound, ends the run before it changes a weight.
+or whose log-probs differ from the engine's by more than the bound, ends the run before it changes a weight of its model.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
             comparable=number == 0 or not options.use_rollout_logprobs,
         )
         row: dict[str, float] = {}
+        if policy_steps(options, share):
+            row |= _step(policy, ranks, options, micro_batches, step, _loss)
         if others.critic is not None:
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
-        if policy_steps(options, share):
-            row |= _step(policy, ranks, options, micro_batches, step, _loss)
         found.append(row)
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
     return before | _over_steps(found) | times
