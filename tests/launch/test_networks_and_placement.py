@@ -247,6 +247,7 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
+    assert stop.seconds == 60, "as long as was measured for two steps and a save, whatever --stop-timeout is"
     ends["at"] = None
     blind, stop = Clock(limit, 60), Stop()
     blind.watch(stop, rundir)

@@ -74,6 +74,13 @@ def test_examples_are_profiles_once_filled_in(file: Path, tmp_path: Path) -> Non
     assert site.name == file.stem
 
 
+def test_an_extra_option_without_a_value_can_be_set_on_the_command_line() -> None:
+    site = apply(
+        SlurmSite(), {"trainer.extra.hold": "true", "trainer.extra.switches": "1@10", "engine.extra.spread-job": "false"}
+    )
+    assert site.trainer.extra == {"hold": True, "switches": "1@10"} and site.engine.extra == {"spread-job": False}
+
+
 def test_default_toml_is_the_built_in_default_and_names_every_key() -> None:
     assert load_site("default") == load_site(None) == SlurmSite()
     text = (SITES / "default.toml").read_text()
