@@ -7,18 +7,21 @@ a count over the whole step, it depends neither on micro-batches nor on TP, PP, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpcrl.algorithms.corrections import importance_report
-from hpcrl.algorithms.interface import Loss, Report, TokenBatch
+from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch
 from hpcrl.algorithms.mismatch import add_difference, mismatch_report, off_policy_mask
 from hpcrl.algorithms.preference import dpo_loss
 from hpcrl.algorithms.registry import find, find_function
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import policy_loss_name
 from hpcrl.errors import HpcrlError, UsageError
+
+Found = TypeVar("Found", Terms, Correction)
 
 
 def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
@@ -49,7 +52,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
     UsageError if --use-kl-loss finds no reference.
     """
     name = policy_loss_name(options)
-    terms = find("losses", name, "--pg-loss-type")(tokens, options)
+    terms = _of_tokens(Terms, find("losses", name, "--pg-loss-type")(tokens, options), tokens, f"--pg-loss-type {name}")
     report: dict[str, Tensor] = {"pg_clipfrac": terms.clipped, "ppo_kl": (tokens.old - tokens.logprobs).detach()}
     gradient, kept = terms.loss, torch.ones_like(tokens.weights)
     if options.use_opsm:
@@ -59,7 +62,8 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
     importance = importance_report(ratio, (ratio > options.tis_clip) | (ratio < options.tis_clip_low))
     if options.use_tis:
         which = options.custom_tis_function_path or "tis"
-        correction = find("corrections", which, "--custom-tis-function-path")(tokens, options)
+        found = find("corrections", which, "--custom-tis-function-path")(tokens, options)
+        correction = _of_tokens(Correction, found, tokens, f"--custom-tis-function-path {which}")
         gradient, kept = gradient * correction.weights.detach(), correction.kept.detach()
         importance |= correction.report
     if tokens.comparable:
@@ -74,8 +78,16 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         sums["kl_loss"] = (reference_kl(tokens, options) * weights).sum()
         if options.kl_loss_coef:
             total = total + options.kl_loss_coef * sums["kl_loss"]
-    found = Loss(total, _report(tokens, total, sums, report))
-    add_difference(found.report, tokens)
+    loss = Loss(total, _report(tokens, total, sums, report))
+    add_difference(loss.report, tokens)
+    return loss
+
+
+def _of_tokens(kind: type[Found], found: Any, tokens: TokenBatch, where: str) -> Found:
+    """What an estimator of terms returned, if it is a `kind` whose tensors are [r]; HpcrlError names the option otherwise."""
+    parts = [value for value in found if isinstance(value, Tensor)] if isinstance(found, kind) else []
+    if not isinstance(found, kind) or any(part.shape != tokens.weights.shape for part in parts):
+        raise HpcrlError(f"{where} returns no {kind.__name__} of {len(tokens.weights)} tokens", "see hpcrl.algorithms.interface")
     return found
 
 

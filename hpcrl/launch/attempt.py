@@ -41,6 +41,7 @@ class Stop:
     requests: int = 0
     why: str = ""
     nudges: int = 0
+    seconds: float = 0.0
     handlers: dict[int, object] = field(default_factory=dict)
 
     def __enter__(self) -> Stop:
@@ -58,10 +59,10 @@ class Stop:
         else:
             self.requests += 1
 
-    def ask(self, why: str) -> None:
-        """Ask to save and end, once."""
+    def ask(self, why: str, seconds: float = 0.0) -> None:
+        """Ask to save and end, once.  seconds: that the run may take for it, if that is more than --stop-timeout."""
         if not self.requests:
-            self.requests, self.why = 1, why
+            self.requests, self.why, self.seconds = 1, why, seconds
 
 
 @dataclass
@@ -148,7 +149,7 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
 
 def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:
     """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone wrong."""
-    stop_by = float("inf")
+    stop_by, patience = float("inf"), options.stop_timeout
     while any(m.status is None for m in members) or summary_of(rundir) is None:
         poll()
         _check(members, rundir)
@@ -160,12 +161,14 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             )
         if stop.requests and stop_by == float("inf"):
             rundir.request_stop()
-            stop_by = now + options.stop_timeout
+            patience = max(options.stop_timeout, stop.seconds)
+            stop_by = now + patience
         if stop.requests > 1:
             raise HpcrlError("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
         if now > stop_by and summary_of(rundir) is None:
             raise DeadlineError(
-                f"the run did not save and end within --stop-timeout {options.stop_timeout:.0f} s", "it was ended"
+                f"the run did not save and end within {patience:.0f} s",
+                "it was ended; the last checkpoint is good; if a step takes longer, raise --stop-timeout",
             )
         time.sleep(0.2)
     _check(members, rundir)

@@ -65,7 +65,7 @@ class Clock:
         needed = margin(rundir, self.floor) if rundir else self.floor
         if (self.ends is None and nudged) or (self.ends is not None and now > self.ends - needed):
             self.due = self.due or not stop.requests
-            stop.ask("the time limit is near")
+            stop.ask("the time limit is near", needed)
 
 
 def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
         say(str(stopped))
         return {"status": "stopped", "message": str(stopped)}
     except HpcrlError as error:
-        if isinstance(error, HostsSilent):
+        if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
         elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
             _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault

@@ -252,7 +252,12 @@ def _put(values: dict[str, Any], key: str, value: Any, where: str) -> dict[str, 
 
 
 def _settle(site: type[Site], key: str, path: list[str], value: Any) -> Any:
-    """Text as the field's own type: itself where text fits, else what TOML makes of it."""
+    """Text as the field's own type: itself where text fits, else what TOML makes of it.
+
+    In `extra`, whose values may be of any type, true and false are what they say: an option without a value, and none.
+    """
+    if path[-2:-1] == ["extra"] and value in ("true", "false"):
+        return value == "true"
     if not isinstance(value, str) or _fits(site, path, value):
         return value
     try:

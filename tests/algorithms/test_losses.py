@@ -536,6 +536,10 @@ def no_loss(tokens: TokenBatch, o: Options) -> torch.Tensor:
     return tokens.logprobs.sum()
 
 
+def one_term(tokens: TokenBatch, o: Options) -> Terms:
+    return Terms(tokens.logprobs.sum(), torch.zeros_like(tokens.old))
+
+
 def test_own_functions_by_path() -> None:
     tokens = token_batch(random_samples(2))
     o = options(pg_loss_type=f"{__name__}.squared", use_tis=True, custom_tis_function_path=f"{__name__}.halved")
@@ -553,6 +557,13 @@ def test_own_functions_by_path() -> None:
         ({"loss_type": "dpo_loss"}, UsageError, "dpo_loss needs .* reference.*; give --ref-load"),
         ({"pg_loss_type": "pppo"}, UsageError, "--pg-loss-type pppo is unknown; known: cispo, "),
         ({"pg_loss_type": f"{__name__}.absent"}, UsageError, "has no absent"),
+        ({"pg_loss_type": f"{__name__}.no_loss"}, HpcrlError, r"--pg-loss-type .*no_loss returns no Terms of \d+ tokens"),
+        ({"pg_loss_type": f"{__name__}.one_term"}, HpcrlError, r"one_term returns no Terms of \d+ tokens"),
+        (
+            {"use_tis": True, "custom_tis_function_path": f"{__name__}.squared"},
+            HpcrlError,
+            r"--custom-tis-function-path .*squared returns no Correction of \d+ tokens",
+        ),
         ({"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.no_loss"}, HpcrlError, "no_loss returns no Loss"),
     ],
     ids=str,

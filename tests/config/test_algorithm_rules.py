@@ -42,6 +42,7 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         (KL | {"kl_coef": 0.1, "kl_loss_coef": 0.2}, "--kl-coef 0.1 and --kl-loss-coef 0.2 both weigh the KL"),
         ({"loss_type": "dpo_loss", "n_samples_per_prompt": 2}, "--loss-type dpo_loss needs a reference model; give --ref-load"),
         (DPO | {"n_samples_per_prompt": 4}, "compares two responses, --n-samples-per-prompt is 4"),
+        (DPO | {"global_batch_size": 2, "actor_num_gpus_per_node": 2}, "2 samples of one optimizer step are no whole pairs"),
         ({"loss_type": "custom_loss"}, "give --custom-loss-function-path"),
         ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs and --use-tis exclude each other"),
         ({"use_rollout_logprobs": True, "keep_old_actor": True}, "--use-rollout-logprobs and --keep-old-actor"),
@@ -139,6 +140,7 @@ def test_what_fits_passes(change: dict[str, Any]) -> None:
         ({"advantage_estimator": "own.estimator"}, "advantages"),
         (DPO, "reference pairs"),
         ({"loss_type": "custom_loss", "num_steps_per_rollout": 2}, "advantages old_logprobs"),
+        (KL | {"loss_type": "custom_loss"}, "advantages reference"),
     ],
     ids=str,
 )

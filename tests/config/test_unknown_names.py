@@ -32,6 +32,10 @@ def told(*words: str) -> str:
         ("num_generations", "write --n-samples-per-prompt"),
         ("gpu-memory-utilization", "write --vllm-gpu-memory-utilization"),
         ("gradient-checkpointing", "write --recompute-granularity"),
+        ("beta", "write --use-kl-loss with --kl-loss-coef"),
+        ("use-kl-in-reward", "write --kl-coef"),
+        ("custom-advantage-function-path", "write --advantage-estimator module.function"),
+        ("get-mismatch-metrics", "engine and trainer are always compared"),
         ("top-p", "there is no such setting yet"),
         ("eval-top-p", "there is no such setting yet"),
         ("wandb", "metrics are in the run directory"),
@@ -56,7 +60,6 @@ def test_a_name_from_elsewhere_is_translated(name: str, hint: str) -> None:
     [
         ("learning-rate", "vllm-video-pruning-rate"),
         ("batch-size", "vllm-ubatch-size"),
-        ("get-mismatch-metrics", "moe-z-loss-coeff"),
         ("over-sampling-batch-size", "global-batch-size"),
         ("partial-rollout", "num-rollout"),
         ("wandb-key", "label-key"),
@@ -81,8 +84,8 @@ def test_a_hint_names_only_what_there_is() -> None:
 
 
 def test_a_hint_for_what_is_not_there_waits_until_it_is() -> None:
-    assert elsewhere("beta", ["lr"]) == ""
-    assert elsewhere("beta", ["lr", "kl-loss-coef", "kl-coef"]) == "write kl-loss-coef (in the loss) or kl-coef (in the reward)"
+    assert elsewhere("beta", ["lr", "kl-loss-coef"]) == ""
+    assert elsewhere("beta", ["lr", "kl-loss-coef", "use-kl-loss"]) == "write use-kl-loss with kl-loss-coef"
 
 
 def test_all_that_is_wrong_with_a_command_line_is_told_at_once() -> None:

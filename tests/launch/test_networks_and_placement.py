@@ -123,7 +123,7 @@ def test_each_launcher_gets_its_own_words() -> None:
     ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, True, "ssh -p 2", ["p"])
     assert ours == [*"mpirun --hostfile H -np 4 --map-by slot --bind-to none --mca plm_rsh_agent".split(), "ssh -p 2", "p"]
     ours = mpi_command(["mpiexec"], "mpich", Path("H"), hosts, False, "/x/ssh -p 2", ["p"])
-    assert ours == "mpiexec -f H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
+    assert ours == "mpiexec -machinefile H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
 
 
 def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:
@@ -247,6 +247,7 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
+    assert stop.seconds == 60, "as long as was measured for two steps and a save, whatever --stop-timeout is"
     ends["at"] = None
     blind, stop = Clock(limit, 60), Stop()
     blind.watch(stop, rundir)

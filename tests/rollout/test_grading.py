@@ -21,7 +21,7 @@ from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompt_files import Prompt, PromptFile
 from hpcrl.sample import COMPLETED, Sample
-from tests.support.http import Server
+from tests.support.http_server import Server
 
 HERE = "tests.support.own_rewards"
 
@@ -147,6 +147,19 @@ def test_a_prompt_that_names_no_reward_is_refused(name: Any, words: str) -> None
 def test_an_own_reward_sees_options_and_the_whole_sample() -> None:
     (found,) = graded(sample("abc", {"a": 1}, key="value"), custom_rm_path=f"{HERE}.sees_everything", rollout_temperature=0.5)
     assert found.grading_error == "" and found.reward == 1.0
+
+
+def test_the_rewards_of_the_document_work_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (one,) = graded(sample("x"), custom_rm_path="my_rewards.brief", rollout_max_response_len=12)
+    assert one.reward == 0.75
+    with Server([(200, b'{"score": 0.5}')]) as server:
+        (one,) = graded(sample("x"), custom_rm_path="my_rewards.judged", rm_url=server.url)
+        assert one.reward == 0.5
+    found = graded(sample("xx", index=0), sample("x", index=1), each=2, custom_rm_path="my_rewards.ranked", group_rm=True)
+    assert [s.reward for s in found] == [0.5, 0.0]
 
 
 def test_plain_and_async_functions_classes_and_keyword_arguments() -> None:

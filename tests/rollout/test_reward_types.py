@@ -18,7 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.rollout.grading.rewards import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
-from tests.support.http import Server
+from tests.support.http_server import Server
 
 
 def sample(response: str, label: Any = None, **metadata: Any) -> Sample:

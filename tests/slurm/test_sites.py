@@ -74,6 +74,13 @@ def test_examples_are_profiles_once_filled_in(file: Path, tmp_path: Path) -> Non
     assert site.name == file.stem
 
 
+def test_an_extra_option_without_a_value_can_be_set_on_the_command_line() -> None:
+    site = apply(
+        SlurmSite(), {"trainer.extra.hold": "true", "trainer.extra.switches": "1@10", "engine.extra.spread-job": "false"}
+    )
+    assert site.trainer.extra == {"hold": True, "switches": "1@10"} and site.engine.extra == {"spread-job": False}
+
+
 def test_default_toml_is_the_built_in_default_and_names_every_key() -> None:
     assert load_site("default") == load_site(None) == SlurmSite()
     text = (SITES / "default.toml").read_text()
@@ -141,6 +148,12 @@ def load(tmp_path: Path, text: str) -> SlurmSite:
         ('srun = ["--mpi", "none"]', "srun: none is no option; write --name=value as one word"),
         ("[trainer.extra]\nnodes = 3", "extra.nodes is set by hpcrl; use --actor-num-nodes"),
         ('[engine.extra]\noutput = "x"', "engine: extra.output is set by hpcrl; leave it out"),
+        ('[engine.extra]\ncomment = "x"', "engine: extra.comment is set by hpcrl; leave it out"),
+        ('[trainer.extra]\nexport = "NONE"', "trainer: extra.export is set by hpcrl; leave it out"),
+        (
+            '[engine.extra]\naccount = "x"',
+            "extra.account is set by hpcrl; use the key of that name, at the top or of the component",
+        ),
         ('[trainer.extra]\n"--foo" = 3', "extra.--foo is no name of an sbatch option"),
         ('[container]\nmounts = ["/a"]', "container: mounts has no effect with kind none"),
         ('[container]\nkind = "pyxis"', "container: kind pyxis needs an image"),

@@ -32,13 +32,13 @@ class Needs:
 
 def needs(options: Options) -> Needs:
     """Needs of these options."""
-    policy = options.loss_type == "policy_loss"
+    policy = options.loss_type in ("policy_loss", "custom_loss")
     declared = find_algorithm_file("estimators", options.advantage_estimator) if policy else None
     wanted = declared.needs if declared else ()
     in_reward = policy and options.kl_coef != 0
-    several = options.loss_type in ("policy_loss", "custom_loss") and (options.steps_per_rollout > 1 or options.keep_old_actor)
+    several = policy and (options.steps_per_rollout > 1 or options.keep_old_actor)
     return Needs(
-        advantages=options.loss_type in ("policy_loss", "custom_loss"),
+        advantages=policy,
         reference=in_reward or (policy and options.use_kl_loss) or options.loss_type == "dpo_loss",
         critic="critic" in wanted,
         old_logprobs=(in_reward or several) and not options.use_rollout_logprobs,

@@ -121,6 +121,11 @@ def _pairs(o: Options) -> None:
             f"--loss-type dpo_loss compares two responses, --n-samples-per-prompt is {o.n_samples_per_prompt}",
             "give --n-samples-per-prompt 2",
         )
+    if o.step_batch_size % (2 * o.data_parallel_size):
+        raise UsageError(
+            f"{o.step_batch_size} samples of one optimizer step are no whole pairs on each of {o.data_parallel_size} data-parallel ranks",
+            "change --global-batch-size or --num-steps-per-rollout",
+        )
 
 
 def _reduction(o: Options) -> None:

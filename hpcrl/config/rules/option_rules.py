@@ -217,8 +217,6 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             yield "rollout_num_gpus", _NO_ENGINE
     if o.custom_rm_path is None:
         yield "group_rm", "--custom-rm-path is not given"
-    else:
-        yield "rm_url", "--custom-rm-path is given"
     if o.eval_interval is None:
         yield (
             "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "

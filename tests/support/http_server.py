@@ -31,6 +31,7 @@ class Server:
                 with lock:
                     server._now -= 1
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
