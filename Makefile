@@ -1,7 +1,7 @@
 # Two commands are enough: `make quickstart` and `make test`. Each first makes the environment that it needs, once.
 #
 #   PYTHON=python3.12     another interpreter (3.11 or later) to make the environment with
-#   PYTHON312=python3.12  the interpreter of `make fast-312`
+#   PYTHON312=python3.12  the interpreter of `make fast-312` and `make trainer-312`
 #   HPCRL_VENV=/big/venv  another place for it
 #   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
 
@@ -15,13 +15,14 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test fast env-312 fast-312 lint docs sbatch bench cluster packages
+.PHONY: help env quickstart test fast env-312 fast-312 trainer-312 lint docs sbatch bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
 	@echo "make test         make the environment, then run all tests, fast ones first"
 	@echo "make fast         only the tests that start no processes"
-	@echo "make fast-312     the fast tests and the trainer's on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
+	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
+	@echo "make trainer-312  the tests of trainer ranks and conversions there"
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md anew"
 	@echo "make sbatch       write the scripts of sbatch/ anew"
@@ -74,6 +75,8 @@ env-312:
 
 fast-312: env-312
 	.venv-312/bin/python -m pytest -m "not process and not vllm and not cluster"
+
+trainer-312: env-312
 	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster" tests/trainer tests/convert
 
 packages: $(ENV)

@@ -1,4 +1,5 @@
-"""The task of the recipes beside this file: answer with digits.  A model with random weights learns it in a minute.
+"""The task of the recipes beside this file: answer with digits.  Half of the tokenizer's tokens are digits, so random
+weights are rewarded from the first step on.
 
     python examples/algorithms/digits.py --out DIR [--seed N]
 

@@ -163,7 +163,8 @@ def mpi_command(
         return [*mpirun, "--hostfile", str(file), "-np", str(count), "--map-by", mapping, "--bind-to", "none", *rsh, *program]
     words = shlex.split(agent)
     rsh = [] if agent == "ssh" else ["-launcher", "ssh", "-launcher-exec", words[0]]
-    return [*mpirun, "-f", str(file), "-n", str(count), "-bind-to", "none", *rsh, *program]
+    # -machinefile: with -f Intel MPI does not read the slots behind a host
+    return [*mpirun, "-machinefile", str(file), "-n", str(count), "-bind-to", "none", *rsh, *program]
 
 
 def reach(hosts: list[str], agent: list[str]) -> None:

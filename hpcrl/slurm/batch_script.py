@@ -78,7 +78,7 @@ def _options(component: Component, site: SlurmSite) -> Iterator[str]:
     """The options of one component; those of partition and account hold for it alone."""
     wish = getattr(site, component.name)
     for name in ("account", "qos", "reservation"):
-        if value := getattr(site, name):
+        if value := getattr(wish, name) or getattr(site, name):
             yield f"{name}={value}"
     for name in ("partition", "constraint", "mem"):
         if value := getattr(wish, name):
@@ -105,7 +105,16 @@ def _directive(option: str) -> str:
 def step(component: Component, group: int | None, site: SlurmSite, script: Script) -> list[str]:
     """The srun that starts a component's tasks, up to the program."""
     tasks = max(component.slots, 1) if script.tasks == "slots" else 1
-    words = ["srun", "--unbuffered", "--input=none", "--kill-on-bad-exit=1", "--wait=0", "--overlap", "--cpu-bind=none"]
+    words = [
+        "srun",
+        "--unbuffered",
+        "--input=none",
+        "--kill-on-bad-exit=1",
+        "--wait=0",
+        "--overlap",
+        "--cpu-bind=none",
+        "--export=ALL",
+    ]
     if group is not None:
         words.append(f"--het-group={group}")
     words += [f"--nodes={component.nodes}", f"--ntasks={component.nodes * tasks}", f"--ntasks-per-node={tasks}"]

@@ -7,8 +7,9 @@ comes back has submitit's state, stdout, result and cancel, and its state is tha
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def _together(leader: str, parts: list[dict[str, str]]) -> dict[str, str]:
     return {"JobID": leader, "State": worst, "NodeList": ",".join(part["NodeList"] for part in parts)}
 
 
+def of_another_job(environment: Mapping[str, str]) -> list[str]:
+    """The variables by which a job, or an MPI program, around this process would change what sbatch and the new job do."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return [name for name in environment if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_")) and name not in kept]
+
+
 class HetJob(SlurmJob):
     """A submitted job; its one result is the batch process's."""
 
@@ -66,6 +73,14 @@ class HetSlurmExecutor(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script(f"env SUBMITIT_EXECUTOR=slurm {command}")
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return [
+            "env",
+            *(word for name in of_another_job(os.environ) for word in ("-u", name)),
+            "sbatch",
+            str(submission_file_path),
+        ]
 
     def _num_tasks(self) -> int:
         return 1  # the batch process; it starts the others

@@ -70,16 +70,29 @@ def fits(site: SlurmSite, wanted: Iterable[Component], seconds: float = SECONDS)
 
 
 def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Finding]:
-    name = getattr(site, need.name).partition
+    """With a list of partitions Slurm takes whichever can start the job first: one of them has to hold it."""
+    wanted = getattr(site, need.name)
+    judged = [_partition_holds(site, need, name, seconds) for name in (wanted.partition or "").split(",")]
+    best = next((found for found in judged if all(f.level == "ok" for f in found)), None)
+    best = best or next((found for found in judged if all(f.level != "fail" for f in found)), None)
+    yield from best or [finding for found in judged for finding in found]
+
+
+def _partition_holds(site: SlurmSite, need: Component, name: str, seconds: float) -> list[Finding]:
+    """name: "" for the default partition."""
     shown = ask(["scontrol", "show", "partition", "--oneliner", *([name] if name else [])], seconds)
     found = [partition for partition, default in partitions(shown) if name or default]
     if not found:
-        what = f"{need.name}.partition {name}: {shown.said}" if name else "there is no default partition"
-        yield Finding("fail", "", what, f"set {need.name}.partition; there are {_list(seconds)}")
-        return
+        hint = f"set {need.name}.partition; there are {_list(seconds)}"
+        if name:
+            return [Finding("fail", "", f"{need.name}.partition {name}: {shown.said}", hint)]
+        if shown.code:
+            return [Finding("warn", "", f"scontrol does not say what partitions there are: {shown.said}", "see scontrol ping")]
+        return [Finding("warn", "", "there is no default partition: unless the site chooses one, sbatch refuses the job", hint)]
     command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G"]
     shapes = parse_shapes(ask(command, seconds).out)
-    yield from judge_component(need, found[0], shapes, minutes(site.time), getattr(site, need.name).gpu_type)
+    gpus = need.slots if site.gpus(need.name, need.slots) else 0
+    return judge_component(need, found[0], shapes, minutes(site.time), getattr(site, need.name).gpu_type, gpus)
 
 
 def _list(seconds: float) -> str:
@@ -141,9 +154,13 @@ def parse_gres(text: str) -> dict[str, int]:
 
 
 def judge_component(
-    need: Component, partition: Partition, shapes: Iterable[Shape], limit: int, gpu_type: str | None
+    need: Component, partition: Partition, shapes: Iterable[Shape], limit: int, gpu_type: str | None, gpus: int | None = None
 ) -> list[Finding]:
-    """Whether a partition can hold a component for `limit` minutes; a job that it cannot hold may pend for ever."""
+    """Whether a partition can hold a component for `limit` minutes; a job that it cannot hold may pend for ever.
+
+    gpus: of each node; None: as many as slots; 0: the slots are processes, and no node needs a GPU.
+    """
+    gpus = need.slots if gpus is None else gpus
     where, set_it = f"{need.name}.partition {partition.name}", f"set {need.name}.partition to another"
     wrong = []
     if partition.state != "UP":
@@ -153,10 +170,13 @@ def judge_component(
         wrong.append(Finding("fail", "", f"{where}: time is {limit} minutes, the most is {partition.limit:.0f}", hint))
     if need.nodes > partition.nodes:
         wrong.append(Finding("fail", "", f"{where}: {need.nodes} nodes asked for, a job may have {partition.nodes:.0f}", set_it))
-    fitting = [shape for shape in shapes if _most(shape.gpus, gpu_type) >= need.slots and shape.cpus >= (need.cpus or 0)]
+    fitting = [
+        shape for shape in shapes if _most(shape.gpus, gpu_type if gpus else None) >= gpus and shape.cpus >= (need.cpus or 0)
+    ]
     have, up = sum(shape.nodes for shape in fitting), sum(shape.nodes for shape in fitting if shape.usable)
     kind = f"{gpu_type} GPU" if gpu_type else "GPU"
-    asked = f"{count(need.nodes, 'node')} with {count(need.slots, kind)}" + (f" and {need.cpus} CPUs" if need.cpus else "")
+    each = [*([count(gpus, kind)] if gpus or not need.cpus else []), *([f"{need.cpus} CPUs"] if need.cpus else [])]
+    asked = f"{count(need.nodes, 'node')} with {' and '.join(each)}"
     if have < need.nodes:
         hint = f"ask for less (gpus_per_node, cpus_per_node, nodes), or {set_it}"
         wrong.append(Finding("fail", "", f"{where}: {asked} asked for, {have} of its {partition.total} are so", hint))

@@ -14,7 +14,8 @@ from hpcrl.launch.site import ComponentProfile, Site
 
 #: sbatch options that the rendered script sets itself -> how to say it instead ("": not at all)
 OURS = {
-    **dict.fromkeys(("account", "qos", "reservation", "time", "exclusive", "requeue"), "the key of that name at the top"),
+    **dict.fromkeys(("time", "exclusive", "requeue"), "the key of that name at the top"),
+    **dict.fromkeys(("account", "qos", "reservation"), "the key of that name, at the top or of the component"),
     **dict.fromkeys(("no-requeue",), "requeue = false at the top"),
     **dict.fromkeys(("partition", "constraint", "mem"), "the key of that name of the component"),
     **dict.fromkeys(("gpus-per-node", "gres", "gpus", "gpus-per-task"), "gpus_per_node and gpu_type"),
@@ -22,7 +23,21 @@ OURS = {
     **dict.fromkeys(("signal",), "signal_margin"),
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "--actor-num-nodes and --rollout-num-gpus"),
     **dict.fromkeys(
-        ("array", "chdir", "error", "hetjob", "job-name", "open-mode", "output", "parsable", "test-only", "wrap"), ""
+        (
+            "array",
+            "chdir",
+            "comment",
+            "error",
+            "export",
+            "hetjob",
+            "job-name",
+            "open-mode",
+            "output",
+            "parsable",
+            "test-only",
+            "wrap",
+        ),
+        "",
     ),
 }
 
@@ -30,7 +45,10 @@ OURS = {
 class SlurmComponent(ComponentProfile):
     """The nodes of one component; None is left to Slurm's default."""
 
-    partition: str | None = Field(None, description="Slurm partition")
+    partition: str | None = Field(None, description="Slurm partition; of several, with commas, the first that can start the job")
+    account: str | None = Field(None, description="the project that pays for these nodes; None: the one at the top")
+    qos: str | None = Field(None, description="quality of service of these nodes; None: the one at the top")
+    reservation: str | None = Field(None, description="reservation of these nodes; None: the one at the top")
     constraint: str | None = Field(None, description="node features, as sbatch --constraint takes them")
     gpu_type: str | None = Field(None, pattern=r"^[\w.-]+$", description="the type in --gpus-per-node=TYPE:N")
     extra: dict[str, str | int | bool] = Field({}, description="further sbatch options, without dashes; true: without a value")

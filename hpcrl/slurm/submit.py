@@ -6,6 +6,7 @@ would wait for ever.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,11 +72,19 @@ def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
 
 def test_only(script: str) -> Verdict:
     """What `sbatch --test-only` says of a script."""
-    answer = ask(["sbatch", "--test-only"], SECONDS, script)
+    answer = ask(["sbatch", "--test-only"], SECONDS, script, _outside_of_jobs())
     said = " ".join((answer.err + answer.out).split()).replace("sbatch: ", "")
     low = said.lower()
     hint = next((hint for words, hint in HINTS.items() if words in low), "see sinfo, and the script with --dry-run")
     return Verdict(answer.code == 0, said, hint)
+
+
+def _outside_of_jobs() -> dict[str, str]:
+    """Our environment, less what a job around us has put there."""
+    from hpcrl.slurm.het_executor import of_another_job
+
+    drop = of_another_job(os.environ)
+    return {name: value for name, value in os.environ.items() if name not in drop}
 
 
 def send(submission: Submission) -> Any:
@@ -102,7 +111,7 @@ def send(submission: Submission) -> Any:
 
 def send_script(file: Path) -> str:
     """Submit a script as it is; the job's number."""
-    answer = ask(["sbatch", "--parsable", str(file)], SECONDS)
+    answer = ask(["sbatch", "--parsable", str(file)], SECONDS, env=_outside_of_jobs())
     if answer.code:
         raise HpcrlError(f"sbatch refuses the job: {answer.said}", "see partitions and limits of the site")
     return answer.out.strip().partition(";")[0]

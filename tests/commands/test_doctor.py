@@ -181,10 +181,42 @@ def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     commands(tmp_path, scontrol="echo Partition foo not found; exit 1", sinfo="echo main; echo low")
     found = bad([*partitions.fits(SlurmSite.model_validate({"trainer": {"partition": "foo"}}), wanted)])
     assert found == ["fail  trainer.partition foo: Partition foo not found; set trainer.partition; there are main, low"]
+    commands(tmp_path, scontrol="echo 'PartitionName=a State=UP Default=NO'", sinfo="echo a")
+    assert bad([*partitions.fits(site, wanted)])[0].startswith("warn  there is no default partition: unless the site chooses one")
+    commands(tmp_path, scontrol="echo Unable to contact slurm controller >&2; exit 1")
+    assert bad([*partitions.fits(site, wanted)])[0].startswith("warn  scontrol does not say what partitions there are: Unable")
     commands(tmp_path, squeue="sleep 30")
     began = time.monotonic()
     assert "squeue: no answer within" in bad([*partitions.responds(seconds=0.2)])[0]
     assert time.monotonic() - began < 10
+
+
+def test_slots_of_nodes_without_gpus_are_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partition without GPUs, and without any generic resource, holds a run whose profile says gpus_per_node = 0."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|(null)'")
+    wanted = [Component("trainer", 2, 4, 8)]
+    assert "fail  trainer.partition main: 2 nodes with 4 GPUs" in bad([*partitions.fits(SlurmSite(time="1:00:00"), wanted)])[0]
+    site = SlurmSite.model_validate({"time": "1:00:00", "trainer": {"gpus_per_node": 0}})
+    (found,) = partitions.fits(site, wanted)
+    assert found.level == "ok" and "2 nodes with 8 CPUs" in found.what
+
+
+def test_of_several_partitions_one_must_hold_the_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shown = 'case "$*" in *small*) echo PartitionName=small State=UP MaxNodes=1 TotalNodes=9;; *large*) echo PartitionName=large State=UP TotalNodes=9;; *) exit 1;; esac'
+    commands(tmp_path, scontrol=shown, sinfo="echo '9|idle|64|gpu:8'")
+
+    def found(names: str) -> list[str]:
+        site = SlurmSite.model_validate({"time": "1:00:00", "trainer": {"partition": names}})
+        return bad([*partitions.fits(site, [Component("trainer", 2, 8, 8)])])
+
+    assert found("small,large") == found("large") == []
+    assert found("small")[0].startswith("fail  trainer.partition small: 2 nodes asked for, a job may have 1")
+    assert [line.split(":")[0] for line in found("small,none")] == [
+        "fail  trainer.partition small",
+        "fail  trainer.partition none",
+    ]
 
 
 # ---- the run directory

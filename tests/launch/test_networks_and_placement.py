@@ -123,7 +123,7 @@ def test_each_launcher_gets_its_own_words() -> None:
     ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, True, "ssh -p 2", ["p"])
     assert ours == [*"mpirun --hostfile H -np 4 --map-by slot --bind-to none --mca plm_rsh_agent".split(), "ssh -p 2", "p"]
     ours = mpi_command(["mpiexec"], "mpich", Path("H"), hosts, False, "/x/ssh -p 2", ["p"])
-    assert ours == "mpiexec -f H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
+    assert ours == "mpiexec -machinefile H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
 
 
 def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:

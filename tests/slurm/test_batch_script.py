@@ -19,7 +19,7 @@ from hpcrl.launch.job_request import FLOOR, Request, make_request
 from hpcrl.launch.submission import Script
 from hpcrl.plan import make_plan
 from hpcrl.slurm.batch_script import render
-from hpcrl.slurm.het_executor import HetWatcher
+from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.site import SlurmSite
 
 REPO = Path(__file__).parents[2]
@@ -66,7 +66,8 @@ def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> No
     site = SlurmSite(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
     script = Script("n", "t", "s", 'printf "%s\\0" "$PROBE" "$HPCRL_PYTHON" "$HPCRL_STEP_0"', "o.out", "/la unch")
     text = render(script, request(Options(actor_num_gpus_per_node=1)), site)
-    head, _, body = text.partition("set -euo pipefail")
+    head, mark, body = text.partition("# What the site wants first")
+    body = mark + body
     body = "module() { printf '%s\\0' \"$@\"; }\n" + body.replace("exec printf", "printf")
     done = subprocess.run(["bash", "-c", body], capture_output=True, check=True)
     said = done.stdout.decode(errors="surrogateescape").split("\0")
@@ -77,6 +78,35 @@ def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> No
     assert [shlex.split(line.removeprefix("#SBATCH "))[0] for line in directives if "--account" in line] == [
         f"--account={account}"
     ]
+
+
+def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> None:
+    """conda's and Lmod's own scripts read variables that are not set and end with 1; a module that does not load ends the job."""
+    careless = 'if [ -z "$PS1_NEVER_SET" ]; then false; fi'
+    for setup, load, code, said in (
+        ([careless], "true", 0, "e"),
+        ([careless], "false", 1, "hpcrl: module load failed"),
+        ([], "true", 0, "e"),
+    ):
+        site = SlurmSite(setup=[f"module() {{ {load}; }}", *setup], modules=["cuda"])
+        text = render(Script("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site)
+        done = subprocess.run(["bash", "-c", text.replace("exec echo", "echo")], capture_output=True, text=True)
+        assert done.returncode == code and said in done.stdout + done.stderr
+        if not code:
+            assert "u" in done.stdout, "our own lines run under set -eu"
+
+
+def test_a_job_around_the_submission_does_not_reach_the_new_one() -> None:
+    around = {"SLURM_MEM_PER_CPU": "1", "SLURM_JOB_ID": "7", "PMIX_RANK": "0", "OMPI_X": "1", "SLURM_CONF": "/c", "HOME": "/h"}
+    assert of_another_job(around) == ["SLURM_MEM_PER_CPU", "SLURM_JOB_ID", "PMIX_RANK", "OMPI_X"]
+
+
+def test_steps_get_the_environment_whatever_sbatch_was_told() -> None:
+    """SBATCH_EXPORT=NONE makes srun drop what the script exports, unless it is told otherwise."""
+    site = SlurmSite()
+    asked = request(Options(actor_num_gpus_per_node=1))
+    text = render(Script("n", "t", "s", "true", "o.out", "/l"), asked, site)
+    assert all("--export=ALL" in line for line in text.splitlines() if line.startswith("export HPCRL_STEP_"))
 
 
 def request(*stages: Options, **site: object) -> Request:
@@ -137,7 +167,7 @@ def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
 def test_options_of_a_component_are_its_own() -> None:
     site = SlurmSite(
         account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",
-        trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "extra": {"switches": "1@10"}},
+        trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "account": "b", "extra": {"switches": "1@10"}},
     )  # fmt: skip
     o = Options(actor_num_nodes=2, actor_num_gpus_per_node=4, rollout_num_gpus=8)
     text = render(Script("n", "t", "s", "true", "o.out", "launch"), make_request([o], site), site)
@@ -154,7 +184,7 @@ def test_options_of_a_component_are_its_own() -> None:
         "signal=B:USR1@180",
     ):
         assert f"#SBATCH --{word}\n" in first, word
-    for word in ("account=a", "qos=q", "partition=infer", "nodes=1", "gres=gpu:8", "exclusive", "switches=1@10"):
+    for word in ("account=b", "qos=q", "partition=infer", "nodes=1", "gres=gpu:8", "exclusive", "switches=1@10"):
         assert f"#SBATCH --{word}\n" in second, word
     for word in ("time=", "requeue", "signal", "job-name", "output", "mem="):
         assert f"--{word}" not in second, word

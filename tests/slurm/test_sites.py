@@ -141,6 +141,12 @@ def load(tmp_path: Path, text: str) -> SlurmSite:
         ('srun = ["--mpi", "none"]', "srun: none is no option; write --name=value as one word"),
         ("[trainer.extra]\nnodes = 3", "extra.nodes is set by hpcrl; use --actor-num-nodes"),
         ('[engine.extra]\noutput = "x"', "engine: extra.output is set by hpcrl; leave it out"),
+        ('[engine.extra]\ncomment = "x"', "engine: extra.comment is set by hpcrl; leave it out"),
+        ('[trainer.extra]\nexport = "NONE"', "trainer: extra.export is set by hpcrl; leave it out"),
+        (
+            '[engine.extra]\naccount = "x"',
+            "extra.account is set by hpcrl; use the key of that name, at the top or of the component",
+        ),
         ('[trainer.extra]\n"--foo" = 3', "extra.--foo is no name of an sbatch option"),
         ('[container]\nmounts = ["/a"]', "container: mounts has no effect with kind none"),
         ('[container]\nkind = "pyxis"', "container: kind pyxis needs an image"),
