@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpcrl.config.rules.option_rules import check_options, inert, label_key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from hpcrl.config import passthrough
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
+from hpcrl.config.rules.option_rules import check_options, inert, label_key
 from hpcrl.config.setting_names import kind_of_field
 from hpcrl.errors import UsageError
 

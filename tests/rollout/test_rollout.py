@@ -23,7 +23,7 @@ from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.share_format import Share
-from hpcrl.run.peers import EnginePeer
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
 from tests.support.tiny import make_tokenizer

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hpcrl.config.rules.option_rules import check_options
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
