@@ -20,8 +20,8 @@ from hpcrl.algorithms.interface import Loss, Report, TokenBatch
 from hpcrl.algorithms.loss import compute_loss, compute_value_loss
 from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
-from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
