@@ -422,7 +422,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> No
     (tmp_path / "empty").mkdir()
     cases = {
         "missing": ({"model": tmp_path / "empty"}, f"--hf-checkpoint {tmp_path}/empty: no config.json"),
-        "unknown": ({"vllm": {"max_num_seq": 4}}, "--vllm-max-num-seq: .*did you mean --vllm-max-num-seqs?"),
+        "unknown": ({"vllm": {"max_num_seq": 4}}, "max_num_seq is an unknown option; did you mean max_num_seqs?"),
         "taken": ({"vllm": {"worker-extension-cls": "x.Y"}}, "--vllm-worker-extension-cls cannot be set"),
         "value": ({"vllm": {"max_num_seqs": "many"}}, "vLLM refuses its arguments: .*max-num-seqs"),
         "memory": ({"vllm": {"kv_cache_memory_bytes": 2**50}}, "engine 0 on 127.0.0.1: .*memory"),

@@ -23,7 +23,7 @@ from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.share_format import Share
-from hpcrl.run.peers import EnginePeer
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
 from tests.support.tiny import make_tokenizer
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Attempt:
     """One attempt: the rollout process, fake engines, and the trainer's side of the queue."""
 
-    def __init__(self, path: Path, model: Path, *scripts: Script | None, publish: bool = True, **values: Any) -> None:
+    def __init__(self, path: Path, model: Path, *scripts: Script | None, published: bool = True, **values: Any) -> None:
         defaults = {
             "hf_checkpoint": str(model),
             "prompt_data": str(model / "train.jsonl"),
@@ -84,7 +84,7 @@ class Attempt:
         make_keys(self.rundir, 2)
         self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
-            if publish:
+            if published:
                 publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
         command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
         self.log = path / "rollout.log"
@@ -346,7 +346,7 @@ def test_what_goes_wrong_in_a_rollout_is_one_clear_error(
 
 
 def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
-    with Attempt(tmp_path / "run", model, None, publish=False, engine_start_timeout=1) as attempt:
+    with Attempt(tmp_path / "run", model, None, published=False, engine_start_timeout=1) as attempt:
         attempt.begin()
         attempt.call("generate", rollout_id=0, version=0)
         assert attempt.end() == 1
@@ -370,7 +370,7 @@ def test_bad_input_shows_before_any_engine_is_waited_for(
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "label": "2"}\n{\n')
     values = json.loads(json.dumps(values).replace("bad.jsonl", str(tmp_path / "bad.jsonl")))
     begun = time.monotonic()
-    with Attempt(tmp_path / "run", model, None, publish=False, engine_start_timeout=600, **values) as attempt:
+    with Attempt(tmp_path / "run", model, None, published=False, engine_start_timeout=600, **values) as attempt:
         assert attempt.end(30) != 0 and time.monotonic() - begun < 30
         assert all(word in attempt.error() for word in words), attempt.error()
         assert "Traceback" not in attempt.log.read_text()
