@@ -131,7 +131,7 @@ class Meter:
         if self._bar is not None:
             self._bar.show(self.title, self.done, self.total)
         elif self.size:
-            scale, unit = (1e6, "MB") if self.total >= 1e7 else (1e3, "kB")
+            scale, unit = (1e6, "MB") if self.total >= 1e6 else (1e3, "kB")
             _print_line(f"{self.title}: {self.done / scale:.0f} of {self.total / scale:.0f} {unit}", now - self._begun)
         else:
             _print_line(f"{self.title}: {self.done} of {self.total} {self.unit}", now - self._begun)
