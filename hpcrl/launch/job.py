@@ -32,7 +32,7 @@ from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
-from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
@@ -73,7 +73,8 @@ def run_job(
     adopt_orphans()
     remember(job.root)
     with held(job.root), JobStateFile(job.root, restarts, ends) as state, Stop() as stop:
-        (job.root / "stop").unlink(missing_ok=True)  # it was for whoever ran here before
+        for name in ("stop", CANCEL):
+            (job.root / name).unlink(missing_ok=True)  # it was for whoever ran here before
 
         def turn(rundir: RunDir | None = None) -> None:
             state.beat("saving" if stop.requests else None)

@@ -19,7 +19,7 @@ UNQUEUED = ("local", "mpirun")
 
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
-    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site, as far as they are known."""
+    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site, as far as known."""
     record = {
         "scheduler": scheduler,
         "job_id": job_id,

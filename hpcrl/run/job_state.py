@@ -20,10 +20,12 @@ from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
 
 BEAT = 10.0
+CANCEL = "cancel"  #: JOB/cancel is there while a job is being ended by hand: whatever the launcher sees then is no failure
+CANCELLED = "cancelled; what was saved is good"
 
 
 class JobStateFile:
-    """The writer of state.json, as a context: leaving it says whether the job finished, stopped or failed."""
+    """The writer of state.json, as a context: leaving it says whether the job finished, stopped, failed or was cancelled."""
 
     def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
         self.path, self.written = root / "state.json", 0.0
@@ -66,6 +68,8 @@ class JobStateFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             self.set("finished", message="")
+        elif (self.path.parent / CANCEL).exists():
+            self.set("cancelled", message=CANCELLED)
         elif isinstance(error, Stopped):
             self.set("stopped", message=str(error))
         else:

@@ -13,7 +13,7 @@ from tests.support.runs import SFT, metrics, recipe
 
 pytestmark = pytest.mark.parametrize("queue", QUEUES, indirect=True)
 #: long enough for a command to reach it
-LONG = {"num_rollout": 80, "rollout_batch_size": 32, "save_interval": None}
+LONG = {"num_rollout": 200, "rollout_batch_size": 32, "save_interval": None}
 
 
 def sft(queue: Queue, path: Path, task: Path, **values: object) -> Path:
@@ -51,13 +51,13 @@ def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, ta
     run.until(lambda: run.steps() > 2)
     queue.hpcrl("stop", run.root)
     stopped = run.becomes("stopped", 60)
-    assert "hpcrl stop" in stopped["message"] and run.steps() < 80, stopped
+    assert "hpcrl stop" in stopped["message"] and run.steps() < 200, stopped
     run.until(lambda: not queue.processes(run), 20)
     again = queue.hpcrl("resume", run.root, "--time", "20").stdout
     second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
     assert second.number != run.number
     second.becomes("finished")
-    assert list(metrics(run.root)) == list(range(80)), "no step twice, none left out"
+    assert list(metrics(run.root)) == list(range(200)), "no step twice, none left out"
     assert json.loads((run.root / "job.json").read_text())["site"]["time"] == "20"
 
 
@@ -71,7 +71,7 @@ def test_near_its_limit_a_run_saves_and_is_queued_again(queue: Queue, tmp_path: 
     run.until(lambda: run.training(1))
     ended = run.becomes("finished")
     assert (ended["job_id"], ended["restarts"], ended["attempt"]) == (run.number, 1, 1)
-    assert list(metrics(run.root)) == list(range(80)), "no step twice, none left out"
+    assert list(metrics(run.root)) == list(range(200)), "no step twice, none left out"
 
 
 def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_path: Path, task: Path) -> None:
