@@ -153,7 +153,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
 
 
 def _scheduler(case: Case, request: Request) -> Iterator[Finding]:
-    """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, types of GPUs."""
+    """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, GPU types."""
     scheduler = case.scheduler
     found = list(scheduler.responds())
     if not failed(found):

@@ -20,7 +20,7 @@ from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import OVER, WORKING, Status
 from hpcrl.report.status_text import shorten_path
-from hpcrl.run.job_state import JobState, write_state
+from hpcrl.run.job_state import CANCEL, CANCELLED, JobState, write_state
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
 GRACE = 30.0  #: seconds that a launcher may take to end after them
@@ -101,7 +101,13 @@ def _cancel_job(run: Run) -> int:
     if word.over:
         what = f"job {job.job_id} in the queue is not of this run" if word.foreign else look_at_run(run, jobs).phase
         raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
-    scheduler.cancel(job.job_id)
+    with contextlib.suppress(OSError):  # a directory that cannot be written to keeps nobody from ending the job
+        (run.root / CANCEL).touch(mode=0o600)
+    try:
+        scheduler.cancel(job.job_id)
+    except HpcrlError:
+        (run.root / CANCEL).unlink(missing_ok=True)
+        raise
     if not word.begun:
         _record(run, "cancelled while it waited in the queue")
     print(f"cancelled {called} of {name}" + ("" if word.begun else ", which had not started"))
@@ -139,6 +145,6 @@ def _end_process(run: Run) -> int:
         raise HpcrlError(f"process {process.pid} of {name} did not end within {GRACE:.0f} s", f"see hpcrl logs {name}") from error
     after = Run(run.root)
     if after.state and after.state.pid == process.pid and after.state.phase not in ("finished", "stopped"):
-        _record(after, "cancelled; what was saved is good")
+        _record(after, CANCELLED)
     print(f"ended {name} (process {process.pid})")
     return 0

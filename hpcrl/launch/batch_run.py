@@ -24,7 +24,7 @@ from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
 from hpcrl.launch.restart_policy import check_headway, margin
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
 from hpcrl.run.job_file import write_job
-from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
 
@@ -99,7 +99,9 @@ def final_summary(job: Job) -> dict[str, Any]:
 
 
 def _requeue(job: Job, allocation: Allocation, why: str) -> None:
-    """Queue the job again and wait to be ended; returns if the limit is reached, or the scheduler refuses."""
+    """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses."""
+    if (job.root / CANCEL).exists():
+        return
     restarts, limit = allocation.restarts, int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
     if restarts >= limit:
         say(f"{why}; not queued again: {restarts} of {limit} requeues are used up; go on with hpcrl resume {job.root}")

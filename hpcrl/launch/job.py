@@ -33,7 +33,7 @@ from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
@@ -78,7 +78,8 @@ def run_job(
     adopt_orphans()
     remember(job.root)
     with held(job.root), JobStateFile(job.root, restarts, ends) as state, Stop() as stop:
-        (job.root / "stop").unlink(missing_ok=True)  # it was for whoever ran here before
+        for name in ("stop", CANCEL):
+            (job.root / name).unlink(missing_ok=True)  # it was for whoever ran here before
 
         def turn(rundir: RunDir | None = None) -> None:
             state.beat("saving" if stop.requests else None)

@@ -252,13 +252,9 @@ def _put(values: dict[str, Any], key: str, value: Any, where: str) -> dict[str, 
 
 
 def _settle(site: type[Site], key: str, path: list[str], value: Any) -> Any:
-    """Text as the field's own type: itself where text fits, else what TOML makes of it.
-
-    In `extra`, whose values may be of any type, true and false are what they say: an option without a value, and none.
-    """
-    if path[-2:-1] == ["extra"] and value in ("true", "false"):
-        return value == "true"
-    if not isinstance(value, str) or _fits(site, path, value):
+    """Text as the field's own type: itself where text fits and no switch does, else what TOML makes of it."""
+    switch = value in ("true", "false") and _fits(site, path, value == "true")
+    if not isinstance(value, str) or (_fits(site, path, value) and not switch):
         return value
     try:
         return tomllib.loads(f"v = {value}")["v"]
@@ -278,7 +274,7 @@ def _fits(site: type[Site], path: list[str], value: Any) -> bool:
     return True
 
 
-_TYPE_ERRORS = {"int_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
+_TYPE_ERRORS = {"string_type", "int_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
 
 
 def _make(values: dict[str, Any], where: str) -> Site:

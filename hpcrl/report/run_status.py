@@ -17,7 +17,7 @@ import msgspec
 
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
 from hpcrl.report.run_files import Run, StageFiles
-from hpcrl.run.job_state import JobState
+from hpcrl.run.job_state import CANCEL, CANCELLED, JobState
 from hpcrl.run.queued_job import QueuedJob
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
@@ -115,6 +115,8 @@ def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None, ti
         return "requeued", state.message or f"it goes on when {title or 'its scheduler'} starts it again"
     if now - state.time <= FRESH and here is not False:
         return (state.phase if state.phase in WORKING else "running"), state.message
+    if (run.root / CANCEL).exists():
+        return "cancelled", CANCELLED
     return "lost", _silence(now - state.time, queued, state.host, here, title)
 
 

@@ -21,6 +21,8 @@ from hpcrl.run.rundir import write_atomic
 
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0
+CANCEL = "cancel"  #: JOB/cancel is there while a job is being ended by hand: whatever the launcher sees then is no failure
+CANCELLED = "cancelled; what was saved is good"
 
 Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
 
@@ -50,7 +52,7 @@ def write_state(root: Path, state: JobState) -> None:
 
 
 class JobStateFile:
-    """The writer of state.json, as a context: leaving it says whether the job finished, stopped or failed."""
+    """The writer of state.json, as a context: leaving it says whether the job finished, stopped, failed or was cancelled."""
 
     def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
         self.root = root
@@ -83,6 +85,8 @@ class JobStateFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             self.set("finished", message="")
+        elif (self.root / CANCEL).exists():
+            self.set("cancelled", message=CANCELLED)
         elif isinstance(error, Stopped):
             self.set("stopped", message=str(error))
         else:

@@ -192,6 +192,7 @@ def test_values_are_replaced_by_dotted_key() -> None:
     assert site.trainer == SlurmComponent(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
     other = apply(site, {"trainer.mem": "0", "srun": '["--mpi=none"]', "env.NCCL_DEBUG": "1", "max_requeues": 3})
     assert other.trainer == SlurmComponent(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
+    assert apply(site, {"trainer.extra.hold": "true", "env.A": "true"}).trainer.extra == {"hold": True}, "without a value"
     assert other.env == {"NCCL_DEBUG": "1"} and other.max_requeues == 3 and site.srun == []
 
 

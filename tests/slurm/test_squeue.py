@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.errors import HpcrlError
+from hpcrl.run.job_state import JobStateFile
 from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import squeue
 from hpcrl.slurm.squeue import ENDINGS, NEVER, REASONS, WAITING, ask, look, remembered, together, worst
@@ -198,6 +200,23 @@ def test_cancel_ends_the_job_of_this_run(slurm: FakeSlurm, capsys: pytest.Captur
     assert main(["cancel", "a"]) == 0
     assert slurm.calls("scancel") == ["100"], "the leader's number ends all components"
     assert "cancelled Slurm job 100 of runs/a" in capsys.readouterr().out
+    with pytest.raises(HpcrlError), JobStateFile(tmp_path / "runs/a"):  # its hosts are ended before the launcher is
+        raise HpcrlError("host node1 was told to end by SIGTERM")
+    slurm.command("squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
+    main(["status", "a"])
+    assert "runs/a: cancelled" in (out := capsys.readouterr().out) and "SIGTERM" not in out
+
+
+def test_a_launcher_that_was_killed_by_a_cancel_is_not_lost(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    submitted(make(tmp_path / "runs/a", phase="running", time=time.time() - 300), "100", time.time() - 900)
+    slurm.command("squeue", row("100", start=int(time.time() - 800), comment="hpcrl:id-a"))
+    slurm.command("scancel")
+    assert main(["cancel", "a"]) == 0
+    slurm.command("squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
+    main(["status", "a"])
+    assert "runs/a: cancelled" in capsys.readouterr().out
 
 
 def test_cancel_of_a_job_that_waits_is_remembered(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -250,6 +269,7 @@ def test_cancel_says_why_it_cannot(slurm: FakeSlurm, capsys: pytest.CaptureFixtu
     assert main(["cancel", "a"]) == 1
     said = {"absent": "cancel it on login1", "silent": "squeue: error: no controller", "refused": "Access/permission denied"}
     assert said[how] in capsys.readouterr().err
+    assert not (tmp_path / "runs/a/cancel").exists()
 
 
 def test_stop_of_a_job_that_waits_says_what_to_do(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

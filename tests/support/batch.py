@@ -1,4 +1,4 @@
-"""Schedulers to submit real runs to, all driven in one way: the queue of tests/support/local_queue.py, and Slurm on the test cluster.
+"""Schedulers to submit real runs to, all driven in one way: tests/support/local_queue.py, and Slurm on the test cluster.
 
     @pytest.mark.parametrize("queue", QUEUES, indirect=True)
     def test_something(queue, tmp_path, task):
@@ -100,7 +100,7 @@ class LocalQueue:
 
     def hpcrl(self, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hpcrl", *map(str, words)]
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=120, cwd=self.folder)
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=300, cwd=self.folder)
         assert done.returncode == 0 or not check, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -154,7 +154,7 @@ class SlurmQueue:
         self.cluster = cluster
 
     def hpcrl(self, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return slurm.hpcrl(self.cluster, *words, check=check)
+        return slurm.hpcrl(self.cluster, *words, check=check, timeout=300)
 
     def submit(self, recipe: Path, root: Path, *words: str, settings: tuple[str, ...] = ()) -> Submitted:
         job = slurm.submit(self.cluster, recipe, root, "--time", "30", *words, settings=("signal_margin=60", *settings))
@@ -165,6 +165,7 @@ class SlurmQueue:
 
     def cut(self, run: Submitted) -> None:
         slurm.Job(self.cluster, run.root, int(run.number)).limit(25)
+        self.cluster.run(["scancel", "--batch", "--signal=USR1", run.number])  # Slurm's own warning comes up to 30 s later
 
     def lengthen(self, run: Submitted) -> None:
         self.cluster.run(["scontrol", "update", f"jobid={run.number}", "timelimit=30"])

@@ -12,7 +12,7 @@ from tests.support.batch import QUEUES, Queue, Submitted
 from tests.support.runs import SFT, metrics, recipe
 
 pytestmark = pytest.mark.parametrize("queue", QUEUES, indirect=True)
-STEPS = 300  #: of a run that commands must reach before it ends: a tenth of a second each on a quiet machine
+STEPS = 200  #: of a run that commands must reach before it ends: a tenth of a second each on a quiet machine
 LONG = {"num_rollout": STEPS, "rollout_batch_size": 32, "save_interval": None}
 
 
