@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,21 +58,27 @@ SLURMS = re.compile(r"(?i:slurm|\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b
 SLURMS_ALLOWED = {"cli.py", "commands/submit.py", "commands/doctor.py", "launch/schedulers.py", "mpi/hostfile.py"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, module, whether at the top of the file) of every import."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
+    at_top = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"hpcrl.{alias.name}" for alias in node.names] if node.module == "hpcrl" else [node.module]
-        yield from ((node.lineno, name, node in tree.body) for name in names)
+        yield from ((node.lineno, name, id(node) in at_top) for name in names)
 
 
 def words(path: Path) -> Iterator[ast.Constant]:
     """The texts in a file's code, without docstrings."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     told = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)}
     for node in ast.walk(tree):
@@ -125,7 +132,7 @@ def test_only_slurms_room_speaks_slurm(path: Path) -> None:
         return
     for node in words(path):
         assert not SLURMS.search(node.value), f"{path}:{node.lineno}: {node.value!r}"
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
             assert not SLURMS.search(name), f"{path}:{node.lineno}: {name}"
@@ -141,7 +148,7 @@ def test_no_room_is_a_heap(folder: Path) -> None:
 def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
     for line, module, _ in imports(path):
         assert module.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path}:{line}"
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
 
@@ -150,7 +157,7 @@ def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
 def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= 400
-    tree = ast.parse(text)
+    tree = parsed(path)
     assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -159,7 +166,7 @@ def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
 
 def test_nobody_listens_on_every_interface() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)

@@ -421,6 +421,10 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rm_type": "remote_rm", "rm_url": "host:80"}, "--rm-url host:80 is no address"),
         ({"reward_key": "score"}, "--reward-key score has no effect here: --rm-type exact returns a number"),
         ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key pred: --rm-type dapo returns acc, score"),
+        (
+            {"weight_transfer": "gluu"},
+            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, gloo, nccl, shm)",
+        ),
         ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
         ({"eval_interval": 2}, "give --eval-prompt-data NAME PATH"),

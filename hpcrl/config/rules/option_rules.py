@@ -7,13 +7,18 @@ names the flags; nothing was started.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.schedules import check_schedules
+from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError
+
+#: each file is a way of --weight-transfer, named as the option's value
+TRANSPORTS = Path(__file__).parents[2] / "weights" / "transports"
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
@@ -21,7 +26,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _rewards, _evaluation, check_algorithm, check_schedules):
+    for rule in (_needed, _layout, _batches, _sampling, _rewards, _evaluation, _weights, check_algorithm, check_schedules):
         rule(options)
     without = inert(options)
     for name in sorted(options.model_fields_set) if given is None else given:
@@ -187,6 +192,16 @@ def label_key(o: Options, evaluation: bool) -> str | None:
         where = "--eval-label-key or --label-key" if evaluation else "--label-key"
         raise UsageError(f"--rm-type {comparing[0]} compares with the label", f"give {where}")
     return key
+
+
+def _weights(o: Options) -> None:
+    ways = ["auto", *sorted(path.stem for path in TRANSPORTS.glob("*.py") if not path.stem.startswith("_"))]
+    if o.weight_transfer not in ways:
+        close = nearest(o.weight_transfer, ways)
+        raise UsageError(
+            f"--weight-transfer {o.weight_transfer} is no way of transfer",
+            f"did you mean {close}?" if close else f"there are {', '.join(ways)}",
+        )
 
 
 # ---- what would have no effect
