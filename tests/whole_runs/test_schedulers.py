@@ -87,8 +87,6 @@ def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_
     assert f"cancelled {queue.title} job {running.number}" in said and "had not started" not in said, said
     running.until(lambda: not queue.processes(running), 60)
     running.becomes("cancelled", 60)
-    many = json.loads(queue.hpcrl("status", "--json").stdout)
-    assert {row["phase"] for row in many if row["run"] in {str(run.root) for run in runs}} == {"cancelled"}
 
 
 def test_what_cannot_be_held_is_refused_and_leaves_nothing(queue: Queue, tmp_path: Path, task: Path) -> None:
