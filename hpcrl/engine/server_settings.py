@@ -20,6 +20,7 @@ from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.plan import Plan, socket_names
 from hpcrl.run.gpu_environment import deterministic_nccl
+from hpcrl.run.peers import IDLE
 from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
@@ -140,6 +141,7 @@ def server_environment(options: Options, plan: Plan, index: int, base: Mapping[s
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weight updates
         "VLLM_HOST_IP": place.at,  # or else it takes whatever interface comes first
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(5 * IDLE),  # vLLM's own 5 s end while a batch is trained on
     }
     wishes = {
         "VLLM_NO_USAGE_STATS": "1",

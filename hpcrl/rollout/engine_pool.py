@@ -20,7 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
-from hpcrl.run.peers import EnginePeer, find
+from hpcrl.run.peers import IDLE, EnginePeer, find
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -48,9 +48,13 @@ class PooledEngine:
         return f"engine-{self.index} on {self.host}"
 
     async def alive(self) -> bool:
-        """Whether it answers /health with 200."""
+        """Whether it answers /health with 200, on a connection of its own: those that are kept may have been closed meanwhile."""
+        timeout = aiohttp.ClientTimeout(total=PROBE)
         try:
-            async with self.session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=PROBE)) as answer:
+            async with (
+                aiohttp.ClientSession(headers=self.session.headers, timeout=timeout) as session,
+                session.get(f"{self.url}/health") as answer,
+            ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
@@ -96,7 +100,8 @@ class EnginePool:
         """One engine, with a session of its own."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
         headers = {"Authorization": f"Bearer {key}"}
-        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE)
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         url = f"http://{_bracket(peer.host)}:{peer.port}"
         return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len)
 

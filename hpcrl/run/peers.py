@@ -55,6 +55,11 @@ class RolloutPeer(Peer, tag="rollout"):
     attempt: Count
 
 
+#: seconds for which a connection to an engine is kept that nothing is asked on.  Its server keeps it several times as long: would it
+#: be the one to close it, a request that is sent at this moment would be lost, and look like the engine's death
+IDLE = 15
+
+
 class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 

@@ -26,6 +26,7 @@ from hpcrl.engine.server_settings import (
 )
 from hpcrl.errors import DataError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.run.peers import IDLE
 from hpcrl.trainer.start.environment import for_megatron
 
 CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)
@@ -126,6 +127,7 @@ def test_environment_of_a_server(model: str) -> None:
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and cpu["VLLM_TARGET_DEVICE"] == "cpu"
     assert cpu["OMP_NUM_THREADS"] == "3", "what the user has set stays"
     assert cpu["PATH"] == "/bin" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
+    assert int(cpu["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 2 * IDLE, "the client, not the server, ends a connection that idles"
     assert "VLLM_CPU_KVCACHE_SPACE" not in cpu
     cuda = server_environment(o, plan(o, Host("gpu1", 4)), 1, base, CUDA)
     assert cuda["CUDA_VISIBLE_DEVICES"] == "7" and cuda["VLLM_HOST_IP"] == "gpu1"
