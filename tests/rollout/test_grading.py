@@ -23,6 +23,8 @@ from hpcrl.rollout.prompt_files import Prompt, PromptFile
 from hpcrl.sample import COMPLETED, Sample
 from tests.support.http_server import Server
 
+pytestmark = pytest.mark.process  # rewards run in processes of their own
+
 HERE = "tests.support.own_rewards"
 
 
