@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,18 +211,6 @@ def test_every_owned_or_irregular_name_still_exists() -> None:
     fields = set(passthrough.settings("megatron") or ())
     assert {field for field, _ in passthrough.IRREGULAR.values()} <= fields
     assert set(passthrough.IRREGULAR) <= set(passthrough.spellings("megatron"))
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A login node: neither Megatron-core nor vLLM is installed."""
-    monkeypatch.setattr(passthrough, "locate", lambda package: ())
-    for cached in (passthrough.settings, passthrough.spellings):
-        cached.cache_clear()
-    yield
-    monkeypatch.undo()
-    for cached in (passthrough.settings, passthrough.spellings):
-        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("bare")

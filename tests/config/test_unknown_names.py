@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -113,18 +112,6 @@ def test_all_that_is_wrong_with_a_recipe_is_told_at_once() -> None:
         "r.toml: megatron = 3: expected a table",
     ]
     assert "write lr" in str(error.value) and "did you mean max_num_seqs?" in str(error.value)
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A login node: neither Megatron-core nor vLLM is installed."""
-    monkeypatch.setattr(passthrough, "locate", lambda package: ())
-    for cached in (passthrough.settings, passthrough.spellings):
-        cached.cache_clear()
-    yield
-    monkeypatch.undo()
-    for cached in (passthrough.settings, passthrough.spellings):
-        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("bare")
