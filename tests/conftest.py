@@ -11,7 +11,7 @@ import pytest
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 
-# a loaded machine is slow, not wrong; and an example that failed is printed, whoever's machine it was
+# a loaded machine is slow, not wrong; and an example that failed is printed, on whatever machine
 hypothesis.settings.register_profile("hpcrl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hpcrl")
 

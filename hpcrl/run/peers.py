@@ -55,8 +55,8 @@ class RolloutPeer(Peer, tag="rollout"):
     attempt: Count
 
 
-#: seconds for which a connection to an engine is kept that nothing is asked on.  Its server keeps it several times as long: would it
-#: be the one to close it, a request that is sent at this moment would be lost, and look like the engine's death
+#: seconds for which a client keeps an idle connection to an engine.  The server keeps it several times as long: if the server were
+#: the one to close it, a request that is sent at that moment would be lost, and look like the end of the engine
 IDLE = 15
 
 
