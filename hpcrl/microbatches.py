@@ -85,7 +85,7 @@ def _packed(sizes: Sequence[int], dp: int, limit: int, multiple: int, balance: b
     parts = [sorted(part, key=sizes.__getitem__, reverse=True) for part in parts]
     over = dp // len(parts)  # ranks that share the samples of one part
     most = len(sizes) // dp
-    count = min(most, _up(max(-(-_least(sizes, part, limit) // over) for part in parts), multiple))
+    count = min(most, _up(max(-(-_first_try(sizes, part, limit) // over) for part in parts), multiple))
     while True:
         bins = [_longest_first(sizes, part, count * over, limit) or _best_fit(sizes, part, count * over, limit) for part in parts]
         if all(found is not None for found in bins):
@@ -104,6 +104,17 @@ def _pack(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) ->
     if found is None and len(order) <= FEW * count:
         return _best_fit(sizes, order, count, limit)
     return found
+
+
+def _first_try(sizes: Sequence[int], order: Sequence[int], limit: int) -> int:
+    """The number of micro-batches to begin with: the least; where each holds many samples, so many that it will do.
+
+    About half the smallest sample is left over in each then, and to find that out from the least would take many tries.
+    """
+    least = _least(sizes, order, limit)
+    if len(order) <= FEW * least:
+        return least
+    return max(least, int(sum(sizes[i] for i in order) / (limit - sizes[order[-1]] / 2)))
 
 
 def _least(sizes: Sequence[int], order: Sequence[int], limit: int) -> int:
