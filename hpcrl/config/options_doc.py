@@ -16,7 +16,7 @@ from hpcrl.errors import UsageError
 _INTRO = """\
 # Options
 
-Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/options.py`; do not edit it by hand.
+Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/sections/`; do not edit it by hand.
 
 Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores. A switch is
 turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is a list in TOML; an object is

@@ -17,7 +17,7 @@ from hpcrl.model_files.safetensors_headers import AGAIN, SINGLE, read_header, re
 from hpcrl.run.command import ask
 
 SECONDS = 120.0
-_LOAD = "import sys; from hpcrl.rollout.tokenizer import load_tokenizer as f; print(f(sys.argv[1]).vocab_size)"
+_LOAD = "import sys; from hpcrl.rollout.prompts.tokenizer import load_tokenizer as f; print(f(sys.argv[1]).vocab_size)"
 
 
 def check_model_directory(directory: str, python: str = sys.executable, seconds: float = SECONDS) -> Iterator[Finding]:

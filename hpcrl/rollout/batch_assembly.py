@@ -17,7 +17,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
 from hpcrl.rollout.grading.tally import grading_metrics
-from hpcrl.rollout.prompt_source import Group
+from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
 
 
@@ -29,7 +29,7 @@ class Rollout:
     version: int
     groups: Sequence[Group]
     each: int  #: samples of a group
-    _found: dict[tuple[int, int], Sample] = field(default_factory=dict)
+    _found: dict[tuple[int, int], list[Sample]] = field(default_factory=dict)
     _asked: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -42,14 +42,18 @@ class Rollout:
         """(group, index) of every sample that is not there yet, in order."""
         return [(group, index) for group in self.groups for index in range(self.each) if (group.number, index) not in self._found]
 
-    def add(self, sample: Sample) -> None:
-        """Take in a finished sample.  ValueError if it is not wanted (any more): no sample counts twice."""
-        if sample.status not in (COMPLETED, TRUNCATED):
-            raise ValueError(f"sample {sample.index} of group {sample.group} is {sample.status}")
-        key = sample.group, sample.index
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Take in the finished samples of one response, one at least.
+
+        ValueError if it is not wanted (any more): no response counts twice.
+        """
+        key = group, index = samples[0].group, samples[0].index
+        for sample in samples:
+            if sample.status not in (COMPLETED, TRUNCATED):
+                raise ValueError(f"sample {index} of group {group} is {sample.status}")
         if key not in self._asked or key in self._found:
-            raise ValueError(f"sample {sample.index} of group {sample.group} is not wanted")
-        self._found[key] = sample
+            raise ValueError(f"sample {index} of group {group} is not wanted")
+        self._found[key] = list(samples)
 
     @property
     def size(self) -> int:
@@ -63,7 +67,7 @@ class Rollout:
         """All samples, by group and index.  ValueError while some are missing."""
         if self.missing:
             raise ValueError(f"{self.missing} samples of rollout {self.rollout_id} are missing")
-        return [self._found[key] for key in sorted(self._found)]
+        return [sample for key in sorted(self._found) for sample in self._found[key]]
 
 
 def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.rollout.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
-from hpcrl.rollout.prompt_files import Prompt, PromptFile, Reading, read_prompts
-from hpcrl.rollout.tokenizer import Tokenizer
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import TRUNCATED, Sample
 
 

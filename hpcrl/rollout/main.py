@@ -23,15 +23,17 @@ from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.engine_pool import EnginePool
+from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
-from hpcrl.rollout.generate import Generator
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.prompt_files import Reading, read_prompts
-from hpcrl.rollout.prompt_source import Group, PromptSource, count_rollouts
+from hpcrl.rollout.prompts.prompt_files import Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
+from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
-from hpcrl.rollout.samplers import GREEDY, EngineSampler, LabelSampler, Sampler
-from hpcrl.rollout.tokenizer import load_tokenizer
+from hpcrl.rollout.samplers.label import LabelSampler
+from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
+from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 
@@ -70,7 +72,7 @@ class RolloutRole:
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
         if work.grading is not None and work.samples:
-            self.maker = EngineSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+            self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
         if work.grading is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
@@ -203,11 +205,13 @@ class RolloutRole:
             sample.baseline = baselines[sample.group].result()
 
     async def _one(self, rollout: Rollout, group: Group, index: int) -> None:
-        rollout.add(await self.maker.make(group, index, rollout.rollout_id, rollout.version))
+        asked = Asked(group, index, rollout.rollout_id, rollout.version)
+        rollout.add(await self.maker.make(asked))
 
     async def _baseline(self, rollout: Rollout, group: Group) -> float:
         """The reward of the greedy response to a prompt."""
-        return (await self.maker.make(group, GREEDY, rollout.rollout_id, rollout.version)).reward
+        (sample,) = await self.maker.make(Asked(group, GREEDY, rollout.rollout_id, rollout.version))
+        return sample.reward
 
     @property
     def _patience(self) -> float:

@@ -10,7 +10,7 @@ from hpcrl.convert import to_fp8
 from hpcrl.doctor.model_directory import check_model_directory
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import read_config, read_object, write_config
-from hpcrl.rollout.tokenizer import Tokenizer
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.weights.fp8 import scheme_of
 
 DAMAGE = [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.prompt_files import Prompt, PromptFile
-from hpcrl.rollout.prompt_source import Group, PromptSource
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
 
@@ -42,17 +42,17 @@ def test_the_batch_is_in_the_order_of_groups_whatever_came_first(count: int, eac
     keys = [(group.number, index) for group, index in rollout.wanted()]
     assert keys == [(4 + g, i) for g in range(count) for i in range(each)]
     for done, key in enumerate(chance.sample(keys, len(keys)), 1):
-        rollout.add(make(*key))
+        rollout.add([make(*key)])
         assert rollout.missing == len(keys) - done == len(rollout.wanted())
     assert [(s.group, s.index) for s in rollout.samples()] == keys
 
 
 def test_no_sample_counts_twice_or_unasked() -> None:
     rollout = Rollout(0, 5, groups(2), 2)
-    rollout.add(make(0, 0))
+    rollout.add([make(0, 0)])
     for stranger in (make(0, 0), make(0, 2), make(2, 0), make(1, 0, status=ABORTED)):
         with pytest.raises(ValueError, match=f"sample {stranger.index} of group {stranger.group}"):
-            rollout.add(stranger)
+            rollout.add([stranger])
     assert rollout.missing == 3
     with pytest.raises(ValueError, match="3 samples of rollout 0 are missing"):
         rollout.samples()
@@ -74,7 +74,7 @@ def full(lengths: list[int], each: int) -> Rollout:
         status = TRUNCATED if length == 9 else COMPLETED
         mask = np.ones(length, np.uint8)
         mask[: length // 2] = 0
-        rollout.add(make(i // each, i % each, length, reward=float(i % 3), loss_mask=mask, status=status))
+        rollout.add([make(i // each, i % each, length, reward=float(i % 3), loss_mask=mask, status=status)])
     return rollout
 
 
@@ -103,7 +103,7 @@ def test_metrics() -> None:
     same = Rollout(0, 5, groups(2), 2)
     for g in range(2):
         for i in range(2):
-            same.add(make(g, i, reward=float(g and i)))
+            same.add([make(g, i, reward=float(g and i))])
     assert batch_metrics(same, 5, 1.0)["rollout/zero_std"] == 0.5
 
 

@@ -18,11 +18,12 @@ from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Place, Plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.rollout import engine_pool
-from hpcrl.rollout.engine_pool import EnginePool
-from hpcrl.rollout.generate import Completion, Generator, Sampling, seed_of
-from hpcrl.rollout.prompt_files import Prompt
-from hpcrl.rollout.prompt_source import Group
-from hpcrl.rollout.samplers import EngineSampler
+from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.prompts.prompt_files import Prompt
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import COMPLETED, TRUNCATED
@@ -333,9 +334,9 @@ def test_no_two_requests_share_their_noise_without_deterministic_mode_either(ben
         async def grade(self, *_: Any) -> None: ...
 
     async def job(generator: Generator, pool: EnginePool) -> list[int]:
-        sampler = EngineSampler(Options(), file, tokenizer, generator, Grading())
+        sampler = SingleTurnSampler(Options(), file, tokenizer, generator, Grading())
         groups = [Group(number, prompt) for number in range(2)]
-        await asyncio.gather(*(sampler.make(g, i, r, 0) for r in range(2) for g in groups for i in range(8)))
+        await asyncio.gather(*(sampler.make(Asked(g, i, r, 0)) for r in range(2) for g in groups for i in range(8)))
         return [len(engine.bodies) for engine in bench.engines]
 
     assert sum(counts := bench.run(job, None, None, None, None)) == 32 and min(counts) > 0

@@ -19,7 +19,7 @@ from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.rollout.grading import service
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
-from hpcrl.rollout.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.sample import COMPLETED, Sample
 from tests.support.http_server import Server
 

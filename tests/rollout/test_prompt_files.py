@@ -18,9 +18,9 @@ from tokenizers.processors import TemplateProcessing
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.rollout.prompt_files import Prompt, PromptFile, Reading, read_prompts
-from hpcrl.rollout.prompt_source import PromptSource, count_rollouts
-from hpcrl.rollout.tokenizer import Tokenizer, load_tokenizer
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
+from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tiny import make_tokenizer
 
 GOOD = '{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}'
@@ -264,9 +264,7 @@ def test_a_tokenizer_adds_nothing_of_its_own(model: Path, tmp_path: Path) -> Non
 
 
 def test_reading_data_imports_no_torch(model: Path) -> None:
-    code = (
-        f"import sys; from hpcrl.rollout.tokenizer import Tokenizer; Tokenizer({str(model)!r}); sys.exit('torch' in sys.modules)"
-    )
+    code = f"import sys; from hpcrl.rollout.prompts.tokenizer import Tokenizer; Tokenizer({str(model)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

@@ -24,7 +24,7 @@ from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
 from hpcrl.rollout.grading.process import GradingProcess, Job
 from hpcrl.rollout.grading.tally import Said, Tally
-from hpcrl.rollout.prompt_files import PromptFile
+from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, PeerError
-from hpcrl.rollout.engine_pool import EnginePool, PooledEngine
-from hpcrl.rollout.prompt_files import Prompt
-from hpcrl.rollout.tokenizer import Tokenizer
+from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
+from hpcrl.rollout.prompts.prompt_files import Prompt
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
 PATH = "/inference/v1/generate"

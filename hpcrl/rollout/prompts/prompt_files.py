@@ -18,7 +18,7 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import label_key
 from hpcrl.errors import DataError
-from hpcrl.rollout.tokenizer import Tokenizer
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

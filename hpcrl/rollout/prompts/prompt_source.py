@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.rollout.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 
 
 @dataclass(frozen=True)

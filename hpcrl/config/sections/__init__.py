@@ -1,0 +1,1 @@
+"""The options, a file a section; `config/options.py` joins them."""

@@ -1,0 +1,35 @@
+"""How many of what: nodes, GPUs, ranks, engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpcrl.config.option_fields import Base, opt
+
+
+class ClusterOptions(Base):
+    """cluster: how many of what"""
+
+    actor_num_nodes: int = opt(1, "nodes of the trainer", "slime", ge=1)
+    actor_num_gpus_per_node: int = opt(8, "trainer ranks on each of its nodes (GPUs, or processes on CPU)", "slime", ge=1)
+    rollout_num_gpus: int | None = opt(
+        None,
+        "GPUs of all engines together; 0 starts none (sft_loss needs none); default with --colocate: the trainer's",
+        "slime",
+        ge=0,
+    )
+    rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
+    colocate: bool = opt(
+        False, "engines share the trainer's GPUs; both stay in memory, so lower --vllm-gpu-memory-utilization", "slime"
+    )
+    rank_launcher: Literal["torchrun", "ranks"] = opt(
+        "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"
+    )
+    interface: str | None = opt(None, "network interface that hosts talk through, such as ib0; default: the only one they share")
+    launch_timeout: float = opt(60.0, "seconds until every host must have answered", gt=0)
+    trainer_threads: int = opt(
+        1,
+        "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if that is more",
+        ge=1,
+    )
+    train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")

@@ -1,0 +1,21 @@
+"""How a rollout is sampled."""
+
+from __future__ import annotations
+
+from hpcrl.config.option_fields import Base, opt
+
+
+class RolloutOptions(Base):
+    """rollout: sampling"""
+
+    rollout_batch_size: int = opt(32, "prompts (groups) of one rollout", "slime", ge=1)
+    n_samples_per_prompt: int = opt(1, "responses to each prompt; grpo compares them, and needs 2 at least", "slime", ge=1)
+    rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
+    rollout_max_prompt_len: int | None = opt(None, "longer prompts are an error that names file and line", "slime", ge=1)
+    rollout_max_context_len: int | None = opt(
+        None, "prompt and response together at most; sets the engine's context", "slime", ge=2
+    )
+    rollout_temperature: float = opt(1.0, "sampling temperature; the trainer divides its logits by the same", "slime", gt=0)
+    rollout_stop: list[str] = opt([], "strings that end a response", "slime")
+    rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
+    rollout_server_concurrency: int = opt(512, "requests in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)

@@ -1,0 +1,18 @@
+"""Weight updates."""
+
+from __future__ import annotations
+
+from hpcrl.config.option_fields import Base, opt
+
+
+class WeightOptions(Base):
+    """weight updates"""
+
+    update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
+    weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
+    check_weight_update_equal: bool = opt(
+        False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
+    )
+    max_logprob_diff: float | None = opt(
+        None, "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16", gt=0
+    )

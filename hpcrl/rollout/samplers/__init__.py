@@ -1,0 +1,1 @@
+"""Makers of samples, one kind a file; `sampler.py` says what each of them is."""

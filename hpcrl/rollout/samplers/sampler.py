@@ -1,0 +1,32 @@
+"""What every maker of samples is: from a prompt of a group to one or several finished, graded samples.
+
+Invariant: a sampler knows nothing of batches, filters or the ledger; whoever asks decides what becomes of its samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.sample import Sample
+
+#: in place of a sample's index: the likeliest response, which is no sample but what samples are compared with
+GREEDY = -1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`."""
+
+    group: Group
+    index: int
+    rollout_id: int
+    version: int
+
+
+class Sampler(Protocol):
+    """Makes samples."""
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        """The samples of one response, rewards set: one, or, where a conversation is cut into several, all of them."""

@@ -1,0 +1,39 @@
+"""One response of an engine to a prompt, graded: the sampler of runs without tools or turns.
+
+Invariant: every request brings a seed made of --rollout-seed, rollout, group and index, so that no two samples share their
+noise, whichever engine answers.  In deterministic mode a sample depends on that seed, the weights and the prompt alone, and not
+on what else was in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpcrl.config.options import Options
+from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.prompts.prompt_files import PromptFile
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.sample import Sample
+
+
+class SingleTurnSampler:
+    """Samples from the policy, graded by the reward."""
+
+    def __init__(self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
+        self._sampling = Sampling.of(options, tokenizer)
+        self._seed = options.rollout_seed
+        self._file, self._tokenizer, self._generator, self._grading = file, tokenizer, generator, grading
+        self._size, self._each = options.samples_per_rollout, options.n_samples_per_prompt
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        group, index = asked.group, asked.index
+        seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
+        sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
+        completion = await self._generator.complete(group.prompt.tokens, sampling, seed, asked.version)
+        response = self._tokenizer.decode(completion.tokens, frozenset(self._sampling.stop_token_ids))
+        sample = completion.sample(group.number, index, group.prompt, response)
+        tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
+        await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
+        return [sample]
