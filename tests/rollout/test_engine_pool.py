@@ -17,7 +17,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Place, Plan
 from hpcrl.queue.auth import http_key, make_keys
-from hpcrl.rollout import engine_pool
+from hpcrl.rollout.engines import engine_pool
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
