@@ -35,6 +35,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
+  hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -109,6 +110,7 @@ ELSEWHERE = {
     "status": "hpcrl.commands.status:status",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
+    "samples": "hpcrl.commands.samples:samples",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",

@@ -15,6 +15,7 @@ from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
 from hpcrl.config.sections.data import DataOptions
 from hpcrl.config.sections.evaluation import EvalOptions
+from hpcrl.config.sections.looking import LookOptions
 from hpcrl.config.sections.model import ModelOptions
 from hpcrl.config.sections.optimizer import OptimizerOptions
 from hpcrl.config.sections.rewards import RewardOptions
@@ -36,6 +37,7 @@ class Options(
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
+    LookOptions,
 ):
     """All options of one run, checked and frozen."""
 

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -92,6 +93,7 @@ class Crank:
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
         from hpcrl.trainer.step import train_batch
+        from hpcrl.trainer.step.sample_record import record_samples
         from hpcrl.trainer.step.staleness import check_staleness
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
@@ -103,7 +105,8 @@ class Crank:
             return False
         check_staleness(share, self.at.version)
         others = self.others.of_share(share.version, self.at.version)
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others)
+        record = partial(record_samples, self.context.rundir.root, self.options, self.ranks, share)
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record)
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
         data = self._ask("snapshot", rollout_id=rollout_id)

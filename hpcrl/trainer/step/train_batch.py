@@ -52,8 +52,15 @@ class StepTotals:
     comparable: bool
 
 
-def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: OtherWeights = NONE) -> dict[str, float]:
-    """Take all optimizer steps of `share`; collective.
+def train(
+    policy: Policy,
+    ranks: Ranks,
+    options: Options,
+    share: Share,
+    others: OtherWeights = NONE,
+    record: Callable[[Sequence[Packed]], None] = lambda _: None,
+) -> dict[str, float]:
+    """Take all optimizer steps of `share`; collective.  record: is given its micro-batches in the end.
 
     Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
     maximum, of the learning rate the last.  HpcrlError, before a weight changes, when the batch does not fit the model;
@@ -82,6 +89,7 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
+    record([packed for step in steps for packed in step])
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
     return before | _over_steps(found) | times
 
@@ -166,6 +174,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
     found = passes.tokens_under(policy, options, packed, head)
     own = found.logprobs.detach()
     old = own if packed.old is None else packed.old
+    packed.trainer = own if options.use_rollout_logprobs else old
     pg_weights = policy_token_weights(packed.counts, options)
     group = parallel_state.get_context_parallel_group() if policy.ranks.cp_size > 1 else None
     return TokenBatch(
@@ -177,7 +186,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         weights=token_weights(packed.counts, options)[packed.sample],
         pg_weights=None if pg_weights is None else pg_weights[packed.sample],
         old=old,
-        trainer=own if options.use_rollout_logprobs else old,
+        trainer=packed.trainer,
         rollout=packed.rollout,
         advantages=packed.advantages,
         reference=packed.reference,
