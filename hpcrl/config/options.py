@@ -54,7 +54,9 @@ class Options(
 
     @property
     def data_parallel_size(self) -> int:
-        """DP = world size / (TP x PP x CP)."""
+        """DP = world size / (TP x PP x CP); 1 where nothing is trained: one process takes what is sampled."""
+        if self.debug_rollout_only:
+            return 1
         return self.world_size // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
@@ -80,7 +82,17 @@ class Options(
     @property
     def needs_engines(self) -> bool:
         """Whether anything is sampled: learning what the prompt file holds, without evaluation, asks no engine."""
-        return not self.learns_labels or self.eval_interval is not None
+        return not self.trains_only and (not self.learns_labels or self.eval_interval is not None)
+
+    @property
+    def trains_only(self) -> bool:
+        """Whether the run has no engines: it trains from files, or is told to do without."""
+        return self.debug_train_only or self.load_debug_rollout_data is not None
+
+    @property
+    def trainer_slots(self) -> int:
+        """Slots of all trainer ranks; none where nothing is trained."""
+        return 0 if self.debug_rollout_only else self.world_size
 
     @property
     def num_engines(self) -> int:
