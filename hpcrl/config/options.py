@@ -18,6 +18,7 @@ from hpcrl.config.sections.evaluation import EvalOptions
 from hpcrl.config.sections.looking import LookOptions
 from hpcrl.config.sections.model import ModelOptions
 from hpcrl.config.sections.optimizer import OptimizerOptions
+from hpcrl.config.sections.plugins import PluginOptions
 from hpcrl.config.sections.rewards import RewardOptions
 from hpcrl.config.sections.run import RunOptions
 from hpcrl.config.sections.sampling import RolloutOptions
@@ -38,6 +39,7 @@ class Options(
     OptimizerOptions,
     WeightOptions,
     LookOptions,
+    PluginOptions,
 ):
     """All options of one run, checked and frozen."""
 

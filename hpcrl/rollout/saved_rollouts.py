@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -138,8 +137,8 @@ def _sample(one: SampleBatch, words: Words) -> Sample:
 class SavedRollouts:
     """In place of prompts and engines: a source whose groups, and a sampler whose samples, come from files.
 
-    Rollout k of the run is the file of rollout k.  A policy version in it counts as it was when the file was written, reckoned from
-    the version that the rollout was meant for.
+    Rollout k of the run is the file of rollout k; its groups are numbered on through the run, in the order that they had.  A policy
+    version counts as it did, reckoned from the version that the rollout was meant for.
     """
 
     def __init__(self, options: Options) -> None:
@@ -147,56 +146,60 @@ class SavedRollouts:
         assert options.load_debug_rollout_data is not None
         self.template, self.total = options.load_debug_rollout_data, options.num_rollout or 0
         self._groups, self._each = options.rollout_batch_size, options.n_samples_per_prompt
-        self._next = 0  # the file that is read next
-        self._waiting: deque[Group] = deque()
-        self._samples: dict[tuple[int, int], list[Sample]] = {}
-        self._version = 0
-        self._load(0)
-        self._forget()
+        self._next = 0  # the number of the group that is handed out next
+        self._read: dict[int, tuple[int, list[list[Sample]]]] = {}  # rollout -> version, samples of each response in order
+        self._responses(0)
 
     def __str__(self) -> str:
         return f"{self.total} rollouts from {self.template}"
 
-    def _load(self, rollout_id: int) -> None:
-        path = file_of(self.template, rollout_id)
-        found = read_rollout(path)
-        self._version, self._samples = found.version, {}
-        for sample in found.samples:
-            self._samples.setdefault((sample.group, sample.index), []).append(sample)
-        numbers = sorted({group for group, _ in self._samples})
-        wanted = {(number, index) for number in numbers for index in range(self._each)}
-        if len(numbers) != self._groups or set(self._samples) != wanted:
-            each = sorted({sum(group == number for group, _ in self._samples) for number in numbers})
-            raise DataError(
-                f"{path} holds {len(numbers)} groups of {' or '.join(map(str, each))}, the options ask for {self._groups} of {self._each}",
-                "give --rollout-batch-size and --n-samples-per-prompt as they were",
-            )
-        self._waiting.extend(Group(number, None) for number in numbers)  # type: ignore[arg-type]  (nothing is asked of it)
+    def _responses(self, rollout_id: int) -> tuple[int, list[list[Sample]]]:
+        """(policy version, the samples of each response by group and index) of a file.  DataError if it does not fit."""
+        if rollout_id not in self._read:
+            path = file_of(self.template, rollout_id)
+            found = read_rollout(path)
+            by_key: dict[tuple[int, int], list[Sample]] = {}
+            for sample in found.samples:
+                by_key.setdefault((sample.group, sample.index), []).append(sample)
+            groups = sorted({group for group, _ in by_key})
+            if len(groups) != self._groups or set(by_key) != {(group, i) for group in groups for i in range(self._each)}:
+                each = sorted({sum(number == group for number, _ in by_key) for group in groups})
+                raise DataError(
+                    f"{path} holds {len(groups)} groups of {' or '.join(map(str, each))}, "
+                    f"the options ask for {self._groups} of {self._each}",
+                    "give --rollout-batch-size and --n-samples-per-prompt as they were",
+                )
+            self._read = {number: read for number, read in self._read.items() if number == rollout_id - 1}
+            self._read[rollout_id] = found.version, [by_key[key] for key in sorted(by_key)]
+        return self._read[rollout_id]
 
-    def _forget(self) -> None:
-        self._waiting.clear()
-        self._samples = {}
+    def _response(self, number: int, index: int) -> tuple[int, list[Sample]]:
+        """(policy version, samples) of a response of group `number`."""
+        rollout_id, place = divmod(number, self._groups)
+        version, responses = self._responses(rollout_id)
+        return version, responses[place * self._each + index]
 
     # ---- as a source
 
     def take(self, count: int) -> list[Group]:
         """The next `count` groups.  DataError if a file is missing or damaged."""
-        taken: list[Group] = []
-        while len(taken) < count:
-            if not self._waiting:
-                self._load(self._next)
-                self._next += 1
-            taken.append(self._waiting.popleft())
+        taken = self.again(range(self._next, self._next + count))
+        self._next += count
         return taken
 
+    def again(self, numbers: Sequence[int]) -> list[Group]:
+        """The groups that have these numbers, by number."""
+        for number in numbers:
+            self._response(number, 0)
+        return [Group(number, None) for number in sorted(numbers)]  # type: ignore[arg-type]  (nothing is asked of the prompt)
+
     def state(self) -> dict[str, Any]:
-        """Which file is next, as plain JSON."""
-        return {"saved_rollout": self._next}
+        """Which group is next, as plain JSON."""
+        return {"next_group": self._next}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.  A state of a run that sampled goes on with the file of the rollout after it."""
-        self._forget()
-        self._next = int(state.get("saved_rollout", state["rollout_id"] + 1))
+        """Go on with the file after the rollout that `state` was taken after, in a run that sampled too."""
+        self._next = (int(state["rollout_id"]) + 1) * self._groups
 
     # ---- as a sampler
 
@@ -204,16 +207,16 @@ class SavedRollouts:
         """The samples of one response as they were saved."""
         if asked.index == GREEDY:
             return [self._greedy(asked)]
-        found = self._samples[asked.group.number, asked.index]
-        later = asked.version - self._version
-        return [replace(sample, versions=sample.versions + np.int32(later)) for sample in found]
+        version, found = self._response(asked.group.number, asked.index)
+        later = np.int32(asked.version - version)
+        return [replace(sample, group=asked.group.number, versions=sample.versions + later) for sample in found]
 
     def _greedy(self, asked: Asked) -> Sample:
         """A sample whose reward is the greedy response's.  DataError if none was saved."""
-        sample = self._samples[asked.group.number, 0][0]
+        sample = self._response(asked.group.number, 0)[1][0]
         if math.isnan(sample.baseline):
             raise DataError(
                 f"{self.template}: group {sample.group} has no greedy response, which the estimator needs",
                 "save the rollouts with the same --advantage-estimator",
             )
-        return replace(sample, index=GREEDY, reward=sample.baseline)
+        return replace(sample, group=asked.group.number, index=GREEDY, reward=sample.baseline)

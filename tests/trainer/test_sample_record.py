@@ -31,7 +31,7 @@ def train_on_rank(root: Path, opts: Options) -> None:
 
     policy = start(opts)
     mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])
-    train_batch.train(policy, policy.ranks, opts, mine, record=partial(record_samples, root, opts, policy.ranks, mine))
+    train_batch.train(policy, policy.ranks, opts, mine, record=partial(record_samples, root, opts, policy.ranks))
 
 
 def recorded(root: Path, opts: Options, ranks: int) -> tuple[list[Trained], list[dict[str, np.ndarray]]]:

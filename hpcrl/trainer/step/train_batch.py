@@ -27,6 +27,7 @@ from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
 from hpcrl.trainer.megatron.output_head import Head
+from hpcrl.trainer.own_hooks import TrainerHooks
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
@@ -58,9 +59,10 @@ def train(
     options: Options,
     share: Share,
     others: OtherWeights = NONE,
-    record: Callable[[Sequence[Packed]], None] = lambda _: None,
+    record: Callable[[Share, Sequence[Packed]], None] = lambda *_: None,
+    hooks: TrainerHooks | None = None,
 ) -> dict[str, float]:
-    """Take all optimizer steps of `share`; collective.  record: is given its micro-batches in the end.
+    """Take all optimizer steps of `share`; collective.  record: is given it, with its micro-batches, in the end.
 
     Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
     maximum, of the learning rate the last.  HpcrlError, before a weight changes, when the batch does not fit the model;
@@ -70,8 +72,12 @@ def train(
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
     split = policy.config.sequence_parallel
-    steps = [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
-    before = prepare(policy, options, share, steps, others)
+    hooks = hooks or TrainerHooks(options, {})
+
+    def pack(share: Share) -> list[list[Packed]]:
+        return [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
+
+    share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
     found: list[dict[str, float]] = []
     for number, micro_batches in enumerate(steps):
@@ -84,12 +90,13 @@ def train(
         )
         row: dict[str, float] = {}
         if policy_steps(options, share):
+            hooks.before_step(policy, share.rollout_id, number)
             row |= _step(policy, ranks, options, micro_batches, step, _loss)
         if others.critic is not None:
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
-    record([packed for step in steps for packed in step])
+    record(share, [packed for step in steps for packed in step])
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
     return before | _over_steps(found) | times
 
