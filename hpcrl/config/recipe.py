@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpcrl.config.dotted_path import ours
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
@@ -151,6 +152,7 @@ def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: M
     for values in (recipe.values, stage.values, overrides):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
         merged |= {**values, **tables}
+    merged = {name: _own_path(name, value) for name, value in merged.items()}
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
     return build_options(_expand(merged, places), lambda name: f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}")
@@ -172,6 +174,15 @@ def _misfit(problem: Any, values: Mapping[str, Any], shown: Callable[[str], str]
     name = str(problem["loc"][0])
     wrong = problem["msg"] if len(problem["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
     return UsageError(f"{shown(name) if shown else f'{flag(name)} {spell(values[name])}'}: {wrong}")
+
+
+def _own_path(name: str, value: Any) -> Any:
+    """The value of an option, a path of slime's or vime's as ours; None for what is done without the option anyway."""
+    if not name.endswith("_path"):
+        return value
+    if isinstance(value, list):
+        return [ours(item, flag(name)) if isinstance(item, str) else item for item in value]
+    return ours(value, flag(name)) or None if isinstance(value, str) else value
 
 
 def _origin(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], name: str) -> str:
