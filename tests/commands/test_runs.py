@@ -19,7 +19,7 @@ def test_only_what_never_trained_and_has_ended_is_removed(
     make(tmp_path / "runs/typo", phase="failed", message="no such file")
     make(tmp_path / "runs/begins", phase="starting")
     trained = make(tmp_path / "runs/trained", phase="failed", message="boom")
-    log(trained, steps(2))
+    log(trained, *steps(2))
     saved = make(tmp_path / "runs/saved", phase="cancelled")
     (saved / "checkpoints").mkdir()
     (saved / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
