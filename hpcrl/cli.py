@@ -35,6 +35,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
+  hpcrl runs [--clean]                         where they lie; those that never came to a step
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
@@ -111,6 +112,7 @@ ELSEWHERE = {
     "launch": "hpcrl.mpi.mpirun:launch",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
+    "runs": "hpcrl.commands.runs:runs",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "stop": "hpcrl.commands.stop:stop",
