@@ -54,7 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Attempt:
     """One attempt: the rollout process, fake engines, and the trainer's side of the queue."""
 
-    def __init__(self, path: Path, model: Path, *scripts: Script | None, published: bool = True, **values: Any) -> None:
+    def __init__(
+        self, path: Path, model: Path, *scripts: Script | None, published: bool = True, attempt: int = 0, **values: Any
+    ) -> None:
         defaults = {
             "hf_checkpoint": str(model),
             "prompt_data": str(model / "train.jsonl"),
@@ -76,7 +78,7 @@ class Attempt:
             "eval_interval": 1,
         }
         self.options = Options(**(defaults | values))
-        self.rundir = RunDir.create(path)
+        self.rundir = RunDir(path, attempt) if attempt else RunDir.create(path)
         self.rundir.begin()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
         write_atomic(self.rundir.options_file, self.options.model_dump_json().encode())
@@ -86,7 +88,7 @@ class Attempt:
         for index, engine in enumerate(self.engines):
             if published:
                 publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
-        command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
+        command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", str(attempt)]
         self.log = path / "rollout.log"
         with self.log.open("wb") as out:
             env = os.environ | {"PYTHONPATH": str(REPO)}
