@@ -14,6 +14,7 @@ from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
 from hpcrl.config.sections.data import DataOptions
+from hpcrl.config.sections.distillation import DistillationOptions
 from hpcrl.config.sections.evaluation import EvalOptions
 from hpcrl.config.sections.model import ModelOptions
 from hpcrl.config.sections.optimizer import OptimizerOptions
@@ -33,6 +34,7 @@ class Options(
     EvalOptions,
     AlgorithmOptions,
     OffPolicyOptions,
+    DistillationOptions,
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
@@ -79,6 +81,11 @@ class Options(
     def needs_engines(self) -> bool:
         """Whether anything is sampled: learning what the prompt file holds, without evaluation, asks no engine."""
         return not self.learns_labels or self.eval_interval is not None
+
+    @property
+    def grades(self) -> bool:
+        """Whether a reward is given; without one the rewards of what is sampled are 0."""
+        return bool(self.rm_type or self.custom_rm_path)
 
     @property
     def num_engines(self) -> int:

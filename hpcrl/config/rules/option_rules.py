@@ -13,6 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
+from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError
@@ -26,7 +27,8 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _rewards, _evaluation, _weights, check_algorithm, check_schedules):
+    rules = (_needed, _layout, _batches, _sampling, _rewards, _evaluation, _weights)
+    for rule in (*rules, check_algorithm, check_distillation, check_schedules):
         rule(options)
     without = inert(options)
     for name in sorted(options.model_fields_set) if given is None else given:
@@ -148,7 +150,8 @@ def _sampling(o: Options) -> None:
 def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
-    if not o.rm_type and o.custom_rm_path is None:
+    unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
+    if not o.grades and not unread:
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -216,6 +219,7 @@ def inert(o: Options) -> dict[str, str]:
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
+    yield from inert_in_distillation(o)
     if o.learns_labels:
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
     if o.loss_type != "dpo_loss":
