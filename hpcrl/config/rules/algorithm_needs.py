@@ -20,6 +20,7 @@ class Needs:
     greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
     teacher: the teacher's log-probs of every token, from the samples or (teacher_model) from the teacher's weights.
     teacher_model: the teacher is a set of weights on the trainer's ranks.
+    teacher_server: it is a server, asked about every sample.
     divergence: the KL to it over the whole vocabulary.
     pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
     """
@@ -32,6 +33,7 @@ class Needs:
     greedy: bool
     teacher: bool
     teacher_model: bool
+    teacher_server: bool
     divergence: bool
     pairs: bool
 
@@ -54,6 +56,7 @@ def needs(options: Options) -> Needs:
         greedy="greedy" in wanted,
         teacher=sampled,
         teacher_model=taught and options.opd_type == "megatron",
+        teacher_server=taught and options.opd_type == "vllm",
         divergence=taught and not sampled,
         pairs=options.loss_type == "dpo_loss",
     )
