@@ -79,7 +79,7 @@ def account_of(attempts: Iterable[Iterable[Line]]) -> Account:
     """The account of a run from the lines of its attempts, in order."""
     history: list[HandedOver] = []
     trained: set[int] = set()  # rollouts
-    found = Account()
+    found, base = Account(), None
     for lines in attempts:
         found.attempts += 1
         for line in lines:
@@ -88,7 +88,11 @@ def account_of(attempts: Iterable[Iterable[Line]]) -> Account:
                     undone = [event for event in history if event.rollout >= line.rollout]
                     history = [event for event in history if event.rollout < line.rollout]
                     trained = {rollout for rollout in trained if rollout < line.rollout}
-                    found.again += sum(len(numbers_in(e.batch)) + sum(len(numbers_in(r)) for r in e.dropped.values()) for e in undone)
+                    found.again += sum(
+                        len(numbers_in(e.batch)) + sum(len(numbers_in(r)) for r in e.dropped.values()) for e in undone
+                    )
+                    if not history and line.rollout:
+                        base = line
                     found.wrong += _agrees(line, history)
                 case HandedOver():
                     if history and line.rollout <= history[-1].rollout:
@@ -96,14 +100,16 @@ def account_of(attempts: Iterable[Iterable[Line]]) -> Account:
                     history.append(line)
                 case Trained():
                     trained.add(line.rollout)
-    return _close(found, history, trained)
+    return _close(found, history, trained, base)
 
 
 def _agrees(begun: Begun, history: list[HandedOver]) -> list[str]:
     """Whether an attempt begins where the history before it ends."""
-    last = history[-1] if history else None
-    if last is None or last.rollout != begun.rollout - 1:
-        return [] if begun.rollout == 0 else [f"attempt {begun.attempt} begins at rollout {begun.rollout}, after a gap"]
+    if not history:
+        return []
+    last = history[-1]
+    if last.rollout != begun.rollout - 1:
+        return [f"attempt {begun.attempt} begins at rollout {begun.rollout}, after a gap"]
     alive = {*numbers_in(last.buffer), *numbers_in(last.bank)} - set(numbers_in(last.batch))
     taken = {*numbers_in(begun.buffer), *numbers_in(begun.bank)}
     if last.following != begun.following or alive != taken:
@@ -111,9 +117,19 @@ def _agrees(begun: Begun, history: list[HandedOver]) -> list[str]:
     return []
 
 
-def _close(found: Account, history: list[HandedOver], trained: set[int]) -> Account:
-    """Every number counted; what is not in exactly one place is named."""
+def _close(found: Account, history: list[HandedOver], trained: set[int], base: Begun | None) -> Account:
+    """Every number counted; what is not in exactly one place is named.
+
+    base: where the run's first attempt began, if not at the start: from a checkpoint of another run, whose counts are believed.
+    """
     places: Counter[int] = Counter()
+    if base is not None:
+        alive = {*numbers_in(base.buffer), *numbers_in(base.bank)}
+        places.update(set(range(base.following)) - alive)
+        found.following, found.trained, found.dropped = base.following, base.trained, dict(base.dropped)
+        if not history:
+            places.update(alive)
+            found.buffer, found.bank = len(numbers_in(base.buffer)), len(numbers_in(base.bank))
     for event in history:
         batch = numbers_in(event.batch)
         places.update(batch)

@@ -30,13 +30,13 @@ class Journal:
         self._file.flush()
 
     def summarize(self, ledger: Ledger) -> None:
-        """RUN/ledger.json: how many groups are where; of those in the bank, how many the trainer has been given."""
+        """RUN/ledger.json: how many groups are where; claimed: of those in the bank, how many are for a rollout."""
         row = {
             "issued": ledger.following,
             "in_flight": len(ledger.in_flight),
             "buffer": len(ledger.buffer),
             "bank": len(ledger.bank),
-            "handed_over": len(ledger.handed),
+            "claimed": len(ledger.claimed),
             "trained": ledger.trained,
             "dropped": dict(sorted(ledger.dropped.items())),
         }

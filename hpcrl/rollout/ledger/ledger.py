@@ -5,7 +5,7 @@ in exactly one place, and every other is in the source:
 
     in flight   engines work on it
     buffer      it is not finished, and nobody works on it
-    bank        it is finished and not trained; `handed` says which rollout it was given to, if to any
+    bank        it is finished and not trained; `claimed` says which rollout it is for, if for any
     trained
     dropped     for a named reason
 
@@ -18,7 +18,7 @@ What is trained or dropped is only counted, so a ledger is as large as what is a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +30,13 @@ OTHER = "other"
 
 @dataclass
 class Ledger:
-    """The places.  handed: groups of the bank -> the rollout that they were given to.  ValueError for a step that is none."""
+    """The places.  claimed: groups of the bank -> the rollout that they are for.  ValueError for a step that is none."""
 
     following: int = 0
     in_flight: set[int] = field(default_factory=set)
     buffer: set[int] = field(default_factory=set)
     bank: set[int] = field(default_factory=set)
-    handed: dict[int, int] = field(default_factory=dict)
+    claimed: dict[int, int] = field(default_factory=dict)
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -57,27 +57,32 @@ class Ledger:
         """in flight -> buffer."""
         self._move(number, self.in_flight, self.buffer)
 
-    def finish(self, number: int) -> None:
-        """in flight -> bank."""
+    def finish(self, number: int, rollout_id: int) -> None:
+        """in flight -> bank, for `rollout_id`."""
         self._move(number, self.in_flight, self.bank)
+        self.claimed[number] = rollout_id
+
+    def claim(self, number: int, rollout_id: int) -> None:
+        """A group of the bank that no rollout has is for this one."""
+        self._free(number)
+        self._in(number, self.bank)
+        self.claimed[number] = rollout_id
+
+    def release(self, number: int) -> None:
+        """The rollout that has this group does not need it: it stays in the bank."""
+        if self.claimed.pop(number, None) is None:
+            raise ValueError(f"group {number} is for no rollout")
 
     def reopen(self, number: int) -> None:
         """bank -> buffer, of what no rollout has: a response of it has to be made again."""
         self._free(number)
         self._move(number, self.bank, self.buffer)
 
-    def hand(self, numbers: Collection[int], rollout_id: int) -> None:
-        """These groups of the bank are the batch of `rollout_id`."""
-        for number in numbers:
-            self._free(number)
-            self._in(number, self.bank)
-        self.handed |= dict.fromkeys(numbers, rollout_id)
-
     def train(self, rollout_id: int) -> list[int]:
-        """bank -> trained, of all that was given to rollouts up to `rollout_id`; those groups."""
-        done = [number for number, rollout in self.handed.items() if rollout <= rollout_id]
+        """bank -> trained, of all that was for rollouts up to `rollout_id`; those groups."""
+        done = [number for number, rollout in self.claimed.items() if rollout <= rollout_id]
         for number in done:
-            del self.handed[number]
+            del self.claimed[number]
             self.bank.remove(number)
         self.trained += len(done)
         return done
@@ -105,27 +110,27 @@ class Ledger:
             raise ValueError(f"group {number} is not where it is taken from")
 
     def _free(self, number: int) -> None:
-        if number in self.handed:
-            raise ValueError(f"group {number} was given to rollout {self.handed[number]}")
+        if number in self.claimed:
+            raise ValueError(f"group {number} is for rollout {self.claimed[number]}")
 
     # ---- looking
 
     @property
     def waiting(self) -> list[int]:
         """What can be taken before the source: in the bank without a rollout, or in the buffer; in order."""
-        return sorted((self.bank - self.handed.keys()) | self.buffer)
+        return sorted((self.bank - self.claimed.keys()) | self.buffer)
 
     def holds(self) -> bool:
         """Whether the law holds."""
         alive = len(self.in_flight) + len(self.buffer) + len(self.bank)
-        apart = len(self.in_flight | self.buffer | self.bank) == alive and self.handed.keys() <= self.bank
+        apart = len(self.in_flight | self.buffer | self.bank) == alive and self.claimed.keys() <= self.bank
         return apart and self.following == alive + self.trained + sum(self.dropped.values())
 
     # ---- across a restart
 
     def state(self, rollout_id: int) -> dict[str, Any]:
         """As plain JSON, how it stands once `rollout_id` is trained; what is in flight is then in the buffer."""
-        done = {number for number, rollout in self.handed.items() if rollout <= rollout_id}
+        done = {number for number, rollout in self.claimed.items() if rollout <= rollout_id}
         return {
             "following": self.following,
             "buffer": sorted(self.buffer | self.in_flight),
