@@ -13,6 +13,7 @@
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
+      position.json               where a run without a trainer stands
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
 Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is

@@ -25,16 +25,16 @@ class Maker:
 
     def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, abort: Callable[[], Awaitable[None]]) -> None:
         self._options, self._shelf, self._sampler, self._abort = options, shelf, sampler, abort
-        self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path else None
+        replayed = options.load_debug_rollout_data is not None  # whole batches, which were chosen when they were made
+        self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path and not replayed else None
+        self._at_once = options.rollout_batch_size if replayed else options.over_sampling_batch_size or options.rollout_batch_size
         self._filling: Filling | None = None
         self._refused: dict[str, int] = {}
 
     async def make(self, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float]]:
         """(the samples of `rollout_id` under policy `version`, what to log of their making)."""
         o, shelf = self._options, self._shelf
-        filling = self._filling = Filling(
-            o.rollout_batch_size, o.over_sampling_batch_size or o.rollout_batch_size, o.deterministic_mode
-        )
+        filling = self._filling = Filling(o.rollout_batch_size, self._at_once, o.deterministic_mode)
         crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy)
         groups: dict[int, Held] = {}  # finished, and perhaps in the batch
         self._refused, continued, issued = {}, 0, 0

@@ -21,6 +21,7 @@ from hpcrl.rollout.ledger.held import Held, fit
 from hpcrl.rollout.ledger.journal import Journal
 from hpcrl.rollout.ledger.ledger import Ledger, ranges_of
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
+from hpcrl.rollout.saved_rollouts import SavedRollouts
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -31,9 +32,10 @@ FILTERED = "buffer_filter"  #: the reason of groups that a buffer filter drops
 class Shelf:
     """The groups of one attempt that are not at work."""
 
-    def __init__(self, options: Options, source: PromptSource, rundir: RunDir) -> None:
+    def __init__(self, options: Options, source: PromptSource | SavedRollouts, rundir: RunDir) -> None:
         self._options, self._source, self._rundir = options, source, rundir
-        self._kept = not options.learns_labels and not options.deterministic_mode  # on disk
+        replayed = options.load_debug_rollout_data is not None
+        self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
         self._parts = options.partial_rollout
         self._greedy = needs(options).greedy
         self.ledger = Ledger()
@@ -53,7 +55,10 @@ class Shelf:
         """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.  DataError if it is damaged."""
         if state is not None:
             self._source.restore(state)
-            self.ledger = Ledger.restore(state["ledger"]) if "ledger" in state else Ledger.after(int(state["next_group"]))
+            self.ledger = Ledger.restore(state["ledger"]) if "ledger" in state else Ledger()
+            following = int(self._source.state()["next_group"])
+            if self.ledger.following != following:  # of an earlier hpcrl, or another kind of source
+                self.ledger = Ledger.after(following)
         self._rollout, self._begins = rollout_id, True
 
     async def _begin(self, version: int) -> None:
