@@ -19,12 +19,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from hpcrl.config.plugin_points import load_points
+from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.making.maker import Maker
@@ -36,6 +38,7 @@ from hpcrl.rollout.sample_files import write_samples
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
+from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -70,7 +73,7 @@ class Work:
         self.total = count_rollouts(options, len(self.file))
         self.said = f"{len(self.file)} prompts in {self.file.path}, {self.total} rollouts"
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
-        graded = [self.file] if self.samples else []
+        graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
         if graded:
             self.grading = Grading(options, graded)
@@ -87,8 +90,12 @@ class RolloutRole:
         self.evaluator: Evaluator | None = None
         if isinstance(work.source, SavedRollouts):
             self.sampler = work.source
-        elif work.grading is not None and work.samples and work.file is not None:
+        elif work.samples and work.file is not None:
             self.sampler = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+        asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
+        self.teacher = Teacher(self.options, work.tokenizer) if asks else None
+        if self.teacher is not None:
+            self.sampler = TaughtSampler(self.sampler, self.teacher, str(work.file.path))
         if work.grading is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
         self.shelf = Shelf(self.options, work.source, context.rundir)
@@ -115,6 +122,8 @@ class RolloutRole:
                 if self._end.done():
                     return await self._end
                 await starting
+            if self.teacher is not None:
+                await self.teacher.check()
             await self.server.start()
             say(self.work.said)
             return await self._end
@@ -126,6 +135,8 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
+            if self.teacher is not None:
+                await self.teacher.close()
             if self.work.grading is not None:
                 await self.work.grading.close()
             await self.server.close()

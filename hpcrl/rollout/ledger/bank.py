@@ -6,6 +6,7 @@ types); a file that is damaged, or of another prompt, counts as absent, and its 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Collection
@@ -58,7 +59,7 @@ class _File(msgspec.Struct):
 
 
 #: what else a sample holds, as it is
-FIELDS = ("reward", "prompt", "response", "label", "metadata", "rewards", "grading", "grading_error")
+FIELDS = {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *COLUMNS}
 
 
 class Bank:
@@ -136,9 +137,7 @@ def _pack(sample: Sample) -> _Sample:
         name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
         for name, array in sample.extra.items()
     }
-    fields = {name: getattr(sample, name) for name in FIELDS}
-    if not math.isnan(sample.baseline):
-        fields["baseline"] = sample.baseline
+    fields = {name: getattr(sample, name) for name in sorted(FIELDS)}
     return _Sample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
 
 
@@ -147,7 +146,7 @@ def _unpack(packed: _Sample) -> Sample:
     count = packed.response_length
     if not len(columns["loss_mask"]) == len(columns["logprobs"]) == len(columns["versions"]) == count <= len(columns["tokens"]):
         raise ValueError(f"the columns of sample {packed.index} have other lengths than its response of {count} tokens")
-    fields = {name: value for name, value in packed.fields.items() if name in (*FIELDS, "baseline")}
+    fields = {name: value for name, value in packed.fields.items() if name in FIELDS}
     extra = {name: _array(column) for name, column in packed.extra.items()}
     return Sample(packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra)
 

@@ -19,9 +19,11 @@ from hpcrl.sample import ABORTED, Sample
 
 
 class SingleTurnSampler:
-    """Samples from the policy, graded by the reward."""
+    """Samples from the policy, graded by the reward where there is one."""
 
-    def __init__(self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
+    def __init__(
+        self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading | None
+    ) -> None:
         self._sampling = Sampling.of(options, tokenizer)
         self._seed = options.rollout_seed
         self._file, self._tokenizer, self._generator, self._grading = file, tokenizer, generator, grading
@@ -40,8 +42,9 @@ class SingleTurnSampler:
         if sample.status == ABORTED:
             return [sample]
         asked.made.append(sample)
-        tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
-        await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
+        if self._grading is not None:
+            tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
+            await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
         return [sample]
 
 
