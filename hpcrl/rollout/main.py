@@ -31,6 +31,7 @@ from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.making.maker import Maker
 from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.own_hooks import RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.sample import Sample
 
 POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
@@ -53,7 +55,7 @@ class Work:
     def __init__(self, context: RoleContext) -> None:
         options = context.options
         self.samples = not options.learns_labels
-        self.own = load_points(options, "rollout")
+        self.hooks = RolloutHooks(options, load_points(options, "rollout"))
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         self.held_out: list[HeldOut] = []
         self.grading: Grading | None = None
@@ -76,7 +78,7 @@ class Work:
         graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
         if graded:
-            self.grading = Grading(options, graded)
+            self.grading = Grading(options, graded, self.hooks)
 
 
 class RolloutRole:
@@ -168,6 +170,7 @@ class RolloutRole:
         if self._stopping:
             return {}
         self._next = rollout_id + 1
+        self.work.hooks.rollout_id = rollout_id
         self._making = asyncio.create_task(self._make(rollout_id, version))
         self._making.add_done_callback(self._made)
         return {}
@@ -212,15 +215,19 @@ class RolloutRole:
         await self.pool.connect()
         begun = time.monotonic()
         late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
-        rollout, making = await within(self._patience, self.maker.make(rollout_id, version), late)
+        made = await within(self._patience, self.maker.make(rollout_id, version), late)
         self._states = {rollout_id: self.shelf.state(rollout_id)}
-        samples = rollout.samples()
+        samples = made.rollout.samples()
+        await self.work.hooks.filter(samples, made.dropped, source=self.work.source)
         check_staleness(samples, version, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(write_rollout, path, rollout_id, version, samples)
-        metrics = making | batch_metrics(rollout, version, time.monotonic() - begun, sampled=self.work.samples)
-        shares = make_shares(rollout, self.options, metrics)
+        seconds = time.monotonic() - begun
+        metrics = made.metrics | batch_metrics(made.rollout, version, seconds, sampled=self.work.samples)
+        metrics = await self.work.hooks.log(samples, metrics, seconds)
+        batch = await self.work.hooks.batch(samples, metrics)
+        shares = make_shares(made.rollout, self.options, metrics, batch)
         self._handed_over = rollout_id
         await self.server.put(rollout_id, shares)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
@@ -242,14 +249,15 @@ class RolloutRole:
     async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
         await self.pool.connect()
         found: dict[str, Any] = {}
+        every: dict[str, list[Sample]] = {}
         for held in self.work.held_out:
-            samples = await self.evaluator.samples(held, version)
+            samples = every[held.name] = await self.evaluator.samples(held, version)
             check_staleness(samples, version)
             path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
             found[held.name] = results(samples)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
-        return found
+        return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing
 

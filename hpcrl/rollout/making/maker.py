@@ -6,6 +6,7 @@ Invariant: without over-sampling, filter and partial rollout this is: take --rol
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
@@ -16,8 +17,17 @@ from hpcrl.rollout.making.crew import Crew
 from hpcrl.rollout.making.filling import Filling
 from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.samplers.sampler import Sampler
+from hpcrl.sample import Sample
 
 SURPLUS = "surplus"  #: the reason of groups that a full batch did not need
+
+
+class Made(NamedTuple):
+    """rollout: the batch; metrics: what to log of its making; dropped: samples of finished groups that are not in it, and never will be."""
+
+    rollout: Rollout
+    metrics: dict[str, float]
+    dropped: list[Sample]
 
 
 class Maker:
@@ -31,8 +41,8 @@ class Maker:
         self._filling: Filling | None = None
         self._refused: dict[str, int] = {}
 
-    async def make(self, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float]]:
-        """(the samples of `rollout_id` under policy `version`, what to log of their making)."""
+    async def make(self, rollout_id: int, version: int) -> Made:
+        """The samples of `rollout_id` under policy `version`."""
         o, shelf = self._options, self._shelf
         filling = self._filling = Filling(o.rollout_batch_size, self._at_once, o.deterministic_mode)
         crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy)
@@ -63,7 +73,11 @@ class Maker:
             found |= {"rollout/groups_issued": float(issued)}
         if o.partial_rollout:
             found |= {"rollout/groups_continued": float(continued)}
-        return self._rollout(rollout_id, version, batch), found
+        return Made(self._rollout(rollout_id, version, batch), found, self._dropped(groups))
+
+    def _dropped(self, groups: dict[int, Held]) -> list[Sample]:
+        ledger = self._shelf.ledger
+        return [sample for number, held in groups.items() if number not in ledger.bank for sample in held.samples()]
 
     def __str__(self) -> str:
         """What the batch lacks, for an error."""
