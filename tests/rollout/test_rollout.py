@@ -307,7 +307,7 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         (
             hang,
             {"rollout_timeout": 1},
-            ["24 of 24 samples of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
+            ["6 of 6 groups of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
         ),
         (wrong_token, {}, ["engine-0 on 127.0.0.1", "token id 999"]),
         (old_weights, {}, ["policy versions 3 to 3", "the trainer is at 4"]),

@@ -45,12 +45,14 @@ NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoi
 
 @dataclass(frozen=True)
 class StepTotals:
-    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree."""
+    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree; fresh:
+    bool, on which of the share's response tokens, those of the current policy (None: on all)."""
 
     where: str
     samples: int
     tokens: int
     comparable: bool
+    fresh: torch.Tensor | None = None
 
 
 def train(
@@ -79,6 +81,8 @@ def train(
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
+    current = torch.from_numpy(share.batch.versions == share.version)
+    fresh = None if bool(current.all()) else current.to(ranks.device)
     found: list[dict[str, float]] = []
     for number, micro_batches in enumerate(steps):
         step = StepTotals(
@@ -87,6 +91,7 @@ def train(
             share.step_tokens[number],
             # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
             comparable=number == 0 or not options.use_rollout_logprobs,
+            fresh=fresh,
         )
         row: dict[str, float] = {}
         if policy_steps(options, share):
@@ -201,6 +206,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         group=packed.group,
         reward=packed.reward,
         comparable=step.comparable,
+        fresh=None if step.fresh is None else step.fresh[packed.source],
         sum_over_sample=lambda values: sums_over_samples(values, packed.sample, packed.samples, group),
     )
 
