@@ -42,8 +42,8 @@ def sluggish(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
 
 def dying(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
     """As `sluggish`, until it is gone."""
-    engine.healthy = count < 60
-    return sluggish(engine, count, body) if count < 60 else CUT
+    engine.healthy = count < 20
+    return sluggish(engine, count, body) if count < 20 else CUT
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -74,10 +74,8 @@ def test_a_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Path, mod
         _, after_two = second.step(2, saved=2)
         _, state = second.step(3, saved=2)
         killed_while_making(second, 4, state)
-    with Attempt(
-        path, model, sluggish, sluggish, **VALUES
-    ) as third:  # the checkpoint after rollout 3 is lost: that is made again
-        third.begin(3, after_two)
+    with Attempt(path, model, sluggish, sluggish, **VALUES) as third:
+        third.begin(3, after_two)  # the checkpoint after rollout 3 is lost: that one is made again
         for rollout_id in (3, 4):
             third.step(rollout_id, saved=rollout_id)
         third.call("finish", rollout_id=5)
@@ -96,4 +94,5 @@ def test_a_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Path, mod
     assert summary["dropped"] == found.dropped and summary["buffer"] + summary["bank"] == found.buffer + found.bank
     assert any(len(row["versions"]) > 1 for row in rows) or found.buffer, "responses went on under a later policy"
     log = "".join(file.read_text() for file in sorted(path.glob("rollout*.log")))
-    assert "died" in log and "that came after the checkpoint are used" in log
+    assert "died" in log
+    assert "that came after the checkpoint are used" in log
