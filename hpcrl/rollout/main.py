@@ -20,6 +20,7 @@ from typing import Any
 
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.queue import sockets
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
@@ -31,6 +32,7 @@ from hpcrl.rollout.prompts.prompt_files import Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
+from hpcrl.rollout.samplers.custom import CustomSampler, started
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
@@ -59,7 +61,12 @@ class Work:
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
         graded = [self.file] if self.samples else []
         graded += [held.file for held in self.held_out]
-        self.grading = Grading(options, graded) if graded else None
+        rewarded = options.rm_type or options.custom_rm_path or not options.custom_generate_function_path
+        self.grading = Grading(options, graded) if graded and rewarded else None
+        self.custom = None  # what makes samples with the user's function
+        if graded and options.custom_generate_function_path:
+            host = sockets.bind_address(context.plan)
+            self.custom = CustomSampler(options, self.file, self.tokenizer, self.grading, host)
 
 
 class RolloutRole:
@@ -71,10 +78,14 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
-        if work.grading is not None and work.samples:
+        if work.custom is not None:
+            work.custom.use(generator, lambda: self.pool.model_len)
+        if work.samples and work.custom is not None:
+            self.maker = work.custom
+        elif work.samples and work.grading is not None:
             self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
-        if work.grading is not None and work.held_out:
-            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
+        if work.held_out:
+            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
@@ -90,13 +101,12 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        starting = None if self.work.grading is None else asyncio.create_task(self.work.grading.start())
+        starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
-            if starting is not None:
-                await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
-                if self._end.done():
-                    return await self._end
-                await starting
+            await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                return await self._end
+            await starting
             await self.server.start()
             say(f"{len(self.work.file)} prompts in {self.work.file.path}, {self.work.total} rollouts")
             return await self._end
@@ -108,8 +118,9 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
-            if self.work.grading is not None:
-                await self.work.grading.close()
+            for part in (self.work.custom, self.work.grading):
+                if part is not None:
+                    await part.close()
             await self.server.close()
 
     # ---- what the trainer calls
@@ -210,8 +221,8 @@ class RolloutRole:
 
     async def _baseline(self, rollout: Rollout, group: Group) -> float:
         """The reward of the greedy response to a prompt."""
-        (sample,) = await self.maker.make(Asked(group, GREEDY, rollout.rollout_id, rollout.version))
-        return sample.reward
+        samples = await self.maker.make(Asked(group, GREEDY, rollout.rollout_id, rollout.version))
+        return sum(sample.reward for sample in samples) / len(samples)
 
     @property
     def _patience(self) -> float:

@@ -6,6 +6,7 @@ Invariant: a sampler knows nothing of batches, filters or the ledger; whoever as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -16,13 +17,27 @@ GREEDY = -1
 
 
 @dataclass(frozen=True)
+class HeldOutSet:
+    """The held-out set that a response is asked for: its name, its file, how many responses it wants in all and to a prompt."""
+
+    name: str
+    path: Path
+    size: int
+    each: int
+
+
+@dataclass(frozen=True)
 class Asked:
-    """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`."""
+    """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
+
+    held_out: in an evaluation, whose groups are numbered by the lines of the set.
+    """
 
     group: Group
     index: int
     rollout_id: int
     version: int
+    held_out: HeldOutSet | None = None
 
 
 class Sampler(Protocol):
