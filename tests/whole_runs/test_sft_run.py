@@ -99,6 +99,7 @@ def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: 
     run.process.send_signal(signal.SIGINT)
     status, out = run.end(60)
     assert status == 143, out
+    assert "asked to stop: ends after a checkpoint; a second signal ends it at once" in out
 
 
 def test_a_dead_trainer_rank_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
