@@ -15,7 +15,7 @@ from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.dotted_path import load_class, load_function
 from hpcrl.config.options import Options
 
-Role = Literal["rollout", "grading", "trainer"]
+Role = Literal["rollout", "grading", "generating", "trainer"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Point:
 POINTS: dict[str, Point] = {
     "custom_rm_path": Point("grading", ("options", "sample")),
     "rm_type": Point("grading", ("options", "sample")),
+    "custom_generate_function_path": Point("generating", ("args", "sample", "sampling_params")),
     "advantage_estimator": Point("trainer", ("batch", "options")),
     "pg_loss_type": Point("trainer", ("tokens", "options")),
     "custom_tis_function_path": Point("trainer", ("tokens", "options")),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import resource
 import socket
@@ -21,10 +20,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from hpcrl.config.dotted_path import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.grading.frames import receive_sample
-from hpcrl.rollout.grading.rewards import _find, _place, _trace
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, Engine
 from hpcrl.rollout.samplers.frames import ERROR, TIMEOUT, Call, Cancel, Done, Ready, Setup
@@ -32,20 +32,17 @@ from hpcrl.rollout.samplers.returned import NoSample, reward_of, samples_of
 from hpcrl.rollout.worker_process import frame, receive
 from hpcrl.run.process import die_with_parent
 
-FLAG = "--custom-generate-function-path"
-WANTED = "declare it: async def generate(args, sample, sampling_params)"
+OPTION = "custom_generate_function_path"
 _REQUESTS = msgspec.msgpack.Decoder(Call | Cancel)
 
 
-def load_function(path: str) -> Callable[..., Any]:
+def load_generate(path: str) -> Callable[..., Any]:
     """The function of --custom-generate-function-path.  UsageError if it cannot be used."""
-    function, shown = _find(path, FLAG), f"{FLAG} {path}"
-    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(getattr(type(function), "__call__", None)):  # noqa: B004
-        raise UsageError(f"{shown} is not async", WANTED)
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError as error:
-        raise UsageError(f"{shown} takes ({', '.join(inspect.signature(function).parameters)}): {error}", WANTED) from None
+    function = load_own(OPTION, path)
+    if not is_async(function):
+        raise UsageError(
+            f"{spelled(OPTION)} {path} is not async", "declare it: async def generate(args, sample, sampling_params)"
+        )
     return function
 
 
@@ -57,8 +54,7 @@ class Work:
     ) -> None:
         self._options, self._function, self._tokenizer, self._writer = options, function, tokenizer, writer
         self._running: dict[int, asyncio.Task[None]] = {}
-        parameters = inspect.signature(function).parameters.values()
-        self._told = any(p.name == "evaluation" or p.kind is p.VAR_KEYWORD for p in parameters)
+        self._told = takes(function, "evaluation")
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Run what comes until the socket closes."""
@@ -81,8 +77,7 @@ class Work:
         except NoSample as error:
             done = Done(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
-            text = str(error) if isinstance(error, HpcrlError) else f"raised {type(error).__name__}: {error}"
-            done = Done(call.id, failure=ERROR, text=f"{text[:500]}{_place(error)}", trace=_trace(error))
+            done = Done(call.id, failure=ERROR, text=f"raised {said_of(error)}", trace=trace_of(error))
         self._writer.write(frame(done))
         await self._writer.drain()
 
@@ -106,11 +101,11 @@ async def serve(fd: int) -> None:
     setup = msgspec.msgpack.decode(await receive(reader), type=Setup)
     options = Options.model_validate_json(setup.options)
     try:
-        function = load_function(str(options.custom_generate_function_path))
+        function = load_generate(str(options.custom_generate_function_path))
         tokenizer = load_tokenizer(options.hf_checkpoint)
     except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
         what, hint = (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
-        trace = "" if error.__cause__ is None else _trace(error.__cause__)
+        trace = "" if error.__cause__ is None else trace_of(error.__cause__)
         writer.write(frame(Ready(error=what, hint=hint, trace=trace)))
         await writer.drain()
         return
