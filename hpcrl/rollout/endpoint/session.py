@@ -20,7 +20,7 @@ from hpcrl.rollout.endpoint.chat import Dialogue
 from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
-from hpcrl.sample import TRUNCATED
+from hpcrl.sample import ABORTED, TRUNCATED
 
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all
@@ -53,7 +53,10 @@ class Making:
 
 @dataclass
 class Session:
-    """The engines, for one response.  broken: the error of ours that ends the run; in_flight: requests that engines work on."""
+    """The engines, for one response.
+
+    broken: the error of ours that ends the run; ended: the run ended the response early; in_flight: requests that engines work on.
+    """
 
     making: Making
     generator: Generator
@@ -61,6 +64,7 @@ class Session:
     context: Callable[[], int | None]
     dialogues: list[Dialogue] = field(default_factory=list)
     broken: HpcrlError | None = None
+    ended: bool = False
     in_flight: int = 0
     requests: int = 0
     _asked: Counter[bytes] = field(default_factory=Counter)
@@ -85,12 +89,16 @@ class Session:
         self._asked[digest] += 1
         self.in_flight, self.requests = self.in_flight + 1, self.requests + 1
         try:
-            found = await self.generator.complete(ids, sampling, seed, self.making.version)
+            affinity = "/".join(map(str, self.making.seed))  # all turns to the engine that has their beginning in its cache
+            found = await self.generator.complete(ids, sampling, seed, self.making.version, affinity=affinity)
         except HpcrlError as error:
             self.broken = self.broken or error
             raise
         finally:
             self.in_flight -= 1
+        if found.status == ABORTED:
+            self.ended = True
+            raise BadRequest("the response was ended early: it is not needed any more", "ended_early")
         finish = LENGTH if found.status == TRUNCATED else STOP
         return Turn(found.tokens, found.logprobs, found.versions, finish, self.text(found.tokens))
 

@@ -29,7 +29,7 @@ from hpcrl.rollout.samplers.frames import ERROR, Call, Done, Made, arrays
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
 from hpcrl.rollout.samplers.worker_pool import WorkerPool
 from hpcrl.run.role import say
-from hpcrl.sample import COMPLETED, PENDING, Sample
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
 FLAG = "--custom-generate-function-path"
@@ -71,12 +71,16 @@ class CustomSampler:
         await self._endpoint.stop()
 
     async def make(self, asked: Asked) -> list[Sample]:
-        """The samples of one response.  HpcrlError once too many calls of the batch have failed, or an engine has."""
+        """The samples of one response; one without a token, ABORTED, if the run ended it early: it is begun again another time.
+
+        HpcrlError once too many calls of the batch have failed, or an engine has."""
         making = Making(self._sampling(asked), self._seed(asked), asked.version)
         prompt = self._prompt(asked)
         done, found = await self._call(asked, making, prompt, 1.0)
-        if done.failure and self._options.deterministic_mode:
+        if found is not None and done.failure and self._options.deterministic_mode:
             done, found = await self._call(asked, making, prompt, MORE)
+        if found is None:
+            return [replace(prompt, status=ABORTED)]
         if done.failure:
             return [self._failed(asked, prompt, done)]
         await self._grade(asked, found)
@@ -113,8 +117,8 @@ class CustomSampler:
 
     # ---- the call
 
-    async def _call(self, asked: Asked, making: Making, prompt: Sample, patience: float) -> tuple[Done, list[Sample]]:
-        """What came of one call, and its samples if it did not fail."""
+    async def _call(self, asked: Asked, making: Making, prompt: Sample, patience: float) -> tuple[Done, list[Sample] | None]:
+        """What came of one call, and its samples if it did not fail; None if the run ended it early."""
         assert self._generator is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
 
@@ -137,6 +141,8 @@ class CustomSampler:
             session = sessions[-1][1] if sessions else None
             if session is not None and session.broken is not None:
                 raise session.broken
+            if session is not None and session.ended:
+                return done, None
             if done.failure:
                 return done, []
             assert session is not None
