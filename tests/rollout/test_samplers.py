@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,62 +14,21 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.rollout.engines.generate import Completion, Sampling
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import Asked, HeldOutSet
-from hpcrl.sample import COMPLETED, TRUNCATED, Sample
-from tests.support.tiny import CHAT, SPECIAL
+from hpcrl.sample import ABORTED, COMPLETED, Sample
+from tests.support.two_ways import Policy, make_model, words
 
 pytestmark = pytest.mark.process
-LETTERS = ["a", "b", "c", "<", ">", "m", "o", "r", "e", "1", "+", "=", "\n", "user", "assistant", "ab"]
 HERE = "tests.support.own_generates"
-
-
-def make_model(path: Path, template: str = CHAT) -> Path:
-    """A tokenizer that writes `ab` in one token, though the policy may say it in two."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Fast
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate([*SPECIAL, *LETTERS])}
-    inner = Fast(models.WordLevel(words, unk_token="<|unk|>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"user|assistant|ab|[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    special = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=["<|user|>", "<|assistant|>"], **special)
-    fast.chat_template = template
-    fast.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 1}))
-    return path
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-class Policy:
-    """In the engines' place: says `ab` in two tokens, then ends; counts what it is asked."""
-
-    def __init__(self, tokenizer: Tokenizer, say: Sequence[str] = ("a", "b")) -> None:
-        ids = tokenizer._hf.convert_tokens_to_ids
-        self.tokens = [ids(word) for word in say]
-        self.end, self.asked = ids("<|end|>"), []
-        self.broken: HpcrlError | None = None
-
-    async def complete(self, prompt: np.ndarray, sampling: Sampling, seed: int | None, version: int, **_: Any) -> Completion:
-        self.asked.append((prompt.tolist(), sampling, seed))
-        if self.broken:
-            raise self.broken
-        await asyncio.sleep(0.01)
-        tokens = [*self.tokens, self.end][: sampling.max_tokens]
-        count, whole = len(tokens), len(tokens) == len(self.tokens) + 1
-        logprobs = -np.arange(1, count + 1, dtype=np.float32) / 8
-        versions = np.full(count, version + len(self.asked) % 2, np.int32)
-        return Completion(np.asarray(tokens, np.int32), logprobs, versions, COMPLETED if whole else TRUNCATED)
 
 
 @asynccontextmanager
@@ -105,10 +63,6 @@ def asked(model: Path, index: int = 1, number: int = 0, label: str = "", held_ou
     return Asked(Group(number, prompt), index, 3, 7, held_out)
 
 
-def words(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    return tokenizer._hf.convert_ids_to_tokens(list(map(int, tokens)))
-
-
 def check(sample: Sample) -> None:
     """What the trainer relies on."""
     n = sample.response_length
@@ -116,12 +70,38 @@ def check(sample: Sample) -> None:
     assert not sample.logprobs[sample.loss_mask == 0].any()
 
 
-def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(model: Path) -> None:
-    async def run() -> tuple[list[Sample], Policy]:
-        async with sampler(model, "two_turns") as (made, policy):
-            return await made.make(asked(model)), policy
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[str, Any]:
+    """What one sampler made, one after another; policy-NAME: what was asked for it."""
 
-    [sample], policy = asyncio.run(run())
+    async def run() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        async with sampler(model, "by_label") as (made, policy):
+            held = HeldOutSet("held", Path("h.jsonl"), 4, 1)
+            for name, label, index, held_out in (
+                ("turns", "two_turns", 1, None),
+                ("several", "fans_out", 0, None),
+                ("one", "fans_out", 1, None),
+                ("held", "fans_out", 1, held),
+                ("hand", "at_the_engine", 1, None),
+                ("agent", "an_agent", 1, None),
+            ):
+                policy.asked = []
+                found[name] = await made.make(asked(model, index, label=label, held_out=held_out))
+                found[f"policy-{name}"] = policy.asked
+            policy.broken = PeerError("engine-0 answered a completion without tokens")
+            with pytest.raises(PeerError) as error:
+                await made.make(asked(model, label="at_the_engine"))
+            found["broken"] = str(error.value)
+            policy.broken, policy.status = None, ABORTED
+            found["ended"] = await made.make(asked(model, label="two_turns"))
+        return found
+
+    return asyncio.run(run())
+
+
+def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(model: Path, found: dict[str, Any]) -> None:
+    [sample], requests = found["turns"], found["policy-turns"]
     check(sample)
     tokenizer = Tokenizer(model)
     said = ["a", "b", "<|end|>"]
@@ -130,11 +110,11 @@ def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(mo
     assert sample.loss_mask.tolist() == [1] * 3 + [0] * 6 + [1] * 3
     assert sample.versions.tolist() == [8] * 9 + [7] * 3, "each token knows its version; what a tool says has that before it"
     assert np.allclose(sample.logprobs[sample.loss_mask == 1], [-0.125, -0.25, -0.375] * 2)
-    assert policy.asked[1][0] == sample.tokens[:-3].tolist(), "the second turn saw the very tokens of the first"
+    assert requests[1][0] == sample.tokens[:-3].tolist(), "the second turn saw the very tokens of the first"
     again = tokenizer.encode([tokenizer._hf.decode(sample.tokens.tolist())])[0]
     assert again.tolist() != sample.tokens.tolist() and "ab" in words(tokenizer, again[:9])
     assert (sample.reward, sample.status, sample.metadata) == (1.0, COMPLETED, {"evaluation": False})
-    assert len({seed for _, _, seed in policy.asked}) == 2
+    assert len({seed for _, _, seed in requests}) == 2
 
 
 THINKING = (  # as Qwen3's: a newline behind a turn's end, thoughts of earlier turns left out
@@ -157,85 +137,77 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_them(tmp_path: Pa
     assert words(Tokenizer(model), sample.tokens[-sample.response_length :]) == [*said, *told, *said]
 
 
-def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_function_too(model: Path) -> None:
-    async def run() -> tuple[Any, ...]:
-        async with sampler(model, "fans_out") as (made, policy):
-            several, one = await made.make(asked(model, 0)), await made.make(asked(model, 1))
-            held = HeldOutSet("held", Path("h.jsonl"), 4, 1)
-            return several, one, await made.make(asked(model, 1, held_out=held)), policy
-
-    several, one, held, policy = asyncio.run(run())
+def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_function_too(found: dict[str, Any]) -> None:
+    several, one, held = found["several"], found["one"], found["held"]
     assert (len(several), len(one), len(held)) == (2, 1, 1)
     for sample in (*several, *one, *held):
         check(sample)
         assert sample.grading == "error" and "set no reward" in sample.grading_error and sample.reward == 0
-    seeds = [seed for _, _, seed in policy.asked]
+    seeds = [seed for name in ("several", "one", "held") for _, _, seed in found[f"policy-{name}"]]
     assert len(set(seeds)) == 4, "two alike requests of a response have noise of their own, and evaluations too"
 
 
-def test_exact_tokens_by_hand_as_a_function_of_slimes(model: Path) -> None:
-    async def run() -> list[Sample]:
-        async with sampler(model, "at_the_engine") as (made, _):
-            return await made.make(asked(model))
-
-    [sample] = asyncio.run(run())
+def test_exact_tokens_by_hand_as_a_function_of_slimes(found: dict[str, Any]) -> None:
+    [sample] = found["hand"]
     check(sample)
     assert (sample.reward, sample.response, sample.response_length) == (1.0, "ab", 3)
 
 
-def test_an_agent_that_knows_nothing_of_hpcrl_makes_exact_samples(model: Path) -> None:
-    async def run() -> tuple[list[Sample], Policy]:
-        async with sampler(model, "an_agent") as (made, policy):
-            return await made.make(asked(model)), policy
-
-    [sample], policy = asyncio.run(run())
+def test_an_agent_that_knows_nothing_of_hpcrl_makes_exact_samples(model: Path, found: dict[str, Any]) -> None:
+    [sample] = found["agent"]
     check(sample)
     tokenizer = Tokenizer(model)
     said, told = ["a", "b", "<|end|>"], ["<|user|>", "m", "o", "r", "e", "<|end|>", "<|assistant|>"]
     assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
     assert sample.loss_mask.tolist() == [1] * 3 + [0] * 7 + [1] * 3
     assert sample.tokens[: -sample.response_length].tolist() == asked(model).group.prompt.tokens.tolist()
-    assert {sampling.temperature for _, sampling, _ in policy.asked} == {1.0}, "sampled as the run samples, whatever was asked"
+    assert {sampling.temperature for _, sampling, _ in found["policy-agent"]} == {1.0}, (
+        "sampled as the run samples, whatever was asked"
+    )
     assert sample.reward == 0.5
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("raise", "raised LookupError: no such tool (own_generates.py:"),
-        ("hang", "took more than --custom-generate-timeout 1 s"),
-        ("none", "returned None, but asked nothing at the endpoint"),
-        ("number", "returned a int, not a sample"),
-        ("short", "set 2 logprobs for a response of 3 tokens"),
-        ("temperature", "sampling_params changes temperature to 0.1"),
-        ("long", "set 3 loss_mask for a response of 4 tokens"),
-        ("nan", "set the reward to nan"),
-        ("die", "ended its process (exit status 3)"),
-        ("block", "blocked its process"),
-    ],
-)
-def test_a_call_that_fails_costs_its_response_alone(model: Path, kind: str, words: str) -> None:
-    async def run() -> list[list[Sample]]:
-        async with sampler(model, "troubled", custom_generate_timeout=1) as (made, _):
-            return await asyncio.gather(*(made.make(asked(model, index, label=kind)) for index in range(4)))
+TROUBLES = {
+    "raise": "raised LookupError: no such tool (own_generates.py:",
+    "hang": "took more than --custom-generate-timeout 1 s",
+    "none": "returned None, but asked nothing at the endpoint",
+    "number": "returned a int, not a sample",
+    "short": "set 2 logprobs for a response of 3 tokens",
+    "temperature": "sampling_params changes temperature to 0.1",
+    "long": "set 3 loss_mask for a response of 4 tokens",
+    "nan": "set the reward to nan",
+    "die": "ended its process (exit status 3)",
+    "block": "blocked its process",
+}
 
-    (bad,), *good = asyncio.run(run())
-    assert words in bad.grading_error and bad.grading == ("timeout" if kind in ("hang", "block") else "error")
-    assert bad.reward == 0 and bad.loss_mask.tolist() == [0] and bad.response_length == 1
-    for (sample,) in good:
-        check(sample)
-        assert sample.reward == 1 and not sample.grading
+
+def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
+    async def run() -> dict[str, list[list[Sample]]]:
+        async with sampler(model, "troubled", custom_generate_timeout=1) as (made, _):
+            return {
+                kind: await asyncio.gather(*(made.make(asked(model, index, label=kind)) for index in range(4)))
+                for kind in TROUBLES
+            }
+
+    for kind, ((bad,), *good) in asyncio.run(run()).items():
+        assert TROUBLES[kind] in bad.grading_error and bad.grading == ("timeout" if kind in ("hang", "block") else "error")
+        assert bad.reward == 0 and bad.loss_mask.tolist() == [0] and bad.response_length == 1
+        for (sample,) in good:
+            check(sample)
+            assert sample.reward == 1 and not sample.grading
 
 
 def test_too_many_failures_end_the_run_one_bad_prompt_does_not(model: Path) -> None:
-    async def run(numbers: Sequence[int]) -> None:
+    async def run() -> None:
         async with sampler(model, "troubled", custom_generate_max_failed=0.05) as (made, _):
-            for number in numbers:
+            for number in (0, 0):
                 await made.make(asked(model, 0, number, "raise"))
+            with pytest.raises(
+                HpcrlError, match=r"3 of the 16 generations of rollout 3 failed, more than --custom-generate-max-failed"
+            ):
+                await made.make(asked(model, 0, 1, "raise"))
 
-    asyncio.run(run([0, 0]))
-    with pytest.raises(HpcrlError, match=r"2 of the 16 generations of rollout 3 failed, more than --custom-generate-max-failed"):
-        asyncio.run(run([0, 1]))
+    asyncio.run(run())
 
 
 def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: Path) -> None:
@@ -249,14 +221,10 @@ def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: P
     assert took > 1.3 and "--custom-generate-timeout 1.2 s" in bad.grading_error
 
 
-def test_an_engines_failure_is_the_runs(model: Path) -> None:
-    async def run() -> None:
-        async with sampler(model, "at_the_engine") as (made, policy):
-            policy.broken = PeerError("engine-0 answered a completion without tokens")
-            await made.make(asked(model))
-
-    with pytest.raises(PeerError, match="engine-0 answered a completion without tokens"):
-        asyncio.run(run())
+def test_an_engines_failure_is_the_runs_and_a_response_that_is_not_needed_is_given_back(found: dict[str, Any]) -> None:
+    assert found["broken"] == "engine-0 answered a completion without tokens"
+    [sample] = found["ended"]
+    assert sample.status == ABORTED and sample.response_length == 0
 
 
 @pytest.mark.parametrize(

@@ -94,3 +94,8 @@ async def two(args: Any, sample: Sample) -> Sample:
 
 def plain(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     return sample
+
+
+async def by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """The function that the label names."""
+    return await globals()[sample.label](args, sample, sampling_params)

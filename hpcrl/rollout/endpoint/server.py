@@ -87,6 +87,8 @@ class Endpoint:
             try:
                 async with asyncio.timeout(READ):
                     data = await request.read()
+            except web.HTTPRequestEntityTooLarge:
+                return _error(413, f"a request is {LARGEST} bytes at most", "invalid_request_error")
             except TimeoutError:
                 return _error(408, f"the request's body did not arrive within {READ:g} s", "timeout")
             try:

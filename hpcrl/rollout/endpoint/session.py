@@ -107,7 +107,7 @@ class Session:
         return self.tokenizer.decode(tokens, frozenset(self.making.sampling.stop_token_ids))
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        bad = next((t for t in tokens if not isinstance(t, int) or not 0 <= t < self.tokenizer.vocab_size), None)
+        bad = next((t for t in tokens if type(t) is not int or not 0 <= t < self.tokenizer.vocab_size), None)
         if bad is not None or not len(tokens):
             raise BadRequest(
                 f"{bad!r} is no token id below {self.tokenizer.vocab_size}" if len(tokens) else "no tokens were given"
