@@ -74,7 +74,7 @@ ROW = np.dtype(
         ("index", "<i4"),
         ("length", "<i4"),  # prompt + response
         ("response_length", "<i4"),
-        ("trained", "<i4"),  # trained tokens (mask sum) of the response that it is of, all its samples together
+        ("trained", "<i8"),  # trained tokens (mask sum) of the response that it is of, all its samples together
         ("status", "<i4"),  # position in STATUSES; PENDING: it fills an optimizer step up and counts nowhere
         ("reward", "<f8"),
         ("baseline", "<f8"),  # NaN: none
