@@ -162,7 +162,7 @@ class CustomSampler:
         for dialogue in session.dialogues:
             trajectory = dialogue.trajectory
             text = self._tokenizer.decode(np.asarray(trajectory.tokens[len(trajectory.prompt) :], np.int32))
-            sample = replace(trajectory.sample(prompt, text), metadata=done.metadata, reward=reward)
+            sample = replace(trajectory.sample(prompt, text), metadata=done.metadata, reward=reward, rewards=done.rewards)
             found.append(sample)
         return done, found
 

@@ -66,13 +66,14 @@ class Made(msgspec.Struct):
 class Done(msgspec.Struct):
     """What came of a call.
 
-    samples: None where the function returned None: those that it had the endpoint make, of which `reward` and `metadata` are;
+    samples: None where the function returned None: those that it had the endpoint make, of which `reward`, `rewards` and `metadata` are;
     failure: "", TIMEOUT or ERROR, with its text.
     """
 
     id: int
     samples: list[Made] | None = None
     reward: float | None = None
+    rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     failure: str = ""
     text: str = ""

@@ -63,7 +63,7 @@ def _checked(sample: Sample, vocab_size: int, longest: int) -> Made:
     status = COMPLETED if sample.status == PENDING else sample.status
     if not isinstance(sample.metadata, dict):
         raise NoSample("set metadata that is no dict")
-    whole = replace(sample, response_length=int(count), status=status, response=_text(sample.response), rewards=_parts(sample))
+    whole = replace(sample, response_length=int(count), status=status, response=_text(sample.response), rewards=parts_of(sample))
     return made(whole, reward_of(sample))
 
 
@@ -94,7 +94,8 @@ def _text(response: Any) -> str:
     return response.encode(errors="replace").decode() if isinstance(response, str) else str(response)
 
 
-def _parts(sample: Sample) -> dict[str, float]:
+def parts_of(sample: Sample) -> dict[str, float]:
+    """The named parts of the reward that a function has set, as far as they are finite.  NoSample if they are no numbers."""
     try:
         return {str(name): float(value) for name, value in sample.rewards.items() if math.isfinite(float(value))}
     except (AttributeError, TypeError, ValueError):

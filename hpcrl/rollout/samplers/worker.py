@@ -28,7 +28,7 @@ from hpcrl.rollout.grading.frames import receive_sample
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, Engine
 from hpcrl.rollout.samplers.frames import ERROR, TIMEOUT, Call, Cancel, Done, Ready, Setup
-from hpcrl.rollout.samplers.returned import NoSample, reward_of, samples_of
+from hpcrl.rollout.samplers.returned import NoSample, parts_of, reward_of, samples_of
 from hpcrl.rollout.worker_process import frame, receive
 from hpcrl.run.process import die_with_parent
 
@@ -92,7 +92,7 @@ class Work:
         if returned is None:
             if not isinstance(sample.metadata, dict):
                 raise NoSample("set metadata that is no dict")
-            return Done(call.id, reward=reward_of(sample), metadata=sample.metadata)
+            return Done(call.id, reward=reward_of(sample), rewards=parts_of(sample), metadata=sample.metadata)
         return Done(call.id, samples_of(returned, self._tokenizer.vocab_size, call.sampling_params["max_new_tokens"]))
 
 
