@@ -13,6 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
+from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError, failures, raise_together
@@ -27,7 +28,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
     layout = failures((_layout, _virtual_stages, _engines), options)
-    wrong = failures((_needed, _sampling, _rewards, _evaluation, _weights), options) + layout
+    wrong = failures((_needed, _sampling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
@@ -57,7 +58,7 @@ def flag(name: str) -> str:
 def _needed(o: Options) -> None:
     if o.hf_checkpoint is None:
         raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
-    if o.prompt_data is None:
+    if o.prompt_data is None and o.load_debug_rollout_data is None:
         raise UsageError("no prompts given", "give --prompt-data, a .jsonl file")
     if o.num_rollout is None and o.num_epoch is None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
@@ -154,7 +155,8 @@ def _packing(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    label_key(o, evaluation=False)
+    if o.load_debug_rollout_data is None:
+        label_key(o, evaluation=False)
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
@@ -244,7 +246,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
     if o.loss_type != "dpo_loss":
         yield "rejected_key", f"--loss-type is {o.loss_type}"
-    if not o.needs_engines:
+    if not o.needs_engines and not o.trains_only:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
@@ -269,6 +271,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "skip_eval_before_train",
             "--eval-interval is not given",
         )
+    if o.debug_rollout_only:
+        yield "save_token_data", "--debug-rollout-only trains nothing"
     yield from _inert_in_training(o)
 
 
