@@ -15,6 +15,7 @@ from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
 from hpcrl.config.sections.data import DataOptions
+from hpcrl.config.sections.distillation import DistillationOptions
 from hpcrl.config.sections.evaluation import EvalOptions
 from hpcrl.config.sections.looking import LookOptions
 from hpcrl.config.sections.model import ModelOptions
@@ -37,6 +38,7 @@ class Options(
     EvalOptions,
     AlgorithmOptions,
     OffPolicyOptions,
+    DistillationOptions,
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
@@ -97,6 +99,11 @@ class Options(
     def trainer_slots(self) -> int:
         """Slots of all trainer ranks; none where nothing is trained."""
         return 0 if self.debug_rollout_only else self.world_size
+
+    @property
+    def grades(self) -> bool:
+        """Whether a reward is given; without one the rewards of what is sampled are 0."""
+        return bool(self.rm_type or self.custom_rm_path)
 
     @property
     def num_engines(self) -> int:

@@ -147,6 +147,8 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
     rewards = np.asarray(rollout.rewards()).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
+    if "teacher_logprobs" in samples[0].extra:
+        found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
     return found | {
         "rollout/reward": float(rewards.mean()),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),

@@ -27,6 +27,7 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
@@ -37,6 +38,7 @@ from hpcrl.rollout.samplers.custom import CustomSampler, started
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
+from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -72,11 +74,11 @@ class Work:
         self.total = count_rollouts(options, len(self.file))
         self.said = f"{len(self.file)} prompts in {self.file.path}, {self.total} rollouts"
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
-        graded = [self.file] if self.samples else []
+        graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
-        if graded and (options.rm_type or options.custom_rm_path or not options.custom_generate_function_path):
+        if graded and (options.grades or not options.custom_generate_function_path):
             self.grading = Grading(options, graded)
-        if graded and options.custom_generate_function_path:
+        if options.custom_generate_function_path and (self.samples or self.held_out):
             host = sockets.bind_address(context.plan)
             self.custom = CustomSampler(options, self.file, self.tokenizer, self.grading, host)
 
@@ -96,8 +98,12 @@ class RolloutRole:
             self.maker = work.source
         elif work.samples and work.custom is not None:
             self.maker = work.custom
-        elif work.grading is not None and work.samples and work.file is not None:
+        elif work.samples and work.file is not None:
             self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+        asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
+        self.teacher = Teacher(self.options, work.tokenizer) if asks else None
+        if self.teacher is not None:
+            self.maker = TaughtSampler(self.maker, self.teacher, str(work.file.path))
         if work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
@@ -121,6 +127,8 @@ class RolloutRole:
             if self._end.done():
                 return await self._end
             await starting
+            if self.teacher is not None:
+                await self.teacher.check()
             await self.server.start()
             say(self.work.said)
             return await self._end
@@ -132,7 +140,7 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
-            for part in (self.work.custom, self.work.grading):
+            for part in (self.teacher, self.work.custom, self.work.grading):
                 if part is not None:
                     await part.close()
             await self.server.close()

@@ -13,6 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
+from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
@@ -32,7 +33,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
-        wrong += failures((check_algorithm, check_schedules), options)
+        wrong += failures((check_algorithm, check_distillation, check_schedules), options)
     raise_together(wrong)
     without = inert(options)
     names = sorted(options.model_fields_set) if given is None else given
@@ -174,7 +175,8 @@ def _sampling(o: Options) -> None:
 def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
-    if not o.rm_type and o.custom_rm_path is None and o.custom_generate_function_path is None:
+    unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
+    if not o.grades and not unread and o.custom_generate_function_path is None:
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -242,6 +244,7 @@ def inert(o: Options) -> dict[str, str]:
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
+    yield from inert_in_distillation(o)
     if o.learns_labels:
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
     if o.loss_type != "dpo_loss":

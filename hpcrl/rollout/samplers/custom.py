@@ -175,7 +175,9 @@ class CustomSampler:
         last, where = samples[-1], self._where(asked)
         if math.isnan(last.reward):
             last.reward = 0.0
-            if self._grading is None:
+            if self._grading is None and self._options.advantage_estimator == "none" and not asked.held_out:
+                pass  # a teacher says what is learned
+            elif self._grading is None:
                 last.grading, last.grading_error = ERROR, f"{FLAG} set no reward, and no --rm-type is given"
                 self._count(asked, where, f"{last.grading_error} (response {last.index} of group {last.group}, {where})")
             else:

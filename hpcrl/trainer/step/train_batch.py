@@ -216,6 +216,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         rollout=packed.rollout,
         advantages=packed.advantages,
         reference=packed.reference,
+        divergence=found.divergence,
         group=packed.group,
         reward=packed.reward,
         comparable=step.comparable,
