@@ -38,7 +38,9 @@ class Packed:
     r may be 0.
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
-    reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes); advantages; a critic's values, before any of its steps, and the returns that it learns.
+    reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes); advantages; a critic's
+    values, before any of its steps, and the returns that it learns.
+    Filled in by its optimizer step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
     """
 
     tokens: torch.Tensor
@@ -60,6 +62,7 @@ class Packed:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    trainer: torch.Tensor | None = None
 
     @property
     def samples(self) -> int:
