@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.sections.agents import AgentOptions
 from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
@@ -32,6 +33,7 @@ class Options(
     ModelOptions,
     DataOptions,
     RolloutOptions,
+    AgentOptions,
     RewardOptions,
     EvalOptions,
     AlgorithmOptions,

@@ -21,6 +21,7 @@ from typing import Any
 from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.queue import sockets
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
@@ -37,6 +38,7 @@ from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
+from hpcrl.rollout.samplers.custom import CustomSampler, started
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
@@ -60,6 +62,7 @@ class Work:
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         self.held_out: list[HeldOut] = []
         self.grading: Grading | None = None
+        self.custom: CustomSampler | None = None  # makes samples with the user's function
         self.file: PromptFile | None = None
         if options.load_debug_rollout_data is not None:
             self.source: PromptSource | SavedRollouts = SavedRollouts(options)
@@ -78,8 +81,11 @@ class Work:
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
         graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
-        if graded:
+        if graded and (options.grades or not options.custom_generate_function_path):
             self.grading = Grading(options, graded, self.hooks)
+        if options.custom_generate_function_path and (self.samples or self.held_out):
+            host = sockets.bind_address(context.plan)
+            self.custom = CustomSampler(options, self.file, self.tokenizer, self.grading, host)
 
 
 class RolloutRole:
@@ -91,16 +97,20 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
+        if work.custom is not None:
+            work.custom.use(generator, lambda: self.pool.model_len)
         if isinstance(work.source, SavedRollouts):
             self.sampler = work.source
+        elif work.samples and work.custom is not None:
+            self.sampler = work.custom
         elif work.samples and work.file is not None:
             self.sampler = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
         asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
             self.sampler = TaughtSampler(self.sampler, self.teacher, str(work.file.path))
-        if work.grading is not None and work.held_out:
-            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
+        if work.held_out:
+            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
         self.shelf = Shelf(self.options, work.source, context.rundir)
         self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
@@ -120,13 +130,12 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        starting = None if self.work.grading is None else asyncio.create_task(self.work.grading.start())
+        starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
-            if starting is not None:
-                await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
-                if self._end.done():
-                    return await self._end
-                await starting
+            await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                return await self._end
+            await starting
             if self.teacher is not None:
                 await self.teacher.check()
             await self.server.start()
@@ -140,10 +149,9 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
-            if self.teacher is not None:
-                await self.teacher.close()
-            if self.work.grading is not None:
-                await self.work.grading.close()
+            for part in (self.teacher, self.work.custom, self.work.grading):
+                if part is not None:
+                    await part.close()
             await self.server.close()
             self.shelf.close()
 

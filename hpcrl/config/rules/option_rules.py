@@ -201,7 +201,7 @@ def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
     unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
-    if not o.grades and not unread:
+    if not o.grades and not unread and o.custom_generate_function_path is None:
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -283,7 +283,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
-            "reward_memory_gb reward_max_failed update_weight_buffer_size "
+            "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
             "weight_transfer check_weight_update_equal vllm",
             _NO_ENGINE,
         )
@@ -291,6 +291,11 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             yield "rollout_num_gpus", _NO_ENGINE
     if o.custom_rm_path is None:
         yield "group_rm", "--custom-rm-path is not given"
+    if o.custom_generate_function_path is None:
+        yield (
+            "custom_generate_num_workers custom_generate_timeout custom_generate_max_failed",
+            "--custom-generate-function-path is not given",
+        )
     if o.eval_interval is None:
         yield (
             "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k "
