@@ -86,7 +86,35 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         "examples_of_algorithms.by_root",
         lambda f: f(torch.tensor([4, 0]), OPTIONS).tolist() == [0.5, 1],
     ),
+    "custom_megatron_init_path": (
+        "examples_of_trainer_hooks.seeded",
+        lambda f: f(OPTIONS) is None and torch.initial_seed() == OPTIONS.seed,
+    ),
+    "custom_megatron_before_log_prob_hook_path": (
+        "examples_of_trainer_hooks.note",
+        lambda f: f(OPTIONS, [], "ref_") is None and f.__globals__["SEEN"] == ["ref_"],
+    ),
+    "custom_megatron_before_train_step_hook_path": ("examples_of_trainer_hooks.freeze_embedding", lambda f: freezes(f)),
+    "rollout_data_postprocess_path": ("examples_of_trainer_hooks.drop_what_disagrees", lambda f: drops(f)),
 }
+
+
+def freezes(hook: Callable[..., Any]) -> bool:
+    chunk = torch.nn.ModuleDict({"word_embeddings": torch.nn.Linear(1, 1), "output": torch.nn.Linear(1, 1)})
+    hook(OPTIONS, 9, 0, [chunk], None, None)
+    early = [parameter.requires_grad for parameter in chunk.parameters()]
+    hook(OPTIONS, 10, 0, [chunk], None, None)
+    return early == [False, False, True, True] and all(parameter.requires_grad for parameter in chunk.parameters())
+
+
+def drops(hook: Callable[..., Any]) -> bool:
+    data = {
+        "loss_masks": [torch.tensor([1, 1, 0])],
+        "log_probs": [torch.tensor([-1.0, -1.0, -1.0])],
+        "rollout_log_probs": [torch.tensor([-1.0, -3.0, -1.0])],
+    }
+    hook(OPTIONS, 0, data)
+    return data["loss_masks"][0].tolist() == [1, 0, 0]
 
 
 def test_every_point_has_a_row_a_call_and_an_option() -> None:

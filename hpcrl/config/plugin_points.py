@@ -44,6 +44,12 @@ POINTS: dict[str, Point] = {
     "kl_loss_type": Point("trainer", ("difference", "ratio")),
     "custom_loss_function_path": Point("trainer", ("tokens", "options")),
     "custom_pg_loss_reducer_function_path": Point("trainer", ("counts", "options")),
+    "custom_megatron_init_path": Point("trainer", ("options",)),
+    "custom_megatron_before_log_prob_hook_path": Point("trainer", ("options", "model", "store_prefix")),
+    "custom_megatron_before_train_step_hook_path": Point(
+        "trainer", ("options", "rollout_id", "step_id", "model", "optimizer", "scheduler")
+    ),
+    "rollout_data_postprocess_path": Point("trainer", ("options", "rollout_id", "rollout_data")),
 }
 
 

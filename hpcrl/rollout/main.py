@@ -26,15 +26,16 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
-from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
+from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.prompts.prompt_files import Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
+from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 
@@ -48,20 +49,30 @@ class Work:
     def __init__(self, context: RoleContext) -> None:
         options = context.options
         self.samples = not options.learns_labels
+        self.own = load_points(options, "rollout")
+        self.tokenizer = load_tokenizer(options.hf_checkpoint)
+        self.held_out: list[HeldOut] = []
+        self.grading: Grading | None = None
+        self.file: PromptFile | None = None
+        if options.load_debug_rollout_data is not None:
+            self.source: PromptSource | SavedRollouts = SavedRollouts(options)
+            self.total, self.said = self.source.total, str(self.source)
+            return
         if self.samples and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
         if options.prompt_data is None:
             raise UsageError("--prompt-data is not given")
-        self.own = load_points(options, "rollout")
-        self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
-        self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
+        if evaluates:
+            self.held_out = read_held_out(options, self.tokenizer)
         self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
+        self.said = f"{len(self.file)} prompts in {self.file.path}, {self.total} rollouts"
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
         graded = [self.file] if self.samples else []
         graded += [held.file for held in self.held_out]
-        self.grading = Grading(options, graded) if graded else None
+        if graded:
+            self.grading = Grading(options, graded)
 
 
 class RolloutRole:
@@ -73,7 +84,9 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
-        if work.grading is not None and work.samples:
+        if isinstance(work.source, SavedRollouts):
+            self.maker = work.source
+        elif work.grading is not None and work.samples and work.file is not None:
             self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
         if work.grading is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
@@ -100,7 +113,7 @@ class RolloutRole:
                     return await self._end
                 await starting
             await self.server.start()
-            say(f"{len(self.work.file)} prompts in {self.work.file.path}, {self.work.total} rollouts")
+            say(self.work.said)
             return await self._end
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
@@ -187,6 +200,9 @@ class RolloutRole:
         )
         samples = rollout.samples()
         check_staleness(samples, rollout.version)
+        if self.options.save_debug_rollout_data is not None:
+            path = file_of(self.options.save_debug_rollout_data, rollout.rollout_id)
+            await asyncio.to_thread(write_rollout, path, rollout.rollout_id, rollout.version, samples)
         metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=self.work.samples)
         shares = make_shares(rollout, self.options, metrics)
         self._handed_over = rollout.rollout_id

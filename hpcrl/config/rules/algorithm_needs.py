@@ -37,6 +37,7 @@ def needs(options: Options) -> Needs:
     wanted = declared.needs if declared else ()
     in_reward = policy and options.kl_coef != 0
     several = policy and (options.steps_per_rollout > 1 or options.keep_old_actor)
+    several = several or (policy and options.rollout_data_postprocess_path is not None)
     return Needs(
         advantages=policy,
         reference=in_reward or (policy and options.use_kl_loss) or options.loss_type == "dpo_loss",

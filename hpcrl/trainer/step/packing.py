@@ -38,6 +38,7 @@ class Packed:
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
     reference, the reference model's; advantages; a critic's values, before any of its steps, and the returns that it learns.
+    Filled in by its optimizer step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
     """
 
     tokens: torch.Tensor
@@ -58,6 +59,7 @@ class Packed:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    trainer: torch.Tensor | None = None
 
     @property
     def samples(self) -> int:

@@ -6,9 +6,10 @@ the layout: an estimator sees all samples of the rollout, and whole responses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hpcrl.queue.share_format import Share
 from hpcrl.sample import STATUSES, TRUNCATED
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.own_hooks import TrainerHooks
 from hpcrl.trainer.step import passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.response_columns import to_columns, to_rows
@@ -41,15 +43,31 @@ class OtherWeights:
 
 
 NONE = OtherWeights()
+#: name of a column -> field of `Packed`
+FIELDS = {"ref_log_probs": "reference", "log_probs": "old", "values": "values"}
+
+
+class Prepared(NamedTuple):
+    """share, steps: with the loss masks that are trained on; metrics: means over all their tokens, in slime's names."""
+
+    share: Share
+    steps: list[list[Packed]]
+    metrics: dict[str, float]
 
 
 def prepare(
-    policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], others: OtherWeights
-) -> dict[str, float]:
-    """Fill in what `Packed` has None for, as far as the options need it; collective.
+    policy: Policy,
+    options: Options,
+    share: Share,
+    pack: Callable[[Share], list[list[Packed]]],
+    others: OtherWeights,
+    hooks: TrainerHooks,
+) -> Prepared:
+    """Pack the share, and fill in what `Packed` has None for, as far as the options need it; collective.
 
-    Metrics, the same on every rank: means over all trained tokens of the rollout, in slime's names.
+    The same metrics on every rank.
     """
+    steps = pack(share)
     wanted, columns = needs(options), {}
     micro_batches = list(chain.from_iterable(steps))
 
@@ -59,21 +77,30 @@ def prepare(
 
     if wanted.reference:
         assert others.reference is not None
+        hooks.before_log_probs(policy, "ref_")
         columns["ref_log_probs"] = take("reference", _under(policy, options, steps, others.reference))
     if options.use_rollout_logprobs:
         columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
+        hooks.before_log_probs(policy, "")
         columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
     if wanted.critic:
         assert others.critic is not None
         columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])
+    if hooks.edits_masks:
+        share = hooks.edited(share, columns, policy.ranks.device)
+        steps = pack(share)
+        micro_batches = list(chain.from_iterable(steps))
+        for name, column in columns.items():
+            _give(micro_batches, FIELDS[name], to_rows(column, micro_batches))
     if wanted.advantages:
         found = compute_advantages(_rollout_batch(policy, share, columns, wanted), options)
         for name, column in found._asdict().items():
             if column is not None:
                 columns[name] = column
                 _give(micro_batches, name, to_rows(column, micro_batches))
-    return {} if not columns else _means(columns, torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device))
+    mask = torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device)
+    return Prepared(share, steps, _means(columns, mask) if columns else {})
 
 
 def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[torch.Tensor]) -> None:
