@@ -90,7 +90,7 @@ _NOWHERE: dict[str, str] = {
     "wandb-key wandb-team wandb-mode wandb-host wandb-dir wandb-run-name wandb-run-id wandb-random-suffix report-to logger logging-dir "
     "logging-steps log-interval use-tensorboard tensorboard-dir tb-dir swanlab use-swanlab mlflow trackio",
     "sampling is from the whole distribution, as the trainer computes it: there is no such setting yet": "top-p top-k min-p rollout-top-p "
-    "rollout-top-k eval-top-p eval-top-k repetition-penalty presence-penalty frequency-penalty",
+    "rollout-top-k repetition-penalty presence-penalty frequency-penalty",
     "engine and trainer are always compared, there is nothing to switch on": "get-mismatch-metrics",
     "advantages are computed where a loss has them: there is nothing to switch off": "disable-compute-advantages-and-returns",
     "there is no such way to fill a batch yet": "partial-rollout over-sampling-batch-size over-sampling-filter-input-size "
@@ -98,6 +98,7 @@ _NOWHERE: dict[str, str] = {
     "all weights are trained: there are no adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its like": "fsdp fsdp-config deepspeed zero-stage "
     "train-backend accelerator",
+    "masks follow the chat template itself, whatever the model": "loss-mask-type",
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
     "a run goes on with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",

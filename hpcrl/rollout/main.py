@@ -25,9 +25,9 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
-from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
+from hpcrl.rollout.evaluation.evaluator import Evaluator, read_held_out
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.prompts.prompt_files import Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_files import read_training
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
@@ -49,17 +49,16 @@ class Work:
         self.samples = not options.learns_labels
         if self.samples and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
-        if options.prompt_data is None:
-            raise UsageError("--prompt-data is not given")
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
         self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
-        self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
+        self.file = read_training(options, self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
-        graded = [self.file] if self.samples else []
+        graded = [self.file] if self.samples and self.total else []
         graded += [held.file for held in self.held_out]
-        self.grading = Grading(options, graded) if graded else None
+        more = [word for held in self.held_out for word in held.of.rewards]
+        self.grading = Grading(options, graded, more) if graded else None
 
 
 class RolloutRole:
@@ -72,7 +71,7 @@ class RolloutRole:
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
         if work.grading is not None and work.samples:
-            self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+            self.maker = SingleTurnSampler(self.options, work.tokenizer, generator, work.grading)
         if work.grading is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
@@ -98,7 +97,10 @@ class RolloutRole:
                     return await self._end
                 await starting
             await self.server.start()
-            say(f"{len(self.work.file)} prompts in {self.work.file.path}, {self.work.total} rollouts")
+            for file in (self.work.file, *(held.file for held in self.work.held_out)):
+                if len(file):
+                    say(str(file))
+            say(f"{self.work.total} rollouts")
             return await self._end
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
@@ -186,6 +188,7 @@ class RolloutRole:
         samples = rollout.samples()
         check_staleness(samples, rollout.version)
         metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=self.work.samples)
+        metrics |= self.work.source.metrics()
         shares = make_shares(rollout, self.options, metrics)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)
@@ -233,7 +236,7 @@ class RolloutRole:
             check_staleness(samples, version)
             path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
-            found[held.name] = results(samples)
+            found[held.name] = held.results(samples, self.options.log_passrate)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
         return found
 

@@ -358,7 +358,8 @@ def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
     [
         ({"prompt_data": "bad.jsonl"}, ["bad.jsonl, line 2", "not JSON"]),
         ({"eval_prompt_data": ["held", "bad.jsonl"]}, ["bad.jsonl, line 2", "not JSON"]),
-        ({"eval_prompt_data": ["bad.jsonl"]}, ["--eval-prompt-data", "NAME PATH"]),
+        ({"eval_prompt_data": ["bad.jsonl", "held", "x"]}, ["--eval-prompt-data", "NAME PATH"]),
+        ({"eval_config": "bad.jsonl", "eval_prompt_data": []}, ["bad.jsonl", "is not YAML"]),
         ({"custom_rm_path": "tests.rollout.test_rollout.absent"}, ["--custom-rm-path tests.rollout.test_rollout.absent"]),
         ({"custom_rm_path": None}, ["--rm-type"]),
         ({"num_rollout": None}, ["--num-epoch"]),

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.schedules import check_schedules
@@ -45,8 +47,8 @@ def flag(name: str) -> str:
 def _needed(o: Options) -> None:
     if o.hf_checkpoint is None:
         raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
-    if o.prompt_data is None:
-        raise UsageError("no prompts given", "give --prompt-data, a .jsonl file")
+    if o.prompt_data is None and not o.only_evaluates:
+        raise UsageError("no prompts given", "give --prompt-data, a .jsonl or .parquet file")
     if o.num_rollout is None and o.num_epoch is None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
     if o.num_rollout == 0 and o.eval_interval is None:
@@ -137,7 +139,9 @@ def _batches(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    label_key(o, evaluation=False)
+    if not o.only_evaluates:
+        label_key(o)
+    read_prompt_words(o.prompt_data, "--prompt-data")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
@@ -148,7 +152,7 @@ def _sampling(o: Options) -> None:
 def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
-    if not o.rm_type and o.custom_rm_path is None:
+    if not o.rm_type and o.custom_rm_path is None and not (o.learns_labels or o.only_evaluates):  # a held-out set says its own
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -167,31 +171,33 @@ def _rewards(o: Options) -> None:
 
 
 def _evaluation(o: Options) -> None:
-    names = o.eval_prompt_data[::2]
-    if len(o.eval_prompt_data) % 2:
-        raise UsageError(f"--eval-prompt-data takes pairs of NAME PATH, here are {len(o.eval_prompt_data)} words")
-    if len(set(names)) < len(names):
-        raise UsageError(f"--eval-prompt-data gives a name twice: {' '.join(names)}")
-    if o.eval_interval is None:
-        return
-    if not names:
-        raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH")
-    label_key(o, evaluation=True)
+    if o.eval_config is not None and o.eval_prompt_data:
+        raise UsageError("--eval-config and --eval-prompt-data both name the held-out sets", "leave one of them out")
+    if o.eval_interval is not None and o.eval_config is None and not o.eval_prompt_data:
+        raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH, or --eval-config")
+    # a file that `prepare` is yet to write is read when it is there
+    if o.eval_interval is not None and (o.eval_config is None or Path(o.eval_config).is_file()):
+        eval_sets(o)
 
 
-def label_key(o: Options, evaluation: bool) -> str | None:
-    """The key of the label in the training prompts, or in the held-out ones; None where no label is wanted.
+def label_key(o: Options) -> str | None:
+    """The key of the label in the training prompts; None where no label is wanted.
 
     UsageError if the loss or the reward needs one and no key is given.
     """
-    key = (o.eval_label_key if evaluation else None) or o.label_key
-    if key is None and o.learns_labels and not evaluation:
+    if o.label_key is not None:
+        return o.label_key
+    if o.loss_type == "dpo_loss" and o.learns_labels:
         raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
-    comparing = [] if o.custom_rm_path else needing_labels(read_words(o.rm_type))
-    if key is None and comparing and (evaluation or not o.learns_labels):
-        where = "--eval-label-key or --label-key" if evaluation else "--label-key"
-        raise UsageError(f"--rm-type {comparing[0]} compares with the label", f"give {where}")
-    return key
+    if o.learns_labels and not o.apply_chat_template:
+        raise UsageError(
+            f"--loss-type {o.loss_type} without --label-key learns the assistant's turns of chat messages",
+            "give --label-key, or --apply-chat-template",
+        )
+    comparing = [] if o.custom_rm_path or o.learns_labels else needing_labels(read_words(o.rm_type))
+    if comparing:
+        raise UsageError(f"--rm-type {comparing[0]} compares with the label", "give --label-key")
+    return None
 
 
 def _weights(o: Options) -> None:
@@ -230,12 +236,15 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
+    if not o.apply_chat_template:
+        yield "apply_chat_template_kwargs tool_key eval_tool_key", "--apply-chat-template is not given"
     if o.custom_rm_path is None:
         yield "group_rm", "--custom-rm-path is not given"
     if o.eval_interval is None:
         yield (
-            "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
-            "skip_eval_before_train",
+            "eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key eval_reward_key n_samples_per_eval_prompt "
+            "eval_temperature eval_top_p eval_top_k eval_min_p eval_max_response_len eval_max_prompt_len eval_max_context_len "
+            "eval_min_new_tokens skip_eval_before_train log_passrate",
             "--eval-interval is not given",
         )
     yield from _inert_in_training(o)

@@ -93,15 +93,16 @@ class Sampling:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     logprobs: bool = True
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
         """As the options ask for.  The model's end-of-sequence ids always stop: an engine may know but one of them."""
         temperature, length = options.rollout_temperature, options.rollout_max_response_len
-        if evaluation and options.eval_temperature is not None:
-            temperature = options.eval_temperature
-        if evaluation and options.eval_max_response_len is not None:
-            length = options.eval_max_response_len
         stops = tuple(sorted({*options.rollout_stop_token_ids, *tokenizer.eos_ids}))
         return cls(temperature, length, tuple(options.rollout_stop), stops, logprobs=not evaluation)
 
@@ -116,6 +117,16 @@ class Sampling:
         }
         if self.stop:
             params["stop"] = list(self.stop)
+        if self.top_p < 1:
+            params["top_p"] = self.top_p
+        if self.top_k > 0:
+            params["top_k"] = self.top_k
+        if self.min_p > 0:
+            params["min_p"] = self.min_p
+        if self.min_tokens > 0:
+            params["min_tokens"] = self.min_tokens
+        if self.repetition_penalty != 1:
+            params["repetition_penalty"] = self.repetition_penalty
         if self.logprobs:
             params["logprobs"] = 0  # of the sampled token alone
         if seed is not None:
