@@ -82,6 +82,10 @@ def run_job(
             (job.root / name).unlink(missing_ok=True)  # it was for whoever ran here before
 
         def turn(rundir: RunDir | None = None) -> None:
+            if stop.requests and state.phase != "saving":
+                say(
+                    f"asked to stop{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; a second signal ends it at once"
+                )
             state.beat("saving" if stop.requests else None)
             if (job.root / "stop").exists():
                 stop.ask("hpcrl stop")
@@ -131,7 +135,7 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
         startable(make_plan(options, hosts(options), "check"))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
-    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides))
+    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
     return job
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import EvalSet, eval_sets
 from hpcrl.errors import UsageError
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.evaluation.results import interval, majority, pass_at_k, pass_rates, results, wilson
@@ -64,7 +64,7 @@ def test_a_set_is_sampled_as_it_says(tmp_path: Path) -> None:
     class Model:
         eos_ids = frozenset({1})
 
-    params = sampling_of(held, Options(**BASE), Model()).params(None, 20)  # type: ignore[arg-type]
+    params = sampling_of(held, Options(**BASE), Model()).params(20)  # type: ignore[arg-type]
     assert params == {
         "n": 1,
         "temperature": 0.0,
@@ -72,6 +72,8 @@ def test_a_set_is_sampled_as_it_says(tmp_path: Path) -> None:
         "stop_token_ids": [1],
         "detokenize": True,
         "stop": ["END"],
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         "top_p": 0.9,
         "top_k": 5,
         "min_p": 0.1,

@@ -146,7 +146,8 @@ def uncut(
         steps = [attempt.step(rollout_id) for rollout_id in range(4)]
         assert attempt.call("evaluate", rollout_id=3, version=4) == evaluation, "the same weights give the same numbers"
         assert (
-            set(evaluation["held"]) == {*("accuracy", "response_len", "truncated_ratio", "n", "reward_timeouts", "reward_errors")}
+            set(evaluation["held"])
+            == {*("accuracy", "ci_low", "ci_high", "response_len", "truncated_ratio", "n", "reward_timeouts", "reward_errors")}
             and evaluation["held"]["n"] == 5
         )
         attempt.call("finish", rollout_id=4)

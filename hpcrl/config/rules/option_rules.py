@@ -9,31 +9,43 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.prompt_words import read_words as read_prompt_words
+from hpcrl.config.prompts.eval_sets import eval_sets
+from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, failures, raise_together
 
 #: each file is a way of --weight-transfer, named as the option's value
 TRANSPORTS = Path(__file__).parents[2] / "weights" / "transports"
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
-    """UsageError for the first thing that is wrong with these options.
+    """UsageError for all that is wrong with these options.
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _rewards, _evaluation, _weights, check_algorithm, check_schedules):
-        rule(options)
+    layout = failures((_layout, _virtual_stages, _engines), options)
+    wrong = failures((_needed, _sampling, _rewards, _evaluation, _weights), options) + layout
+    batches = [] if layout else failures((_batches,), options)
+    wrong += batches + failures((_packing,), options)
+    if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
+        wrong += failures((check_algorithm, check_schedules), options)
+    raise_together(wrong)
     without = inert(options)
-    for name in sorted(options.model_fields_set) if given is None else given:
-        if name in without and getattr(options, name) != type(options).model_fields[name].get_default(call_default_factory=True):
-            raise UsageError(f"{flag(name)} has no effect here: {without[name]}", "leave it out")
+    names = sorted(options.model_fields_set) if given is None else given
+    raise_together([_no_effect(name, without[name]) for name in names if name in without and not _is_default(options, name)])
+
+
+def _is_default(options: Options, name: str) -> bool:
+    return getattr(options, name) == type(options).model_fields[name].get_default(call_default_factory=True)
+
+
+def _no_effect(name: str, why: str) -> UsageError:
+    return UsageError(f"{flag(name)} has no effect here: {why}", "leave it out")
 
 
 def flag(name: str) -> str:
@@ -71,7 +83,9 @@ def _layout(o: Options) -> None:
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
     expert_layout(o)
-    _virtual_stages(o)
+
+
+def _engines(o: Options) -> None:
     gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
     if gpus % each:
         raise UsageError(
@@ -132,6 +146,9 @@ def _batches(o: Options) -> None:
             f"{o.micro_batch_multiple}",
             "change --global-batch-size, --pipeline-model-parallel-size or the number of ranks",
         )
+
+
+def _packing(o: Options) -> None:
     if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
         raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
     if o.log_probs_chunk_size == 0:
@@ -146,6 +163,13 @@ def _sampling(o: Options) -> None:
     if context and prompt and prompt >= context:
         raise UsageError(
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
+        )
+    if o.truncated_sampling and o.rollout_temperature != 1:
+        raise UsageError(
+            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p, --rollout-top-k or --rollout-min-p: engines have "
+            "log-probs either of the whole distribution at temperature 1, or of what is left of it, and the trainer computes "
+            "neither",
+            "keep --rollout-temperature 1, or sample from all tokens",
         )
 
 
@@ -229,7 +253,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
-            "rollout_max_context_len rollout_temperature rollout_stop rollout_stop_token_ids rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
+            "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
+            "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size "
             "weight_transfer check_weight_update_equal vllm",
             _NO_ENGINE,

@@ -22,13 +22,9 @@ class EvalOptions(Base):
     eval_tool_key: str | None = opt(None, "key of the tool schemas there; default --tool-key", "slime")
     n_samples_per_eval_prompt: int = opt(1, "responses to each held-out prompt", "slime", ge=1)
     eval_temperature: float | None = opt(None, "temperature there; default --rollout-temperature", "slime", ge=0)
-    eval_top_p: float | None = opt(
-        None, "there: sample from the likeliest tokens of this probability; default: all", "slime", gt=0, le=1
-    )
-    eval_top_k: int | None = opt(None, "there: sample from the N likeliest tokens; -1: all, the default", "slime", ge=-1)
-    eval_min_p: float | None = opt(
-        None, "there: sample from tokens of at least this share of the likeliest one's probability", ge=0, le=1
-    )
+    eval_top_p: float | None = opt(None, "top-p there; default --rollout-top-p", "slime", gt=0, le=1)
+    eval_top_k: int | None = opt(None, "top-k there; default --rollout-top-k", "slime", ge=-1)
+    eval_min_p: float | None = opt(None, "min-p there; default --rollout-min-p", ge=0, le=1)
     eval_max_response_len: int | None = opt(None, "tokens of a response there; default --rollout-max-response-len", "slime", ge=1)
     eval_max_prompt_len: int | None = opt(None, "tokens of a prompt there; default --rollout-max-prompt-len", "slime", ge=1)
     eval_max_context_len: int | None = opt(

@@ -13,8 +13,8 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import EvalSet, eval_sets
 from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.evaluation.results import results
 from hpcrl.rollout.grading.service import GradedBy, Grading
@@ -64,6 +64,7 @@ def sampling_of(held: EvalSet, options: Options, tokenizer: Tokenizer) -> Sampli
         repetition_penalty=held.repetition_penalty,
         stop=held.stop,
         stop_token_ids=tuple(sorted({*held.stop_token_ids, *tokenizer.eos_ids})),
+        skip_special_tokens=held.skip_special_tokens,
     )
 
 
@@ -93,8 +94,8 @@ class Evaluator:
         if (context := held.of.max_context_len) is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - len(prompt.tokens)))
         completion = await self._generator.complete(prompt.tokens, sampling, seed, version)
-        stops = frozenset(sampling.stop_token_ids)
-        sample = completion.sample(number, index, prompt, self._tokenizer.decode(completion.tokens, stops))
+        response = self._tokenizer.decode(completion.tokens, frozenset(sampling.stop_token_ids), sampling.skip_special_tokens)
+        sample = completion.sample(number, index, prompt, response)
         by = GradedBy(held.of.rewards, held.of.own_types, held.of.reward_key)
         await self._grading.grade(sample, prompt.where, tally, by)
         return sample

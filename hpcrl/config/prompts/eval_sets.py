@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.config.prompt_words import KINDS, PromptWord, read_word
+from hpcrl.config.prompts.prompt_words import KINDS, PromptWord, read_word
 from hpcrl.config.reward_names import RewardWord, needing_labels, own_reward, read_words
 from hpcrl.config.unknown_names import nearest
 from hpcrl.config.value_types import Kind
@@ -62,6 +62,7 @@ class EvalSet:
     min_new_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    skip_special_tokens: bool
 
     @property
     def needs_label(self) -> bool:
@@ -93,11 +94,11 @@ _KEYS: dict[str, tuple[Kind, float | None, float | None]] = {
     "min_new_tokens": (Kind("int"), 0, None),
     "stop": (Kind("str", many=True, lone=True), None, None),
     "stop_token_ids": (Kind("int", many=True), None, None),
+    "skip_special_tokens": (Kind("bool"), None, None),
 }
 _OF_A_SET = {"name": (Kind("str"), None, None), "path": (Kind("str"), None, None)}
 #: slime's keys that are none here -> why
 _NOT_HERE = {
-    "skip_special_tokens": "a response is graded and kept with its special tokens",
     "spaces_between_special_tokens": "a response is decoded as the tokenizer has it",
     "no_stop_trim": "a stop string stays in the response",
     "multimodal_keys": "only text is read",
@@ -118,17 +119,18 @@ _INHERITED = {
     "reward_key": ("eval_reward_key", "reward_key"),
     "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
     "temperature": ("eval_temperature", "rollout_temperature"),
-    "top_p": ("eval_top_p",),
-    "top_k": ("eval_top_k",),
-    "min_p": ("eval_min_p",),
+    "top_p": ("eval_top_p", "rollout_top_p"),
+    "top_k": ("eval_top_k", "rollout_top_k"),
+    "min_p": ("eval_min_p", "rollout_min_p"),
     "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
     "max_prompt_len": ("eval_max_prompt_len", "rollout_max_prompt_len"),
     "max_context_len": ("eval_max_context_len", "rollout_max_context_len"),
     "min_new_tokens": ("eval_min_new_tokens",),
     "stop": ("rollout_stop",),
     "stop_token_ids": ("rollout_stop_token_ids",),
+    "skip_special_tokens": ("rollout_skip_special_tokens",),
 }
-_OFF = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0}
+_OFF = {"min_new_tokens": 0}
 
 
 def eval_sets(options: Options) -> tuple[EvalSet, ...]:
