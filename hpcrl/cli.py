@@ -27,6 +27,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl run --help                             every option, with default and source
   hpcrl submit RECIPE.toml [--site S]          run it as one batch job (Slurm); --dry-run shows plan, script, command
   hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
+  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a batch job
   hpcrl resume RUN                             go on with a run, the way that it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
@@ -110,6 +111,7 @@ ELSEWHERE = {
     "plan": "hpcrl.commands.plan:plan",
     "import": "hpcrl.commands.import_script:import_script",
     "launch": "hpcrl.mpi.mpirun:launch",
+    "eval": "hpcrl.commands.evaluate:evaluate",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
     "runs": "hpcrl.commands.runs:runs",
@@ -180,9 +182,11 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
     from hpcrl.config.recipe import changed, resolve_stages
     from hpcrl.config.setting_names import spell
     from hpcrl.plan import local_hosts, make_plan
+    from hpcrl.prompt_files.early_look import look_at
 
     parts = []
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    look_at(options)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         plan = make_plan(resolved, local_hosts(resolved), "dry-run")
         rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))

@@ -29,6 +29,7 @@ from hpcrl.config.rules.option_rules import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
@@ -133,6 +134,7 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
     for options in job.stages:
         startable(make_plan(options, hosts(options), "check"))
+    look_at(job.stages)
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)

@@ -5,6 +5,7 @@ Invariant: the table lies in memory as Arrow's columns, not as Python objects; a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,22 @@ class ParquetRows:
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {self.line(index)}"
+
+
+def first_parquet_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of the first rows, without reading the rest; none where pyarrow is not installed."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        return
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=count)
+        rows = next(batches, None)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is no parquet file: {error}") from error
+    for number, row in enumerate([] if rows is None else rows.to_pylist(), 1):
+        yield f"{path}, row {number}", _without_nulls(row)
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import EvalSet
 from hpcrl.config.reward_names import RewardWord, declared, file_of, needing_labels, read_words
 from hpcrl.config.rules.option_rules import label_key
 from hpcrl.errors import DataError
@@ -54,6 +55,19 @@ class Keys:
             own_types=options.custom_rm_path is None,
             learned=tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
             conversation=learns and label is None,
+        )
+
+    @classmethod
+    def of_set(cls, held: EvalSet) -> Keys:
+        """Those of a held-out set."""
+        return cls(
+            held.input_key,
+            held.label_key,
+            held.metadata_key,
+            held.tool_key,
+            held.apply_chat_template,
+            label_needed=held.needs_label,
+            own_types=held.own_types,
         )
 
 

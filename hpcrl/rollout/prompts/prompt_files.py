@@ -97,28 +97,14 @@ class Reading:
     def of_set(cls, held: EvalSet, tokenizer: Tokenizer, drop: bool = True) -> Reading:
         """Of a held-out set."""
         context = held.max_context_len or tokenizer.context
-        keys = keys_of_set(held)
         return cls(
-            keys,
+            Keys.of_set(held),
             _limit(held.max_prompt_len, context),
             context,
             drop,
             dict(held.metadata_overrides),
             "--eval-max-prompt-len or --eval-max-context-len",
         )
-
-
-def keys_of_set(held: EvalSet) -> Keys:
-    """Where the rows of a held-out set have what."""
-    return Keys(
-        held.input_key,
-        held.label_key,
-        held.metadata_key,
-        held.tool_key,
-        held.apply_chat_template,
-        label_needed=held.needs_label,
-        own_types=held.own_types,
-    )
 
 
 def _limit(prompt: int | None, context: int | None) -> int | None:

@@ -1,0 +1,132 @@
+"""Prompt files of many lines: seconds until they are checked, MiB held, time of a draw.
+
+    python bench/prompts.py [--lines 2000000] [--quick]
+
+Work: a .jsonl file of short sums as chat messages with labels, a tokenizer of one character a token.  Beside it, in a process of
+its own too, what slime's loader holds for the same file: every row as a Python object, rendered by the same tokenizer, with its token
+count compared with the limit.  MiB are the growth of the resident set.  Writes bench/results/prompts.md; the last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
+
+DRAWS = 512  #: prompts of one rollout
+
+
+def rss() -> float:
+    """MiB of this process."""
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def tokenizer_in(directory: Path):
+    from hpcrl.rollout.prompts.tokenizer import Tokenizer
+
+    return Tokenizer(directory)
+
+
+def ours(directory: Path, path: str) -> dict[str, float]:
+    from hpcrl.config.options import Options
+    from hpcrl.prompt_files.rows import JsonlRows
+    from hpcrl.rollout.prompts.prompt_files import read_training
+    from hpcrl.rollout.prompts.prompt_source import PromptSource
+
+    tokenizer = tokenizer_in(directory)
+    options = Options(
+        prompt_data=path,
+        input_key="prompt",
+        label_key="label",
+        rm_type="math",
+        apply_chat_template=True,
+        rollout_max_prompt_len=64,
+    )
+    begun = time.monotonic()
+    JsonlRows(Path(path))
+    indexed = time.monotonic() - begun
+    before, begun = rss(), time.monotonic()
+    file = read_training(options, tokenizer)
+    opened = time.monotonic() - begun
+    source = PromptSource(file, 42, True)
+    held = rss() - before
+    begun = time.monotonic()
+    source.take(DRAWS)
+    return {"index s": indexed, "open s": opened, "MiB": held, "draw ms": (time.monotonic() - begun) * 1000, "lines": len(file)}
+
+
+def objects(directory: Path, path: str) -> dict[str, float]:
+    tokenizer = tokenizer_in(directory)
+    before, begun = rss(), time.monotonic()
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            text = tokenizer.render(row["prompt"], generation=True)
+            if len(tokenizer.encode([text])[0]) <= 64:
+                rows.append((text, row["label"], row))
+    opened = time.monotonic() - begun
+    return {"open s": opened, "MiB": rss() - before, "lines": len(rows)}
+
+
+def measure(kind: str, directory: Path, path: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "--child", kind, str(directory), str(path)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=2_000_000)
+    parser.add_argument("--quick", action="store_true", help="100,000 lines; nothing is written to results/")
+    parser.add_argument("--child", nargs=3)
+    args = parser.parse_args()
+    if args.child:
+        kind, directory, path = args.child
+        print(json.dumps({"ours": ours, "objects": objects}[kind](Path(directory), path)))
+        return
+    lines = 100_000 if args.quick else args.lines
+    few = lines // 20  # every row as an object takes too long, and too much, for all of them
+    from tests.support.tiny import make_tokenizer
+
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        make_tokenizer().save_pretrained(directory)
+        (directory / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 4096}))
+        for name, count in (("all.jsonl", lines), ("few.jsonl", few)):
+            with (directory / name).open("w") as file:
+                for i in range(count):
+                    file.write(
+                        json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i % 977}="}], "label": str(i + i % 977)}) + "\n"
+                    )
+        size = (directory / "all.jsonl").stat().st_size / 2**20
+        mine = measure("ours", directory, directory / "all.jsonl")
+        theirs = measure("objects", directory, directory / "few.jsonl")
+    per = lambda row, key: row[key] / row["lines"] * 1e6  # noqa: E731
+    text = f"""A prompt file of {lines:,} lines ({size:.0f} MiB), every line checked, rendered and measured in tokens at the start.
+
+| | lines | seconds to open | us a line | MiB held | bytes a line |
+|---|---|---|---|---|---|
+| **hpcrl** | {mine["lines"]:,} | {mine["open s"]:.1f} | {per(mine, "open s"):.1f} | {mine["MiB"]:.0f} | {mine["MiB"] * 2**20 / mine["lines"]:.0f} |
+| every row a Python object, encoded one by one | {theirs["lines"]:,} | {theirs["open s"]:.1f} | {per(theirs, "open s"):.1f} | {theirs["MiB"]:.0f} | {theirs["MiB"] * 2**20 / theirs["lines"]:.0f} |
+
+Of hpcrl's time {mine["index s"]:.1f} s find where the lines begin and take the SHA-256. A draw of {DRAWS} prompts takes {mine["draw ms"]:.0f} ms.
+"""
+    print(text)
+    if not args.quick:
+        (REPO / "bench" / "results" / "prompts.md").write_text(text)
+    ratio = (theirs["MiB"] / theirs["lines"]) / (mine["MiB"] / mine["lines"])
+    print(json.dumps({"memory": round(ratio, 1), "time": round(per(theirs, "open s") / per(mine, "open s"), 2)}))
+
+
+if __name__ == "__main__":
+    main()
