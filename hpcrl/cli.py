@@ -39,6 +39,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl runs [--clean]                         where they lie; those that never came to a step
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
+  hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -117,6 +118,7 @@ ELSEWHERE = {
     "runs": "hpcrl.commands.runs:runs",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
+    "samples": "hpcrl.commands.samples:samples",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",

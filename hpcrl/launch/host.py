@@ -97,6 +97,10 @@ def commands(
     if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
         found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
     ranks = plan.ranks_on(host)
+    if options.debug_rollout_only:
+        ranks = ()
+        if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
+            found.append(("trainer", 0, [*python, "hpcrl.trainer.rollout_driver", *base]))
     if ranks and options.rank_launcher == "torchrun" and slot in (None, _lowest(plan, host)):
         number = plan.trainer_hosts.index(host)
         found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
@@ -118,7 +122,12 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
     inherited: the variable as this process has it.  One of NO_GPUS, it says that there are none: the run is on CPUs.
     Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
     """
-    if role == "rollout" or inherited in NO_GPUS or (inherited is None and not any(map(glob.glob, GPUS))):
+    if (
+        role == "rollout"
+        or (role == "trainer" and not plan.trainers[index].slots)
+        or inherited in NO_GPUS
+        or (inherited is None and not any(map(glob.glob, GPUS)))
+    ):
         return {}
     place = plan.engines[index] if role == "engine" else plan.trainers[index]
     together = [place] if role == "engine" else [plan.trainers[rank] for rank in plan.ranks_on(host)]

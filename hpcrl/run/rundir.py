@@ -11,6 +11,7 @@
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/end              exists when every process of the attempt is to end now
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
+      position.json               where a run without a trainer stands
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
 Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is

@@ -24,6 +24,7 @@ from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
 from hpcrl.rollout.grading.process import GradingProcess, Job
 from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.own_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
@@ -48,7 +49,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class GradedBy:
-    """What grades a sample.  own_types: its metadata may name another reward; key: of the reward, where one is an object."""
+    """What grades a held-out sample.  own_types: its metadata may name another reward; key: of the reward, where one is an object."""
 
     words: tuple[RewardWord, ...]
     own_types: bool = True
@@ -58,11 +59,19 @@ class GradedBy:
 class Grading:
     """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
 
-    def __init__(self, options: Options, files: Iterable[PromptFile] = (), more: Iterable[RewardWord] = ()) -> None:
-        """files: the prompts, whose metadata may name rewards of their own; more: rewards of held-out sets.
+    def __init__(
+        self,
+        options: Options,
+        files: Iterable[PromptFile] = (),
+        more: Iterable[RewardWord] = (),
+        hooks: RolloutHooks | None = None,
+    ) -> None:
+        """files: the prompts, whose metadata may name rewards of their own; more: rewards of held-out sets; hooks: which see each
+        sample before its reward.
 
         UsageError and DataError name what is wrong.
         """
+        self._hooks = hooks
         self._options = options
         self._words = (own_reward(options.custom_rm_path),) if options.custom_rm_path else read_words(options.rm_type)
         self._more = tuple(more)
@@ -122,13 +131,19 @@ class Grading:
     async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
         """Set the sample's reward, or say in it why there is none (then the reward is 0).
 
-        where: the prompt's file and line; by: other rewards than the run's.  HpcrlError once too many gradings of the batch have
+        where: the prompt's file and line; by: what grades a held-out set's.  HpcrlError once too many gradings of the batch have
         failed.
         """
+        outcome = await self._before(sample, evaluation=by is not None)
         by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
         words = self._words_for(sample, by)
-        grouped = self._options.group_rm and words[0].word == self._options.custom_rm_path
-        outcome = await (self._with_group(sample, tally, by.key) if grouped else self._alone(sample, words, by.key))
+        if (
+            self._options.group_rm and words[0].word == self._options.custom_rm_path
+        ):  # its group waits for it, whatever became of it
+            graded = await self._with_group(sample, tally, by.key)
+            outcome = outcome or graded
+        elif outcome is None:
+            outcome = await self._alone(sample, words, by.key)
         if not outcome.failure:
             total = math.fsum(item.weight * outcome.values[item.word] for item in words)
             sample.reward = total
@@ -141,6 +156,16 @@ class Grading:
             if outcome.trace:
                 print(outcome.trace, file=sys.stderr, flush=True)
         tally.fail(where, text)
+
+    async def _before(self, sample: Sample, evaluation: bool) -> Outcome | None:
+        """Have the sample's hooks see it; how it failed, if it did."""
+        if self._hooks is None:
+            return None
+        try:
+            await self._hooks.before_reward(sample, evaluation)
+        except BadSample as error:
+            return Outcome(failure=ERROR, text=error.text, trace=error.trace)
+        return None
 
     def _words_for(self, sample: Sample, by: GradedBy) -> tuple[RewardWord, ...]:
         if by.own_types and self._by_type and isinstance(name := sample.metadata.get("rm_type"), str) and name.strip():
