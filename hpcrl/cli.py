@@ -160,6 +160,8 @@ def run(argv: list[str]) -> int:
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
     if own.get("dry-run"):
+        from hpcrl.commands.dry_run import preview
+
         print(preview(recipe, overrides))
         return 0
     from hpcrl.launch.local import run_recipe
@@ -177,24 +179,6 @@ def resume(directory: Path, overrides: dict[str, Any], words: list[str], own: di
     from hpcrl.launch.local import run_recipe
 
     return run_recipe(None, {}, directory)
-
-
-def preview(recipe: Any, overrides: dict[str, Any]) -> str:
-    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
-    from hpcrl.config.recipe import changed, resolve_stages
-    from hpcrl.config.setting_names import spell
-    from hpcrl.plan import local_hosts, make_plan
-    from hpcrl.prompt_files.early_look import look_at
-
-    parts = []
-    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
-    look_at(options)
-    for stage, resolved in zip(recipe.stages, options, strict=True):
-        plan = make_plan(resolved, local_hosts(resolved), "dry-run")
-        rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
-        title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
-        parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
-    return "\n\n".join(parts)
 
 
 # ---- hpcrl hostfile

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpcrl.commands.dry_run import preview
 from hpcrl.commands.submit import OWN as SUBMIT
 from hpcrl.commands.submit import USAGE as SUBMIT_USAGE
 from hpcrl.commands.submit import submit_recipe
@@ -68,8 +69,6 @@ def evaluate(argv: list[str]) -> int:
     if own.pop("submit", False) or own.keys() - {"dry-run"}:
         return submit_recipe(recipe, overrides, own, words[0])
     if own.get("dry-run"):
-        from hpcrl.cli import preview
-
         print(preview(recipe, overrides))
         return 0
     from hpcrl.launch.local import run_recipe
