@@ -102,7 +102,7 @@ _NOT_HERE = {
     "spaces_between_special_tokens": "a response is decoded as the tokenizer has it",
     "no_stop_trim": "a stop string stays in the response",
     "multimodal_keys": "only text is read",
-    "custom_generate_function_path": "evaluations take one response of the engine to each prompt",
+    "custom_generate_function_path": "--custom-generate-function-path holds for all sets",
     "app_service": "there is no such service",
     "eval_task_timeout": "--rollout-timeout bounds an evaluation, --request-timeout a response",
     "min_eval_samples": "an evaluation is whole or fails",
@@ -299,6 +299,8 @@ def _rewards(options: Options, own: dict[str, Any], shown: str) -> tuple[tuple[R
             raise UsageError(f"{shown}: {error.what.removeprefix('--')}", error.hint) from None
     if options.custom_rm_path:
         return (own_reward(options.custom_rm_path),), False
+    if not options.rm_type and options.custom_generate_function_path:
+        return (), True  # the function says what its samples are worth
     if not options.rm_type:
         raise UsageError(f"{shown}: no reward is given", "give --rm-type or --custom-rm-path")
     return read_words(options.rm_type), True

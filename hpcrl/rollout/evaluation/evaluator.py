@@ -13,14 +13,18 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from hpcrl.config.options import Options
 from hpcrl.config.prompts.eval_sets import EvalSet, eval_sets
 from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.evaluation.results import results
 from hpcrl.rollout.grading.service import GradedBy, Grading
-from hpcrl.rollout.grading.tally import Tally
-from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.custom import CustomSampler
+from hpcrl.rollout.samplers.sampler import Asked, HeldOutSet
 from hpcrl.sample import Sample
 
 
@@ -71,31 +75,48 @@ def sampling_of(held: EvalSet, options: Options, tokenizer: Tokenizer) -> Sampli
 class Evaluator:
     """Evaluates the engines' current weights."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
-        self._options, self._tokenizer, self._generator, self._grading = options, tokenizer, generator, grading
+    def __init__(
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        grading: Grading | None,
+        custom: CustomSampler | None = None,
+    ) -> None:
+        """custom: makes the responses where the training's are made by the user's function."""
+        assert grading is not None or custom is not None
+        self._options, self._tokenizer, self._generator = options, tokenizer, generator
+        self._grading, self._custom = grading, custom
 
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """The graded responses to every prompt of a set, in the order of the file."""
         each = held.of.n_samples
-        tally = self._grading.tally(f"evaluation {held.name} of policy version {version}", len(held.file) * each, each)
+        by = GradedBy(held.of.rewards, held.of.own_types, held.of.reward_key)
         sampling = sampling_of(held.of, self._options, self._tokenizer)
+        whole = HeldOutSet(held.name, len(held.file) * each, each, sampling, by)
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._one(held, sampling, number, prompt, index, version, tally))
+                tasks.create_task(self._one(held, Asked(Group(number, prompt), index, -1, version, whole)))
                 for number, prompt in enumerate(held.file.prompts)
                 for index in range(each)
             ]
         return [task.result() for task in running]
 
-    async def _one(
-        self, held: HeldOut, sampling: Sampling, number: int, prompt: Prompt, index: int, version: int, tally: Tally
-    ) -> Sample:
-        seed = seed_of("evaluate", self._options.rollout_seed, held.name, number, index) if sampling.temperature > 0 else None
+    async def _one(self, held: HeldOut, asked: Asked) -> Sample:
+        assert asked.held_out is not None
+        number, prompt, index, sampling = asked.group.number, asked.group.prompt, asked.index, asked.held_out.sampling
         if (context := held.of.max_context_len) is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - len(prompt.tokens)))
-        completion = await self._generator.complete(prompt.tokens, sampling, seed, version)
+        if self._custom is not None:
+            asked = replace(asked, held_out=replace(asked.held_out, sampling=sampling))
+            found = await self._custom.make(asked)
+            return replace(found[-1], reward=float(np.mean([sample.reward for sample in found])))
+        assert self._grading is not None
+        what = f"evaluation {held.name} of policy version {asked.version}"
+        tally = self._grading.tally(what, asked.held_out.size, asked.held_out.each)
+        seed = seed_of("evaluate", self._options.rollout_seed, held.name, number, index) if sampling.temperature > 0 else None
+        completion = await self._generator.complete(prompt.tokens, sampling, seed, asked.version)
         response = self._tokenizer.decode(completion.tokens, frozenset(sampling.stop_token_ids), sampling.skip_special_tokens)
         sample = completion.sample(number, index, prompt, response)
-        by = GradedBy(held.of.rewards, held.of.own_types, held.of.reward_key)
-        await self._grading.grade(sample, prompt.where, tally, by)
+        await self._grading.grade(sample, prompt.where, tally, asked.held_out.by)
         return sample

@@ -55,6 +55,19 @@ class PromptSource:
             "data/dropped": float(self.file.dropped),
         }
 
+    def again(self, numbers: Sequence[int]) -> list[Group]:
+        """The groups that were handed out under these numbers, by number."""
+        found: list[Group] = []
+        other = PromptSource(self.file, self._seed, self._shuffle)
+        for number in sorted(numbers):
+            epoch, other._offset = divmod(number, len(other._order))
+            if epoch != other._epoch:
+                other._epoch = epoch
+                other._order = other._permutation()
+            other._next = number
+            found += other.take(1)
+        return found
+
     def state(self) -> dict[str, Any]:
         """Where the source stands, as plain JSON."""
         return {
