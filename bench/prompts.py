@@ -3,7 +3,7 @@
     python bench/prompts.py [--lines 2000000] [--quick]
 
 Work: a .jsonl file of short sums as chat messages with labels, a tokenizer of one character a token.  What grows with the file, its
-index and the order of an epoch, is measured on all lines; the check of every line, in constant memory, on a twentieth of them.  Beside
+index and the order of an epoch, is measured on all lines; the check of every line, in constant memory, on a hundredth of them.  Beside
 it, in a process of its own too, what slime's loader does with those: every row a Python object, rendered by the same tokenizer, its
 token count compared with the limit.  MiB are the growth of the resident set.  Writes bench/results/prompts.md; the last line is one JSON
 object.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -103,7 +104,7 @@ def main() -> None:
         print(json.dumps({"index": index, "ours": ours, "objects": objects}[kind](Path(directory), path)))
         return
     lines = 100_000 if args.quick else args.lines
-    few = lines // 20  # every row as an object takes too long, and too much, for all of them
+    few = lines // 100  # every row as an object takes too long, and too much, for all of them
     from tests.support.tiny import make_tokenizer
 
     with tempfile.TemporaryDirectory() as made:
@@ -134,6 +135,7 @@ def main() -> None:
 
 Shuffling an epoch of the larger file takes {indexed["shuffle s"]:.1f} s more. A draw of {DRAWS} prompts takes {mine["draw ms"]:.0f} ms.
 What a check holds is of its own size (caches, a thousand rows): it does not grow with the file.
+The machine has {os.cpu_count()} CPUs, and its load was {os.getloadavg()[0]:.0f}.
 """
     print(text)
     if not args.quick:

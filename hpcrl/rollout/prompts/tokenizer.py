@@ -23,6 +23,7 @@ Messages = list[dict[str, Any]]
 _ALWAYS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"} | {
     f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 }
+_IDS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
 _PLAIN = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  #: transformers' own tag, which jinja2 does not know
 
 
@@ -107,7 +108,7 @@ class Tokenizer:
         """int32 token ids of each text, nothing added."""
         if not texts:
             return []
-        return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), add_special_tokens=False)["input_ids"]]
+        return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), **_IDS_ALONE)["input_ids"]]
 
     def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset(), skip_special: bool = False) -> str:
         """The text of a response, without the last token if it merely ended the response; skip_special: nor any special token."""
