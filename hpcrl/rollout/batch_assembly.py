@@ -86,9 +86,14 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> 
             )
 
 
-def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -> list[Share]:
-    """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all."""
-    return shares_of(SampleBatch.of(rollout.samples()), options, rollout.rollout_id, rollout.version, metrics)
+def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float], batch: SampleBatch | None = None) -> list[Share]:
+    """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all.
+
+    batch: the samples as the trainer is to see them; None: as they are.
+    """
+    return shares_of(
+        SampleBatch.of(rollout.samples()) if batch is None else batch, options, rollout.rollout_id, rollout.version, metrics
+    )
 
 
 def shares_of(batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]) -> list[Share]:

@@ -30,6 +30,7 @@ from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.own_hooks import RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.sample import Sample
 
 POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
@@ -53,7 +55,7 @@ class Work:
     def __init__(self, context: RoleContext) -> None:
         options = context.options
         self.samples = not options.learns_labels
-        self.own = load_points(options, "rollout")
+        self.hooks = RolloutHooks(options, load_points(options, "rollout"))
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         self.held_out: list[HeldOut] = []
         self.grading: Grading | None = None
@@ -77,7 +79,7 @@ class Work:
         graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
         if graded and (options.grades or not options.custom_generate_function_path):
-            self.grading = Grading(options, graded)
+            self.grading = Grading(options, graded, self.hooks)
         if options.custom_generate_function_path and (self.samples or self.held_out):
             host = sockets.bind_address(context.plan)
             self.custom = CustomSampler(options, self.file, self.tokenizer, self.grading, host)
@@ -172,6 +174,7 @@ class RolloutRole:
             return {}
         groups = self.work.source.take(self.options.rollout_batch_size)
         self._next = rollout_id + 1
+        self.work.hooks.rollout_id = rollout_id
         self._states = {rollout_id: self.work.source.state() | {"rollout_id": rollout_id}}
         rollout = Rollout(rollout_id, version, groups, self.options.n_samples_per_prompt)
         self._making = asyncio.create_task(self._make(rollout))
@@ -217,12 +220,16 @@ class RolloutRole:
             self._patience, self._sample(rollout), lambda: self._late(f"{rollout.missing} of {rollout.size} samples of {rollout}")
         )
         samples = rollout.samples()
+        await self.work.hooks.filter(samples, source=self.work.source)
         check_staleness(samples, rollout.version)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout.rollout_id)
             await asyncio.to_thread(write_rollout, path, rollout.rollout_id, rollout.version, samples)
-        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=self.work.samples)
-        shares = make_shares(rollout, self.options, metrics)
+        seconds = time.monotonic() - begun
+        metrics = batch_metrics(rollout, rollout.version, seconds, sampled=self.work.samples)
+        metrics = await self.work.hooks.log(samples, metrics, seconds)
+        batch = await self.work.hooks.batch(samples, metrics)
+        shares = make_shares(rollout, self.options, metrics, batch)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
@@ -264,14 +271,15 @@ class RolloutRole:
     async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
         await self.pool.connect()
         found: dict[str, Any] = {}
+        every: dict[str, list[Sample]] = {}
         for held in self.work.held_out:
-            samples = await self.evaluator.samples(held, version)
+            samples = every[held.name] = await self.evaluator.samples(held, version)
             check_staleness(samples, version)
             path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
             found[held.name] = results(samples)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
-        return found
+        return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing
 

@@ -246,6 +246,10 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
     yield from inert_in_distillation(o)
     if o.learns_labels:
+        yield (
+            "rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
+            f"--loss-type {o.loss_type} grades nothing",
+        )
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
     if o.loss_type != "dpo_loss":
         yield "rejected_key", f"--loss-type is {o.loss_type}"
@@ -271,7 +275,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield (
             "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k "
             "eval_min_new_tokens eval_max_response_len "
-            "skip_eval_before_train",
+            "skip_eval_before_train custom_eval_rollout_log_function_path",
             "--eval-interval is not given",
         )
     if o.debug_rollout_only:
