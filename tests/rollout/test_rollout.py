@@ -461,7 +461,9 @@ def test_an_own_function_makes_the_samples_of_rollouts_and_evaluations(tmp_path:
     own = {"custom_generate_function_path": "tests.support.own_generates.fans_out", "num_steps_per_rollout": 2}
     with Attempt(tmp_path / "run", model, None, None, **own) as attempt:
         deadline = time.monotonic() + 90
-        while "prompts in" not in attempt.log.read_text() and time.monotonic() < deadline:  # the function's process loads a tokenizer
+        while (
+            "prompts in" not in attempt.log.read_text() and time.monotonic() < deadline
+        ):  # the function's process loads a tokenizer
             time.sleep(0.1)
         attempt.begin()
         evaluation = attempt.call("evaluate", rollout_id=-1, version=0)["held"]
