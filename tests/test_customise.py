@@ -125,6 +125,14 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         lambda f: makes(f, "examples_of_generating"),
     ),
     "rm_type": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("")) == 1),
+    "dynamic_sampling_filter_path": (
+        "examples_of_filters.not_too_easy",
+        lambda f: f(OPTIONS, [sample(reward=1.0), sample(reward=0.0)]).keep and f(OPTIONS, [sample()]).reason == "none_solved",
+    ),
+    "buffer_filter_path": (
+        "examples_of_filters.longest_first",
+        lambda f: f(OPTIONS, 0, [[sample("a")], [sample("abc")], [sample("ab")]], 1)[0][0].response == "abc",
+    ),
     "advantage_estimator": ("examples_of_algorithms.raw", lambda f: f(BATCH, OPTIONS).advantages.tolist() == [1, 3, 3]),
     "pg_loss_type": ("examples_of_algorithms.score", lambda f: f(TOKENS, OPTIONS).loss.tolist() == [1, -2]),
     "custom_tis_function_path": ("examples_of_algorithms.half", lambda f: f(TOKENS, OPTIONS).weights.tolist() == [1, 0.5]),

@@ -136,6 +136,7 @@ class TokenBatch:
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
         group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
         comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of mismatch.
+        fresh: bool [r], whether they must agree on a token: False where an older policy sampled it; None: on all.
     sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward also
         sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
         rank has the samples whole.
@@ -157,6 +158,7 @@ class TokenBatch:
     group: Tensor | None = None
     reward: Tensor | None = None
     comparable: bool = True
+    fresh: Tensor | None = None
     sum_over_sample: Callable[[Tensor], Tensor] | None = None
 
     def sums(self, values: Tensor) -> Tensor:

@@ -128,6 +128,17 @@ class Options(
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
+    def staleness_bound(self) -> int | None:
+        """Policy versions that a trained token may lag behind; None: any."""
+        return self.max_staleness if self.partial_rollout else 0
+
+    @property
+    def leaves_groups_over(self) -> bool:
+        """Whether more groups may be issued than a batch takes."""
+        more = self.over_sampling_batch_size is not None and self.over_sampling_batch_size > self.rollout_batch_size
+        return more or self.dynamic_sampling_filter_path is not None
+
+    @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps of one rollout."""
         return self.num_steps_per_rollout or self.samples_per_rollout // (self.global_batch_size or self.samples_per_rollout)

@@ -38,6 +38,8 @@ class Point:
 
 #: option -> how it is called; where an option may also be a name, a dotted path alone is meant here
 POINTS: dict[str, Point] = {
+    "dynamic_sampling_filter_path": Point("rollout", ("options", "samples")),
+    "buffer_filter_path": Point("rollout", ("options", "rollout_id", "buffer", "count")),
     "custom_rm_path": Point("grading", ("options", "sample"), own=True),
     "rm_type": Point("grading", ("options", "sample")),
     "custom_generate_function_path": Point("generating", ("args", "sample", "sampling_params"), own=True),

@@ -75,14 +75,15 @@ class Rollout:
         return [float(np.mean([sample.reward for sample in self._found[key]])) for key in sorted(self._found)]
 
 
-def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> None:
-    """HpcrlError if a token is older than `bound` policy versions, or newer than the trainer, at consumption."""
+def check_staleness(samples: Sequence[Sample], version: int, bound: int | None = 0) -> None:
+    """HpcrlError if a token is older than `bound` policy versions (None: any age), or newer than the trainer, at consumption."""
+    allowed = "by any number" if bound is None else f"by {bound} at most"
     for sample in samples:
         oldest, newest = int(sample.versions.min()), int(sample.versions.max())
-        if version - oldest > bound or newest > version:
+        if (bound is not None and version - oldest > bound) or newest > version:
             raise HpcrlError(
                 f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to {newest}, "
-                f"the trainer is at {version} and may lag by {bound} at most"
+                f"the trainer is at {version} and may lag {allowed}"
             )
 
 

@@ -76,18 +76,20 @@ class Attempt:
             "eval_interval": 1,
         }
         self.options = Options(**(defaults | values))
-        self.rundir = RunDir.create(path)
+        number = len(list((path / "attempts").iterdir())) if path.exists() else 0
+        self.rundir = RunDir(path, number) if number else RunDir.create(path)
         self.rundir.begin()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
         write_atomic(self.rundir.options_file, self.options.model_dump_json().encode())
         write_atomic(self.rundir.plan_file, msgspec.json.encode(self.plan))
-        make_keys(self.rundir, 2)
+        if not number:
+            make_keys(self.rundir, 2)
         self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
             if published:
                 publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
-        command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
-        self.log = path / "rollout.log"
+        command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", str(number)]
+        self.log = path / f"rollout{number or ''}.log"
         with self.log.open("wb") as out:
             env = os.environ | {"PYTHONPATH": str(REPO)}
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=out)
@@ -115,12 +117,12 @@ class Attempt:
     def fetch(self, rollout_id: int) -> list[Share | None]:
         return [client.fetch(rollout_id, 20) for client in self.clients]
 
-    def step(self, rollout_id: int) -> tuple[list[Share], dict[str, Any]]:
+    def step(self, rollout_id: int, saved: int = 0) -> tuple[list[Share], dict[str, Any]]:
         """What the trainer does with one rollout: its shares, and the state to save after it."""
         self.call("generate", rollout_id=rollout_id, version=rollout_id)
         shares = self.fetch(rollout_id)
         assert None not in shares
-        return shares, json.loads(json.dumps(self.call("snapshot", rollout_id=rollout_id)))  # type: ignore[return-value]
+        return shares, json.loads(json.dumps(self.call("snapshot", rollout_id=rollout_id, saved=saved)))  # type: ignore[return-value]
 
     def end(self, seconds: float = 15) -> int:
         return self.process.wait(seconds)
@@ -305,7 +307,7 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         (
             hang,
             {"rollout_timeout": 1},
-            ["24 of 24 samples of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
+            ["6 of 6 groups of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
         ),
         (wrong_token, {}, ["engine-0 on 127.0.0.1", "token id 999"]),
         (old_weights, {}, ["policy versions 3 to 3", "the trainer is at 4"]),

@@ -64,6 +64,7 @@ class FakeEngine:
         self.script, self.key, self.healthy = script, key, True
         self.bodies: list[dict[str, Any]] = []
         self.in_flight = self.most_in_flight = 0
+        self.version = "default"  #: what its weights are called
         self.deaf = 0  #: aborts that it takes no notice of
         self._aborts: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
@@ -88,6 +89,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
+        app.router.add_post("/update_weight_version", self._name)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -102,6 +104,10 @@ class FakeEngine:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _name(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
 
     async def aborted(self, ident: str) -> None:
         """Return once the request with this name is aborted."""

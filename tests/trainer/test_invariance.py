@@ -491,6 +491,43 @@ def test_neither_do_they_to_further_losses(model: Path, other: Path, layout: str
         agree(found, reference(model, loss, other if loss in WITH_TEACHER else None))
 
 
+def pairs() -> SampleBatch:
+    """The batch in groups of two."""
+    data, numbers = deepcopy(batch()), np.arange(SAMPLES)
+    data.rows["group"], data.rows["index"] = numbers // 2, numbers % 2
+    return data
+
+
+@cache
+def expected_of_pairs(model: Path, other: Path, beta: float) -> tuple[float, float]:
+    """DPO's loss and the norm of its gradient; a response without trained tokens does not count itself."""
+    opts, data, hf, frozen = options(model), pairs(), transformers_model(model), transformers_model(other)
+    ratios, masks = [], []
+    for i in range(SAMPLES):
+        ids, mask, _ = sample(data, i)
+        with torch.no_grad():
+            wanted = logprobs_and_entropy(frozen, ids, len(mask), opts)[0]
+        ratios.append(((logprobs_and_entropy(hf, ids, len(mask), opts)[0] - wanted) * mask).sum())
+        masks.append(mask)
+    total, rewards = torch.zeros(()), data.rows["reward"]
+    for i in range(SAMPLES):
+        margin = beta * (ratios[i] - ratios[i ^ 1]) * (1 if rewards[i] > rewards[i ^ 1] else -1)
+        total = total - torch.nn.functional.logsigmoid(margin) * float(masks[i].any()) / SAMPLES
+    total.backward()
+    return float(total.detach()), float(torch.stack([p.grad.norm() for p in hf.parameters()]).norm())
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp2 pp2", "dp2 cp2"])
+def test_neither_do_they_to_pairs(model: Path, other: Path, layout: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    dpo = {"loss_type": "dpo_loss", "n_samples_per_prompt": 2, "dpo_beta": 0.3, "ref_load": str(other)}
+    opts = options(model, n, **PACKINGS["64 tokens"], **fields, **dpo)
+    loss, norm = expected_of_pairs(model, other, 0.3)
+    (found,) = same_everywhere(run_ranks(n, train_on_rank, [opts], pairs()))
+    assert found["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
 @cache
 def on_one_rank(model: Path, loss: str, other: Path) -> dict[str, float]:
     return run_ranks(1, train_on_rank, [options(model, **PACKINGS["64 tokens"], **fields_of(loss, other))])[0][0]

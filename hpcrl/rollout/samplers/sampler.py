@@ -5,7 +5,7 @@ Invariant: a sampler knows nothing of batches, filters or the ledger; whoever as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,9 @@ class Asked:
     """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
 
     held_out: in an evaluation, whose groups are numbered by the lines of the set.
+    begun: what an earlier call returned of it, to be gone on with: unfinished (ABORTED), or finished and not graded; a sampler that
+    cannot go on begins again.  made: where the sampler leaves what is finished before it waits for the reward, so that it is kept
+    if the wait is given up.
     """
 
     group: Group
@@ -38,10 +41,15 @@ class Asked:
     rollout_id: int
     version: int
     held_out: HeldOutSet | None = None
+    begun: tuple[Sample, ...] = ()
+    made: list[Sample] = field(default_factory=list, compare=False)
 
 
 class Sampler(Protocol):
     """Makes samples."""
 
     async def make(self, asked: Asked) -> list[Sample]:
-        """The samples of one response, rewards set: one, or, where a conversation is cut into several, all of them."""
+        """The samples of one response, rewards set: one, or, where a conversation is cut into several, all of them.
+
+        ABORTED, and without a reward, if the engine was told to end it: then with the tokens that it has so far.
+        """

@@ -47,7 +47,8 @@ NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoi
 
 @dataclass(frozen=True)
 class StepTotals:
-    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree.
+    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree; fresh:
+    bool, on which of the share's response tokens, those of the current policy (None: on all).
 
     spread: samples a response.  The loss is divided by the samples, and its weights multiplied by this: a response counts once.
     """
@@ -56,6 +57,7 @@ class StepTotals:
     samples: int
     tokens: int
     comparable: bool
+    fresh: torch.Tensor | None = None
     spread: float = 1.0
 
 
@@ -85,6 +87,8 @@ def train(
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
+    current = torch.from_numpy(share.batch.versions == share.version)
+    fresh = None if bool(current.all()) else current.to(ranks.device)
     found: list[dict[str, float]] = []
     spreads = _samples_a_response(share)
     for number, micro_batches in enumerate(steps):
@@ -94,6 +98,7 @@ def train(
             share.step_tokens[number],
             # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
             comparable=number == 0 or not options.use_rollout_logprobs,
+            fresh=fresh,
             spread=spreads[number],
         )
         row: dict[str, float] = {}
@@ -220,6 +225,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         group=packed.group,
         reward=packed.reward,
         comparable=step.comparable,
+        fresh=None if step.fresh is None else step.fresh[packed.source],
         sum_over_sample=lambda values: sums_over_samples(values, packed.sample, packed.samples, group),
     )
 
