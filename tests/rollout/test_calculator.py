@@ -32,6 +32,7 @@ def test_values_failures_and_what_takes_too_long(monkeypatch: pytest.MonkeyPatch
             return [await tool.value(text) for text in asked]
         finally:
             tool._process.kill()
+            await tool._process.wait()
 
     begun = time.monotonic()
     assert asyncio.run(run()) == ["3901", "-20", "0.125", *["-"] * 7, "42"]
