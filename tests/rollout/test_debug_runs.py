@@ -54,7 +54,7 @@ def test_sampling_without_a_trainer(tmp_path: Path, model: Path) -> None:
     assert {"rollout/reward", "perf/step_time"} <= set(
         next(row for row in read_metrics(root / "metrics.jsonl") if row["rollout_id"] == 0)
     )
-    with Attempt(root, model, None, None, attempt=1, **more) as attempt:
+    with Attempt(root, model, None, None, **more) as attempt:
         driver = drive(attempt)
         assert driver.wait(60) == 0 and attempt.end() == 0, (root / "driver.log").read_text() + attempt.log.read_text()
     steps = [row["rollout_id"] for row in read_metrics(root / "metrics.jsonl") if "rollout/reward" in row]
