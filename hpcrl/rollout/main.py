@@ -31,6 +31,7 @@ from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.making.maker import Maker
+from hpcrl.rollout.making.own_maker import OwnMaker
 from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.own_hooks import RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile, read_training
@@ -112,7 +113,9 @@ class RolloutRole:
         if work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
         self.shelf = Shelf(self.options, work.source, context.rundir)
-        self.maker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
+            self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)

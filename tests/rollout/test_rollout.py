@@ -76,7 +76,7 @@ class Attempt:
             "eval_interval": 1,
         }
         self.options = Options(**(defaults | values))
-        number = len(list((path / "attempts").iterdir())) if path.exists() else 0
+        number = len(list((path / "attempts").iterdir())) if (path / "attempts").exists() else 0
         self.rundir = RunDir(path, number) if number else RunDir.create(path)
         self.rundir.begin()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")

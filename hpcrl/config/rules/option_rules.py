@@ -280,7 +280,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_distillation(o)
     if o.learns_labels:
         yield (
-            "rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
+            "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
             f"--loss-type {o.loss_type} grades nothing",
         )
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
@@ -323,6 +323,11 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield (
             "partial_rollout",
             "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
+        )
+    if o.rollout_function_path is not None:
+        yield (
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
+            "--rollout-function-path makes the rollout",
         )
     if not o.partial_rollout:
         yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
