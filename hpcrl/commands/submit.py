@@ -35,12 +35,14 @@ usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
+  --after JOB ...    start when these jobs have ended well, such as the conversion of the model
 
 Options are those of hpcrl run. One job is submitted, to Slurm unless the profile names another scheduler; it trains to the
 end, over as many requeues as that takes."""
 
 OWN = {
     **FLAGS,
+    "after": Kind("str", many=True),
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
     "help": Kind("bool"),
@@ -62,6 +64,8 @@ def submit(argv: list[str]) -> int:
         raise UsageError("--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first")
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
+    if "after" in own:
+        own["set"] = [*own.get("set", []), f"after={':'.join(own['after'])}"]
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
     overrides = site.options(recipe, overrides)

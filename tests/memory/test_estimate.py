@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import build_options
+from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
 from hpcrl.memory.engine import engine_terms, model_bytes, token_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
@@ -145,6 +145,23 @@ def test_a_warning_names_the_term_and_what_to_change() -> None:
     both = guide("GLM4-9B, colocated", vllm={"gpu_memory_utilization": 0.9})
     assert "both stay in memory; lower --vllm-gpu-memory-utilization to 0." in warned(both)
     assert "weights do not fit into the engine's share" in warned(guide(name, vllm={"gpu_memory_utilization": 0.05}))
+
+
+EXAMPLES = {
+    "glm-z1-9b-8gpu": "GLM-4-9B-0414",
+    "glm-z1-9b-8gpu-colocated": "GLM-4-9B-0414",
+    "qwen3-4b-8gpu": "Qwen3-4B",
+    "qwen3-4b-8gpu-colocated": "Qwen3-4B",
+    "glm-4.5-355b-64gpu": "GLM-4.5",
+    "glm-4.5-355b-64gpu-bf16": "GLM-4.5",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_reference_recipes_fit(name: str) -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "examples" / f"{name}.toml")
+    (options,) = resolve_stages(recipe, {}, {"run": "r", "prepared": "p"})
+    assert not [line for line in memory_lines(options, *of(EXAMPLES[name])) if line.startswith("warn")]
 
 
 def test_an_engines_cache() -> None:
