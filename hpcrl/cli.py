@@ -35,8 +35,10 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
+  hpcrl runs [--clean]                         where they lie; those that never came to a step
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
+  hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -111,8 +113,10 @@ ELSEWHERE = {
     "launch": "hpcrl.mpi.mpirun:launch",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
+    "runs": "hpcrl.commands.runs:runs",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
+    "samples": "hpcrl.commands.samples:samples",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",
