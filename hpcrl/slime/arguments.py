@@ -22,6 +22,7 @@ from hpcrl.slime.flag_table import other_defaults, says_default, verdicts
 from hpcrl.slime.readers import READERS, Given, Reading, own_function
 
 ASYNC = "train_async.py"
+REPEATED = {"rollout-sample-hook-path"}  #: flags of which every one counts
 SAYS_NOTHING = "it only says what holds anyway"
 
 
@@ -85,15 +86,15 @@ def translate(words: Sequence[str], program: str = "train.py") -> Translation:
 
 
 def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse."""
+    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse, but of REPEATED ones both."""
     given: dict[str, list[str]] = {}
     flag = ""
     for word in words:
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word[2:].partition("=")
             flag = flag.replace("_", "-")
-            given.pop(flag, None)
-            given[flag] = [value] if equals else []
+            before = given.pop(flag, [])
+            given[flag] = [*(before if flag in REPEATED else ()), *([value] if equals else [])]
         elif flag:
             given[flag].append(word)
         else:

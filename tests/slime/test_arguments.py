@@ -126,6 +126,9 @@ def test_the_asynchronous_loop_is_refused_until_it_is_there() -> None:
 
 def test_words_are_split_as_argparse_does() -> None:
     assert split_flags(["--a", "1", "2", "--b", "--a=3", "--c_d", "-1"]) == {"b": [], "a": ["3"], "c-d": ["-1"]}
+    assert split_flags(["--rollout-sample-hook-path", "a.b", "--rollout-sample-hook-path=c.d"]) == {
+        "rollout-sample-hook-path": ["a.b", "c.d"]
+    }
     assert split_arguments(["x", "--", "--a", "--", "b"]) == (["x"], ["--a", "--", "b"])
     assert split_arguments(["x"]) == (["x"], None)
     assert split_program(["python3", "/x/train_async.py", "--a"]) == ("train_async.py", ["--a"])
