@@ -8,6 +8,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
+from hpcrl.doctor.model_settings import refuse_wrong_settings
 from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
 from hpcrl.memory.report import GPU, memory_lines
@@ -63,6 +64,7 @@ def _hosts(file: str) -> list[Host]:
 def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, gpu: float) -> None:
     """Print the plan of every stage, and the memory that it takes on GPUs of `gpu` GiB."""
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    refuse_wrong_settings(options, same_packages=False)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""

@@ -16,6 +16,7 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.value_types import Kind
+from hpcrl.doctor.model_settings import refuse_wrong_settings, same_packages
 from hpcrl.doctor.storage import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
@@ -70,7 +71,9 @@ def submit(argv: list[str]) -> int:
     scheduler = load_scheduler(site.scheduler)
     overrides = site.options(recipe, overrides)
     shown = preview(recipe, overrides, site)
-    if own.get("print"):
+    by_hand = bool(own.get("print"))  # a script for another place, perhaps
+    refuse_wrong_settings(shown.stages, same_packages(site) and can_submit(scheduler) and not by_hand)
+    if by_hand:
         print(scheduler.script_by_hand(shown, [words[0], *_flags(overrides)]), end="")
         return 0
     if own.get("dry-run"):
