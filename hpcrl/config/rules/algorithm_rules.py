@@ -160,7 +160,7 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _unread(o)
         yield from _without_kl(o)
         yield from _without_correction(o)
-    yield "keep_old_actor", "every sample is trained on with the weights that sampled it"
+    yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"
     if o.overlong_buffer_len is None:
