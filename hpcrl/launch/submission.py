@@ -158,7 +158,7 @@ def submit_again(root: Path, record: JobFile, own: Mapping[str, Any]) -> tuple[S
     _check_gone(root, record)
     with held(job.root):
         pass
-    site = from_flags(own, saved_site(record.site))
+    site = from_flags(own, saved_site(record.site).again())
     stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)

@@ -15,14 +15,7 @@ import torch
 
 from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
-
-#: what a setting may need besides CUDA -> the packages of which one must be installed
-PARTS: dict[str, tuple[str, ...]] = {
-    "Transformer Engine": ("transformer_engine",),
-    "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),
-    "DeepEP": ("deep_ep",),
-    "Apex": ("apex",),
-}
+from hpcrl.trainer.megatron.needed_parts import NEEDS, PARTS, VALUE_NEEDS
 
 
 @dataclass(frozen=True)
@@ -47,35 +40,6 @@ class Machine:
         """Whether layers are built from Transformer Engine: where there is CUDA and it is installed."""
         return self.has("Transformer Engine")
 
-
-_CUDA = """
-fp8 fp4 nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
-pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
-"""
-_ENGINE = """
-apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading fp8_param
-fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion moe_router_fusion qk_clip
-use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
-"""
-#: a setting that is on -> the part that it needs ("" is CUDA alone)
-NEEDS: dict[str, str] = (
-    dict.fromkeys(_CUDA.split(), "")
-    | dict.fromkeys(_ENGINE.split(), "Transformer Engine")
-    | {
-        "gradient_accumulation_fusion": "Apex",  # the output layer is Megatron's own, whatever the others are
-        "moe_enable_deepep": "DeepEP",
-        "persist_layer_norm": "Transformer Engine",
-    }
-)
-#: a setting with this value -> the part that it needs
-VALUE_NEEDS: dict[tuple[str, Any], str] = {
-    ("attention_backend", "flash"): "flash-attn or Transformer Engine",
-    ("attention_backend", "fused"): "Transformer Engine",
-    ("attention_backend", "unfused"): "Transformer Engine",
-    ("attention_softmax_in_fp32", False): "Transformer Engine",  # ours always is in fp32
-    ("moe_token_dispatcher_type", "flex"): "DeepEP",
-    ("transformer_impl", "transformer_engine"): "Transformer Engine",
-}
 
 _INFERENCE = "it is for inference, which is vLLM's here"
 _GRAPH = "packed micro-batches differ in length, so none could replay another's CUDA graph"
