@@ -559,6 +559,30 @@ def test_uneven_and_virtual_pipeline_stages_do_not_matter(deep: Path, layout: st
     equal(gradients(deep, n, fields | LOSSES["grpo"] | {"megatron": more}), gradients(deep, 1, LOSSES["grpo"]))
 
 
+@pytest.mark.parametrize("layout", ["one rank", "dp2"])
+def test_a_response_of_two_alike_samples_counts_as_one(model: Path, other: Path, layout: str) -> None:
+    """Samples twice in their responses, so that 19 are filled up to 20 for two ranks: the same advantages, loss and gradient."""
+    data = batch()
+    twice = data.take(sorted([*range(SAMPLES), 0, 5, 5]))
+    sums = np.add.reduceat(twice.loss_mask.astype(np.int64), twice.response_offsets[:-1])
+    keys = twice.rows["group"] * 4 + twice.rows["index"]
+    twice.rows["trained"] = [sums[keys == key].sum() for key in keys]
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    opts = options(model, n, **PACKINGS["64 tokens"], **fields, **LOSSES["grpo"])
+    [found] = same_everywhere(run_ranks(n, train_on_rank, [opts], twice))
+    one = on_one_rank(model, "grpo", other)
+    for name in (
+        "train/loss",
+        "train/pg_loss",
+        "train/grad_norm",
+        "train/entropy_loss",
+        "second/train/loss",
+        "second/train/grad_norm",
+    ):
+        if name in one:
+            assert found[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
 def test_virtual_pipeline_stages_forward_only(deep: Path) -> None:
     """The old log-probs of several steps are computed without a backward pass."""
     common = {"num_steps_per_rollout": 2, "lr": 1e-2} | PACKINGS["64 tokens"]
