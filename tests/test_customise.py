@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from hpcrl.algorithms.interface import RolloutBatch, TokenBatch
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, load_own, load_points, spelled
 from hpcrl.errors import UsageError
+from hpcrl.rollout.samplers.conversation import Arguments
+from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sample import COMPLETED, Sample
 
 PAGE = Path(__file__).parents[1] / "docs" / "customise.md"
@@ -73,10 +77,62 @@ TOKENS = TokenBatch(
     advantages=torch.tensor([1.0, -1.0]),
 )
 
+
+class Speaker:
+    """In the place of the tokenizer and the engine of a custom function: says token 7, then 8, and so on."""
+
+    eos_ids, said = frozenset((1,)), 6
+
+    async def generate(self, tokens: Any, params: dict[str, Any]) -> Turn:
+        self.said += 1
+        ids = np.asarray([self.said, 1], np.int32)
+        return Turn(ids, np.full(2, -0.5, np.float32), np.zeros(2, np.int32), "stop", str(self.said))
+
+    def render(self, messages: list[dict[str, Any]], generation: bool, tools: Any = None) -> str:
+        return "".join(f"{m['content']}|" for m in messages)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray([1, *(50 + len(word) for word in text.strip("|").split("|"))], np.int32) for text in texts]
+
+    def decode(self, tokens: Any) -> str:
+        return "-".join(map(str, tokens.tolist()))
+
+
+def makes(function: Callable[..., Any], path: str) -> bool:
+    """All of the page's functions of this kind: what they make of a prompt of two tokens."""
+    speaker = Speaker()
+    asked = sample("")
+    asked.tokens = np.asarray([2, 3], np.int32)
+    args = Arguments(OPTIONS, speaker, speaker, "http://x/v1", "key", False, 4)  # type: ignore[arg-type]
+    params = {"max_new_tokens": 16}
+    found = asyncio.run(function(args, asked, params))
+    module = importlib.import_module(path)
+    both = asyncio.run(module.best_of_two(args, asked, params))
+    alone = asyncio.run(module.by_hand(args, asked, params))
+    return (
+        found.tokens.tolist() == [2, 3, 7, 1, 63, 8, 1]
+        and found.loss_mask.tolist() == [1, 1, 0, 1, 1]
+        and [one.response for one in both] == ["9-1", "10-1"]
+        and list(alone.tokens) == [2, 3, 11, 1]
+    )
+
+
 #: option -> (the page's function, a call of it that returns whether it did what the page says)
 CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
     "custom_rm_path": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("abc")) == 0.25),
+    "custom_generate_function_path": (
+        "examples_of_generating.asked_again",
+        lambda f: makes(f, "examples_of_generating"),
+    ),
     "rm_type": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("")) == 1),
+    "dynamic_sampling_filter_path": (
+        "examples_of_filters.not_too_easy",
+        lambda f: f(OPTIONS, [sample(reward=1.0), sample(reward=0.0)]).keep and f(OPTIONS, [sample()]).reason == "none_solved",
+    ),
+    "buffer_filter_path": (
+        "examples_of_filters.longest_first",
+        lambda f: f(OPTIONS, 0, [[sample("a")], [sample("abc")], [sample("ab")]], 1)[0][0].response == "abc",
+    ),
     "advantage_estimator": ("examples_of_algorithms.raw", lambda f: f(BATCH, OPTIONS).advantages.tolist() == [1, 3, 3]),
     "pg_loss_type": ("examples_of_algorithms.score", lambda f: f(TOKENS, OPTIONS).loss.tolist() == [1, -2]),
     "custom_tis_function_path": ("examples_of_algorithms.half", lambda f: f(TOKENS, OPTIONS).weights.tolist() == [1, 0.5]),
@@ -86,6 +142,22 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         "examples_of_algorithms.by_root",
         lambda f: f(torch.tensor([4, 0]), OPTIONS).tolist() == [0.5, 1],
     ),
+    "rollout_sample_hook_path": ("examples_of_samples.strip_thoughts", lambda f: strips(f)),
+    "rollout_sample_filter_path": ("examples_of_samples.without_truncated", lambda f: removes(f)),
+    "rollout_all_samples_process_path": (
+        "examples_of_samples.keep_lengths",
+        lambda f: f(OPTIONS, [[sample("abc"), sample("")]], None) is None and f.__globals__["SEEN"] == [[3, 0]],
+    ),
+    "custom_reward_post_process_path": (
+        "examples_of_samples.centred",
+        lambda f: f(OPTIONS, [sample(reward=1.0), sample(reward=3.0)]) == ([1.0, 3.0], [-1.0, 1.0]),
+    ),
+    "custom_convert_samples_to_train_data_path": (
+        "examples_of_samples.last_tokens_only",
+        lambda f: f(OPTIONS, [sample("abc")])["loss_masks"] == [[0, 1, 1]],
+    ),
+    "custom_rollout_log_function_path": ("examples_of_metrics.lengths", lambda f: logs(f)),
+    "custom_eval_rollout_log_function_path": ("examples_of_metrics.solved", lambda f: logs_evaluation(f)),
     "custom_megatron_init_path": (
         "examples_of_trainer_hooks.seeded",
         lambda f: f(OPTIONS) is None and torch.initial_seed() == OPTIONS.seed,
@@ -97,6 +169,29 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
     "custom_megatron_before_train_step_hook_path": ("examples_of_trainer_hooks.freeze_embedding", lambda f: freezes(f)),
     "rollout_data_postprocess_path": ("examples_of_trainer_hooks.drop_what_disagrees", lambda f: drops(f)),
 }
+
+
+def strips(hook: Callable[..., Any]) -> bool:
+    one = sample("<think>hm</think> 2")
+    return hook(OPTIONS, one, rollout_id=0, evaluation=False) is None and one.response == "2"
+
+
+def removes(hook: Callable[..., Any]) -> bool:
+    kept, cut = sample(), sample(index=1)
+    cut.status = "truncated"
+    hook(OPTIONS, [[kept, cut]])
+    return not kept.remove_sample and cut.remove_sample
+
+
+def logs(hook: Callable[..., Any]) -> bool:
+    metrics: dict[str, float] = {}
+    hook(3, OPTIONS, [sample("abc", reward=1.0), sample("a")], metrics, 1.0)
+    return metrics == {"rollout/response_len/right": 3.0}
+
+
+def logs_evaluation(hook: Callable[..., Any]) -> bool:
+    metrics = {"gsm8k": {"accuracy": 0.5}}
+    return hook(3, OPTIONS, {"gsm8k": {"rewards": [1.0, 0.0]}}, metrics) and metrics["gsm8k"]["solved"] == 1
 
 
 def freezes(hook: Callable[..., Any]) -> bool:

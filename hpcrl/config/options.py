@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.sections.agents import AgentOptions
 from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
 from hpcrl.config.sections.data import DataOptions
+from hpcrl.config.sections.distillation import DistillationOptions
 from hpcrl.config.sections.evaluation import EvalOptions
 from hpcrl.config.sections.looking import LookOptions
 from hpcrl.config.sections.model import ModelOptions
@@ -31,10 +33,12 @@ class Options(
     ModelOptions,
     DataOptions,
     RolloutOptions,
+    AgentOptions,
     RewardOptions,
     EvalOptions,
     AlgorithmOptions,
     OffPolicyOptions,
+    DistillationOptions,
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
@@ -97,6 +101,11 @@ class Options(
         return 0 if self.debug_rollout_only else self.world_size
 
     @property
+    def grades(self) -> bool:
+        """Whether a reward is given; without one the rewards of what is sampled are 0."""
+        return bool(self.rm_type or self.custom_rm_path)
+
+    @property
     def num_engines(self) -> int:
         """Engines: --rollout-num-gpus over the GPUs of one; none where nothing is sampled."""
         return self.engine_gpus // self.rollout_num_gpus_per_engine if self.needs_engines else 0
@@ -117,6 +126,17 @@ class Options(
     def samples_per_rollout(self) -> int:
         """Samples of one rollout: prompts x responses."""
         return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """Policy versions that a trained token may lag behind; None: any."""
+        return self.max_staleness if self.partial_rollout else 0
+
+    @property
+    def leaves_groups_over(self) -> bool:
+        """Whether more groups may be issued than a batch takes."""
+        more = self.over_sampling_batch_size is not None and self.over_sampling_batch_size > self.rollout_batch_size
+        return more or self.dynamic_sampling_filter_path is not None
 
     @property
     def steps_per_rollout(self) -> int:

@@ -65,7 +65,11 @@ def opo(samples: Sequence[Sample], one: Sample, o: Options, rewards: dict[int, f
     return rewards[id(one)] - math.fsum(s.length * rewards[id(s)] for s in group) / tokens
 
 
-OF_RESPONSES = {"grpo": grpo, "gspo": grpo, "cispo": grpo, "rloo": rloo, "remax": remax, "opo": opo}
+def none(samples: Sequence[Sample], one: Sample, o: Options, rewards: dict[int, float]) -> float:
+    return 0.0
+
+
+OF_RESPONSES = {"none": none, "grpo": grpo, "gspo": grpo, "cispo": grpo, "rloo": rloo, "remax": remax, "opo": opo}
 
 
 def steps_of(sample: Sample, o: Options, reward: float) -> list[tuple[int, float]]:
@@ -125,6 +129,11 @@ def reference(samples: Sequence[Sample], o: Options) -> tuple[np.ndarray, np.nda
             centre = 0.0 if o.disable_rewards_normalization else mean([x.reward for x in group_of(samples, s)])
             kl = kl_of(s, o.kl_loss_type) if o.kl_coef else [0.0] * s.length
             values.append([s.reward - centre - o.kl_coef * k if m else 0.0 for k, m in zip(kl, s.mask, strict=True)])
+    if o.use_opd:
+        gaps = [[float(p - q) if m else 0.0 for p, q, m in zip(s.old, s.teacher, s.mask, strict=True)] for s in samples]
+        values = [
+            [a - o.opd_kl_coef * gap for a, gap in zip(row, own, strict=True)] for row, own in zip(values, gaps, strict=True)
+        ]
     if o.normalize_advantages:
         values = whitened(values, samples)
     return np.concatenate(values), returns
@@ -153,6 +162,10 @@ CASES: list[dict[str, Any]] = [
     },
     {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.2, "normalize_advantages": True},
     {"advantage_estimator": "reinforce_plus_plus_baseline", "disable_rewards_normalization": True, "normalize_advantages": True},
+    {"advantage_estimator": "none", "use_opd": True},
+    {"advantage_estimator": "none", "use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True},
+    {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.5},
+    {"advantage_estimator": "ppo", "use_opd": True, "opd_kl_coef": 0.2, "kl_coef": 0.1},
     {"advantage_estimator": "ppo"},
     {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.8, "kl_coef": 0.1},
     {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.0, "normalize_advantages": True},
@@ -203,6 +216,37 @@ def test_nothing_to_train_on_is_no_error(case: dict[str, Any]) -> None:
 
 def test_every_estimator_is_tested() -> None:
     assert {case["advantage_estimator"] for case in CASES} == set(algorithm_files("estimators"))
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_a_response_of_several_samples_counts_once_in_its_group(name: str) -> None:
+    """One response cut into three samples, and one that fills the step up: the advantages of its tokens are those of the whole."""
+    o = options(advantage_estimator=name, normalize_advantages=name == "reinforce_plus_plus_baseline")
+    reward, length = [1.0, 0.0, 0.5, 2.0], [4, 9, 3, 5]
+    chance = torch.Generator().manual_seed(1)
+    columns = {"old": torch.rand(21, generator=chance), "reference": torch.rand(21, generator=chance)}
+
+    def batch(rewards: list[float], lengths: list[int], response: list[int] | None, filling: int) -> RolloutBatch:
+        count = len(lengths)
+        mask = torch.ones(sum(lengths), dtype=torch.bool)
+        mask[len(mask) - filling :] = False
+        return RolloutBatch(
+            reward=torch.tensor(rewards, dtype=torch.float64),
+            group=torch.zeros(count, dtype=torch.int64),
+            length=torch.tensor(lengths),
+            truncated=torch.zeros(count, dtype=torch.bool),
+            own=torch.arange(count),
+            mask=mask,
+            response=None if response is None else torch.tensor(response),
+            **{name: torch.cat([column, torch.zeros(filling)]) for name, column in columns.items()},
+        )
+
+    whole = compute_advantages(batch(reward, length, None, 0), o).advantages
+    cut = batch([1.0, 0.0, 0.0, 0.0, 0.5, 2.0, 7.0], [4, 2, 3, 4, 3, 5, 1], [0, 1, 1, 1, 2, 3, -1], 1)
+    found = compute_advantages(cut, o).advantages
+    assert torch.allclose(found[:-1], whole, atol=1e-12, rtol=0) and found[-1] == 0
+    naive = compute_advantages(batch([1.0, 0.0, 0.0, 0.0, 0.5, 2.0], [4, 2, 3, 4, 3, 5], None, 0), o).advantages
+    assert name in ("opo", "reinforce_plus_plus_baseline") or not torch.allclose(naive, whole), "else this shows nothing"
 
 
 def test_equal_rewards_are_no_advantage() -> None:
@@ -270,6 +314,7 @@ def test_an_own_estimator_by_path() -> None:
     [
         ({"advantage_estimator": "ppo"}, {"values": None}, UsageError, "ppo needs the values of a critic"),
         ({"kl_coef": 0.1}, {"reference": None}, UsageError, "give --ref-load"),
+        ({"use_opd": True}, {"teacher": None}, UsageError, "needs the log-probs of old policy and teacher"),
         ({"advantage_estimator": "remax"}, {"baseline": None}, DataError, "without the reward of a greedy response"),
         ({"advantage_estimator": "grppo"}, {}, UsageError, "grppo is unknown; known: cispo, grpo, "),
         ({"advantage_estimator": f"{__name__}.absent"}, {}, UsageError, "has no absent"),

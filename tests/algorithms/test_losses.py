@@ -272,6 +272,19 @@ def test_entropy_has_its_gradient() -> None:
     torch.testing.assert_close(gradient, -0.25 * tokens.weights)
 
 
+def test_the_kl_to_a_teacher_is_a_term_like_others() -> None:
+    samples = random_samples(0)
+    tokens = token_batch(samples)
+    divergence = torch.rand(len(tokens.weights), dtype=torch.float64).requires_grad_()
+    for coefficient in (0.4, 0.0):
+        o = options(use_opd=True, opd_kl_type="forward", opd_kl_coef=coefficient)
+        found = compute_loss(replace(tokens, logprobs=tokens.logprobs.clone().requires_grad_(), divergence=divergence), o)
+        (gradient,) = torch.autograd.grad(found.total, divergence, allow_unused=True)
+        torch.testing.assert_close(torch.zeros_like(divergence) if gradient is None else gradient, coefficient * tokens.weights)
+        wanted = float((divergence * tokens.weights).sum().detach())
+        assert float(found.report.means["opd_forward_kl"]) == pytest.approx(wanted)
+
+
 def test_the_low_variance_kl_is_bounded() -> None:
     samples = random_samples(0)
     tokens = token_batch(samples)
@@ -362,6 +375,11 @@ def test_the_mismatch_of_trainer_and_engine_is_always_measured(seed: int) -> Non
         assert float(report.means[name]) == pytest.approx(value, abs=1e-6), name
     assert float(report.token_means["train_rollout_logprob_abs_diff"]) == pytest.approx(math.fsum(differences))
     assert float(report.maxima["train_rollout_logprob_abs_diff_max"]) == pytest.approx(max(differences))
+    older = token_batch(samples)
+    first = compute_loss(replace(older, fresh=torch.arange(len(older.sample)) == 0), o).report
+    assert float(first.token_means["train_rollout_logprob_abs_diff"]) == pytest.approx(
+        abs(float(older.trainer[0] - older.rollout[0]))
+    )
     apart = compute_loss(replace(token_batch(samples), comparable=False), o).report
     assert set(apart.means) == {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"}
     assert not apart.token_means

@@ -68,6 +68,8 @@ def _estimator(o: Options) -> None:
         if need == "groups" and o.n_samples_per_prompt == 1 and not raw and o.num_rollout != 0:
             hint = "give --n-samples-per-prompt 8 or more; or --advantage-estimator reinforce_plus_plus or remax"
             raise UsageError(f"{lacks}, and --n-samples-per-prompt is 1: every advantage would be 0", hint)
+        if need == "teacher" and not o.use_opd:
+            raise UsageError(f"{lacks}: every advantage would be 0", "give --use-opd; or another --advantage-estimator")
         if need == "normalize_advantages" and not o.normalize_advantages:
             raise UsageError(lacks, "give it")
 
@@ -158,7 +160,7 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _unread(o)
         yield from _without_kl(o)
         yield from _without_correction(o)
-    yield "keep_old_actor", "every sample is trained on with the weights that sampled it"
+    yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"
     if o.overlong_buffer_len is None:

@@ -1,10 +1,11 @@
-"""What the options of looking and replaying must say together.
+"""What the options of looking, replaying and own functions must say together.
 
 Invariant: a debug switch may be added to any recipe: what it leaves without effect there is no error.
 """
 
 from __future__ import annotations
 
+from hpcrl.config.algorithm_files import find_algorithm_file
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 
@@ -28,8 +29,20 @@ def check_looking(o: Options) -> None:
         raise UsageError("--load-debug-rollout-data without --num-rollout", "say how many of the files to train from")
     if o.load_debug_rollout_data is not None and o.save_debug_rollout_data is not None:
         raise UsageError("--save-debug-rollout-data would write what --load-debug-rollout-data reads", "leave one of them out")
+    _processed_rewards(o)
     for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
         _template("--" + name.replace("_", "-"), getattr(o, name), o.num_rollout)
+
+
+def _processed_rewards(o: Options) -> None:
+    if o.custom_reward_post_process_path is None or o.loss_type != "policy_loss" or o.disable_rewards_normalization:
+        return
+    declared = find_algorithm_file("estimators", o.advantage_estimator)
+    if declared is not None and "disable_rewards_normalization" in declared.options:
+        raise UsageError(
+            f"--custom-reward-post-process-path takes the place of what --advantage-estimator {o.advantage_estimator} does to a group's rewards",
+            "give --disable-rewards-normalization too",
+        )
 
 
 def _template(flag: str, template: str | None, rollouts: int | None) -> None:

@@ -20,6 +20,7 @@ import torch
 from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
+from hpcrl.trainer.step.divergence import TeacherRows
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel.parallel_state import Ranks
@@ -31,13 +32,14 @@ class Packed:
 
     tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
     them labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
-    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of each
-    sample, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
+    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of the
+    response that each sample is of, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
     sequence ends with its padding, over all CP ranks; ends: the same on the host; longest: rows of the longest, with padding.
     r may be 0.
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
-    reference, the reference model's; advantages; a critic's values, before any of its steps, and the returns that it learns.
+    reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes); advantages; a critic's
+    values, before any of its steps, and the returns that it learns.
     Filled in by its optimizer step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
     """
 
@@ -56,6 +58,7 @@ class Packed:
     longest: int
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    teacher: TeacherRows | None = None
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -91,7 +94,7 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
     columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
-    counts = np.bincount(sample, minlength=len(rows))
+    counts = batch.rows["trained"][rows].astype(np.int64)
     if ranks.cp_size > 1:
         part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
         at = np.full(len(tokens), -1)  # which of this rank's rows a row is

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -19,12 +20,14 @@ from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs
+from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
-from hpcrl.sample import STATUSES, TRUNCATED
+from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.own_hooks import TrainerHooks
 from hpcrl.trainer.step import passes
+from hpcrl.trainer.step.divergence import TeacherRows
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.response_columns import to_columns, to_rows
 
@@ -33,12 +36,13 @@ from hpcrl.trainer.step.response_columns import to_columns, to_rows
 class OtherWeights:
     """What stands beside the policy.
 
-    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer.  critic: a model of
-    its own, trained too.
+    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.  critic: a
+    model of its own, trained too.
     """
 
     reference: HostWeights | None = None
     old: HostWeights | None = None
+    teacher: HostWeights | None = None
     critic: Policy | None = None
 
 
@@ -84,6 +88,12 @@ def prepare(
     elif wanted.old_logprobs:
         hooks.before_log_probs(policy, "")
         columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
+    if wanted.divergence:
+        assert others.teacher is not None
+        _give(micro_batches, "teacher", _teacher_rows(policy, options, steps, others.teacher))
+    if wanted.teacher:
+        columns["teacher_log_probs"] = _teacher_column(policy, options, share, steps, others.teacher)
+        columns["opd_reverse_kl"] = columns["log_probs"] - columns["teacher_log_probs"]
     if wanted.critic:
         assert others.critic is not None
         columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])
@@ -103,7 +113,7 @@ def prepare(
     return Prepared(share, steps, _means(columns, mask) if columns else {})
 
 
-def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[torch.Tensor]) -> None:
+def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[Any]) -> None:
     for packed, value in zip(micro_batches, values, strict=True):
         setattr(packed, name, value)
 
@@ -124,6 +134,32 @@ def _under(
         return [found for step in steps for found in passes.logprobs(policy, options, step)]
 
 
+def _teacher_column(
+    policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], teacher: HostWeights | None
+) -> torch.Tensor:
+    """The teacher's log-probs of the response tokens: from its weights, or as they came with the samples."""
+    if teacher is not None:
+        found = _under(policy, options, steps, teacher)
+        return to_columns(list(chain.from_iterable(steps)), found, len(share.batch.loss_mask), policy.ranks)
+    if "teacher_logprobs" not in share.batch.extra:
+        raise DataError(f"the samples of rollout {share.rollout_id} bring no log-probs of a teacher, --use-opd needs them")
+    return torch.tensor(share.batch.extra["teacher_logprobs"], device=policy.ranks.device)
+
+
+def _teacher_rows(
+    policy: Policy, options: Options, steps: Sequence[Sequence[Packed]], teacher: HostWeights
+) -> list[TeacherRows | None]:
+    """What is needed of the teacher for its whole distribution: one layer of it, and the states that go into that."""
+    weight = passes.output_weight(policy)
+    with teacher.swapped_in():
+        hidden = [found for step in steps for found in passes.hidden_states(policy, step)]
+    if weight is None:
+        return [None] * sum(map(len, steps))
+    own, direction = teacher.counterpart(weight), options.opd_kl_type
+    assert direction != "sampled"
+    return [TeacherRows(state, own, direction) for state in hidden]
+
+
 def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:
     """What an estimator sees: the table of all samples, and this data-parallel rank's responses."""
     device, table = policy.ranks.device, share.table
@@ -136,10 +172,20 @@ def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor
         mask=torch.tensor(share.batch.loss_mask != 0, device=device),
         old=columns.get("log_probs"),
         reference=columns.get("ref_log_probs"),
+        teacher=columns.get("teacher_log_probs"),
         values=columns.get("values"),
+        response=_responses(table, device),
         baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
         total=_over_data_parallel,
     )
+
+
+def _responses(table: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    """Which response each sample is of; None where every response is one sample."""
+    numbers = responses_of(table)
+    if len(numbers) == 0 or numbers[-1] + 1 == len(numbers):
+        return None
+    return torch.tensor(np.where(table["status"] == STATUSES.index(PENDING), -1, numbers), device=device)
 
 
 def _over_data_parallel(sums: torch.Tensor) -> torch.Tensor:
