@@ -33,7 +33,7 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
         request.sampling.params(request.max_tokens, request.begun),
     )
     reader, there = FrameReader(), [False] * len(calls)
-    async with engine.session.post(f"{engine.url}{PATH}", data=encode(body), headers=_BYTES) as answer:
+    async with engine.session.post(engine.at(PATH), data=encode(body), headers=_BYTES) as answer:
         if answer.status != 200:
             refuse(engine, PATH, answer.status, await answer.read())
         while data := await answer.content.readany():
@@ -62,6 +62,7 @@ def _deliver(engine: PooledEngine, request: Request, answer: Answer, wanted: Wan
 
 async def abort(engine: PooledEngine, idents: list[str]) -> None:
     """Have `engine` end the samples with these names; those that it does not know, it ignores."""
-    url, body = f"{engine.url}{token_frames.ABORT}", encode(idents)
-    async with engine.session.post(url, data=body, headers=_BYTES, timeout=_TIMEOUT) as answer:
+    async with engine.session.post(
+        engine.at(token_frames.ABORT), data=encode(idents), headers=_BYTES, timeout=_TIMEOUT
+    ) as answer:
         await answer.read()
