@@ -54,9 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Attempt:
     """One attempt: the rollout process, fake engines, and the trainer's side of the queue."""
 
-    def __init__(
-        self, path: Path, model: Path, *scripts: Script | None, published: bool = True, **values: Any
-    ) -> None:
+    def __init__(self, path: Path, model: Path, *scripts: Script | None, published: bool = True, **values: Any) -> None:
         defaults = {
             "hf_checkpoint": str(model),
             "prompt_data": str(model / "train.jsonl"),
