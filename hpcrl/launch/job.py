@@ -28,6 +28,7 @@ from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
+from hpcrl.models.routing import check_routing
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
@@ -128,6 +129,7 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     root = directory_of(recipe, overrides)
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
     for options in job.stages:
+        check_routing(options)
         startable(make_plan(options, hosts(options), "check"))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
@@ -228,6 +230,7 @@ def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options
         last = RunDir.latest(directory)
         return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
     options = job.stages[job.recipe.stages.index(stage)]
+    check_routing(options)  # of a model that is prepared by now
     if directory == job.root:
         rundir = RunDir(directory)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hpcrl.config.algorithm_files import find_algorithm_file
 from hpcrl.config.options import Options
@@ -19,6 +20,7 @@ class Needs:
     old_in_advantages: the estimator reads the old log-probs, for KL in the reward: the pass comes before it.
     greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
     pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
+    routing: whose choice of experts is trained with: the old policy's pass's ("old"), the engine's ("engine"), or each pass's own.
     """
 
     advantages: bool
@@ -28,6 +30,7 @@ class Needs:
     old_in_advantages: bool
     greedy: bool
     pairs: bool
+    routing: Literal["own", "old", "engine"]
 
 
 def needs(options: Options) -> Needs:
@@ -45,6 +48,7 @@ def needs(options: Options) -> Needs:
         old_in_advantages=in_reward,
         greedy="greedy" in wanted,
         pairs=options.loss_type == "dpo_loss",
+        routing="engine" if options.use_rollout_routing_replay else "old" if options.use_routing_replay else "own",
     )
 
 

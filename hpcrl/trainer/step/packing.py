@@ -20,6 +20,7 @@ import torch
 from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
+from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel.parallel_state import Ranks
@@ -38,6 +39,8 @@ class Packed:
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
     reference, the reference model's; advantages; a critic's values, before any of its steps, and the returns that it learns.
+
+    choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded them.
     """
 
     tokens: torch.Tensor
@@ -58,6 +61,7 @@ class Packed:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    choices: Choices | None = None
 
     @property
     def samples(self) -> int:
@@ -90,6 +94,7 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
     columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
     counts = np.bincount(sample, minlength=len(rows))
+    routed = None if batch.routed_experts is None else _routed(batch, rows, bounds)
     if ranks.cp_size > 1:
         part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
         at = np.full(len(tokens), -1)  # which of this rank's rows a row is
@@ -97,10 +102,14 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
         kept = at[places] >= 0
         places, *columns = (column[kept] for column in (at[places], *columns))
         tokens, positions = tokens[part], positions[part]
+        routed = None if routed is None else routed[part]
+    if routed is not None and sequence_parallel:  # a router sees its TP rank's rows
+        routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
     of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)
     of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples))
-    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()))
+    choices = None if routed is None else GivenChoices(batch.routed_experts, routed)
+    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()), choices=choices)
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:
@@ -122,6 +131,14 @@ def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np
     kept = batch.loss_mask[source] != 0
     sample = np.repeat(np.arange(len(rows)), response)[kept]
     return _spans(ends - response - 1, response)[kept], sample, source[kept]
+
+
+def _routed(batch: SampleBatch, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Of every row which token of the batch's routed experts it is; -1 for padding and the last token of a sample."""
+    read = np.maximum(batch.rows["length"][rows].astype(np.int64) - 1, 0)
+    found = np.full(int(bounds[-1]), -1)
+    found[_spans(bounds[:-1], read)] = _spans(batch.routed_offsets[rows], read)
+    return found
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

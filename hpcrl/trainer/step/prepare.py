@@ -25,6 +25,10 @@ from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.step import passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.response_columns import to_columns, to_rows
+from hpcrl.trainer.step.routing_replay import How
+
+#: what the old policy's pass does about experts, by `Needs.routing`
+OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def prepare(
     if options.use_rollout_logprobs:
         columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
-        columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
+        columns["log_probs"] = take("old", _under(policy, options, steps, others.old, OLD_PASS[wanted.routing]))
     if wanted.critic:
         assert others.critic is not None
         columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])
@@ -88,13 +92,17 @@ def _means(columns: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, fl
 
 
 def _under(
-    policy: Policy, options: Options, steps: Sequence[Sequence[Packed]], weights: HostWeights | None
+    policy: Policy,
+    options: Options,
+    steps: Sequence[Sequence[Packed]],
+    weights: HostWeights | None,
+    experts: How = "own",
 ) -> list[torch.Tensor]:
     """Log-probs of every micro-batch under `weights`, or (None) those that are trained."""
     if weights is None:
-        return [found for step in steps for found in passes.logprobs(policy, options, step)]
+        return [found for step in steps for found in passes.logprobs(policy, options, step, experts)]
     with weights.swapped_in():
-        return [found for step in steps for found in passes.logprobs(policy, options, step)]
+        return [found for step in steps for found in passes.logprobs(policy, options, step, experts)]
 
 
 def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:

@@ -1,0 +1,133 @@
+"""Routing replay: the experts that were chosen before are the ones that are trained, whatever the layout and the packing.
+
+The reference is transformers whose routers are told the choice of each token, one sample at a time: a choice that lands one
+token, layer or rank off has another gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.sample import SampleBatch
+from hpcrl.trainer.step.share_exchange import ShareExchange
+from tests.support.families import make
+from tests.support.ranks import run_ranks
+from tests.trainer import test_invariance as whole
+from tests.trainer.test_invariance import PACKINGS, RECOMPUTE, equal, gradients
+
+pytestmark = pytest.mark.process
+
+FAMILIES = ("qwen3_moe", "glm4_moe")
+EXPERTS = {"qwen3_moe": (6, 3, (0, 2, 3)), "glm4_moe": (12, 4, (1, 2, 3))}  # experts, chosen of them, layers that have them
+R3 = whole.LOSSES["grpo"] | {"use_rollout_routing_replay": True}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank, softmax": ("qwen3_moe", 1, {"megatron": RECOMPUTE["uniform"]}),
+    "one rank, sigmoid and bias": ("glm4_moe", 1, {}),
+    "tp2 sp ep2": (
+        "glm4_moe",
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "pp2 vpp2": (
+        "qwen3_moe",
+        2,
+        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "megatron": RECOMPUTE["block"]},
+    ),
+    "pp2, experts recomputed": ("glm4_moe", 2, {"pipeline_model_parallel_size": 2, "megatron": MOE}),
+    "cp2": ("qwen3_moe", 2, {"context_parallel_size": 2}),
+    "ep2, experts recomputed": ("qwen3_moe", 2, {"expert_model_parallel_size": 2, "megatron": MOE}),
+    "tp2 sp cp2": (
+        "glm4_moe",
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Four layers of each family, of which one is dense."""
+    return {name: make(tmp_path_factory.mktemp(name), name, odd=True, num_hidden_layers=4) for name in FAMILIES}
+
+
+@cache
+def random_choices(name: str) -> np.ndarray:
+    """For each token but the last of each sample of the fixed batch experts at random, far from what the router would say."""
+    experts, chosen, layers = EXPERTS[name]
+    rows = int(whole.batch().routed_offsets[-1])
+    order = np.random.default_rng(5).random((rows, len(layers), experts)).argsort(-1)
+    return order[..., :chosen].astype(np.uint8)
+
+
+def data_of(name: str, choices: np.ndarray | None = None) -> SampleBatch:
+    return replace(whole.batch(), routed_experts=random_choices(name) if choices is None else choices)
+
+
+# ---- the reference
+
+
+class Told:
+    """A model of transformers whose routers are told the experts of each token; to be called once a sample, in order."""
+
+    def __init__(self, model: Path, name: str) -> None:
+        self._hf, self._data, self._sample = whole.transformers_model(model), data_of(name), 0
+        self.named_parameters = self._hf.named_parameters
+        for place, layer in enumerate(EXPERTS[name][2]):
+            gate = self._hf.model.layers[layer].mlp.gate
+            gate.register_forward_hook(lambda gate, args, out, place=place: self._route(gate, args[0], out, place))
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        found = self._hf(ids)
+        self._sample += 1
+        return found
+
+    def _route(self, gate: Any, hidden: torch.Tensor, output: Any, place: int) -> tuple[torch.Tensor, ...]:
+        begin, end = self._data.routed_offsets[self._sample : self._sample + 2]
+        told = torch.from_numpy(self._data.routed_experts[begin:end, place].astype(np.int64))
+        experts = torch.cat([told, output[2][-1:]])  # the last token is read by nobody: its own choice
+        logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).float(), gate.weight.float())
+        if hasattr(gate, "e_score_correction_bias"):  # the bias takes part in the choice alone
+            weights = logits.sigmoid().gather(1, experts)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * gate.routed_scaling_factor
+        else:
+            weights = logits.softmax(-1).gather(1, experts)
+            weights = weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights
+        return output[0], weights, experts
+
+
+_EXPECTED: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def expected(models: dict[str, Path], name: str) -> dict[str, torch.Tensor]:
+    """Gradients under the names of files."""
+    if name not in _EXPECTED:
+        opts = whole.options(models[name], **R3)
+        _EXPECTED[name] = whole.expected(Told(models[name], name), opts, "grpo").gradients
+    return _EXPECTED[name]
+
+
+# ---- R3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_given_experts_are_trained(models: dict[str, Path], layout: str) -> None:
+    name, n, fields = LAYOUTS[layout]
+    found = gradients(models[name], n, fields | R3, data_of(name))
+    from tests.support.families import apart
+
+    equal(found, apart(expected(models, name), found))
