@@ -1,6 +1,7 @@
 # Two commands are enough: `make quickstart` and `make test`. Each first makes the environment that it needs, once.
 #
 #   PYTHON=python3.12     another interpreter (3.11 or later) to make the environment with
+#   SOAK=gspo SEED=3 N=2  which campaigns of `make soak` (pytest's -k), their seeds (1,2,3 are several), how often each
 #   PYTHON312=python3.12  the interpreter of `make fast-312` and `make trainer-312`
 #   HPCRL_VENV=/big/venv  another place for it
 #   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
@@ -15,12 +16,13 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test fast env-312 fast-312 trainer-312 lint docs sbatch bench cluster packages
+.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 lint docs sbatch bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
 	@echo "make test         make the environment, then run all tests, fast ones first"
 	@echo "make fast         only the tests that start no processes"
+	@echo "make soak         the long campaigns, which make test leaves out"
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
 	@echo "make trainer-312  the tests of trainer ranks and conversions there"
 	@echo "make lint         ruff: rules and format"
@@ -62,22 +64,26 @@ quickstart: $(ENV)
 
 # Without the Debian packages the last layer is skipped, and says what is missing.
 test: $(ENV) packages
-	$(BIN)/python -m pytest -m "not process and not vllm and not cluster"
-	$(BIN)/python -m pytest -m "(process or vllm) and not cluster"
-	$(BIN)/python -m pytest -m cluster
+	$(BIN)/python -m pytest -m "not process and not vllm and not cluster and not soak"
+	$(BIN)/python -m pytest -m "(process or vllm) and not cluster and not soak"
+	$(BIN)/python -m pytest -m "cluster and not soak"
+
+# Each campaign reads SEED and N as it needs them; what it measures it prints.
+soak: $(ENV)
+	SEED="$(SEED)" N="$(N)" $(BIN)/python -m pytest -m soak -rP $(if $(SOAK),-k "$(SOAK)")
 
 fast: $(ENV)
-	$(BIN)/python -m pytest -m "not process and not vllm and not cluster"
+	$(BIN)/python -m pytest -m "not process and not vllm and not cluster and not soak"
 
 # Megatron-core follows Python: what pip takes on 3.12 is three minor releases ahead of what it takes on 3.11.
 env-312:
 	@$(MAKE) --no-print-directory env PYTHON=$(PYTHON312) HPCRL_VENV=.venv-312
 
 fast-312: env-312
-	.venv-312/bin/python -m pytest -m "not process and not vllm and not cluster"
+	.venv-312/bin/python -m pytest -m "not process and not vllm and not cluster and not soak"
 
 trainer-312: env-312
-	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster" tests/trainer tests/convert
+	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert
 
 packages: $(ENV)
 	@$(BIN)/python -m tools.cluster packages --install || true

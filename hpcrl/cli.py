@@ -220,12 +220,18 @@ def plan(argv: list[str]) -> int:
 def hostfile(argv: list[str]) -> int:
     """`hpcrl hostfile`: print what was understood, or write it in another dialect; notes go to stderr."""
     parser = _Parser(prog="hpcrl hostfile", description="Say what a hostfile means, or write it for another launcher.")
-    parser.add_argument("file", metavar="FILE", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`"
+    )
+    parser.add_argument("--from", dest="job", metavar="SCHEDULER", help="the hosts of the job that this runs in: lsf, sge or pbs")
     parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
     args = parser.parse_args(argv)
-    from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
+    from hpcrl.mpi.hostfile import parse_hostfile, read_hostfile, write_hostfile
+    from hpcrl.mpi.job_hosts import job_hostfile
 
-    found = read_hostfile(args.file)
+    if (args.file is None) == (args.job is None):
+        raise UsageError("a hostfile is wanted", "name FILE, or --from lsf, sge or pbs")
+    found = read_hostfile(args.file) if args.job is None else parse_hostfile(*job_hostfile(args.job, os.environ))
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)
     if args.to:

@@ -61,6 +61,12 @@ class Stopped(HpcrlError):
     exit_code = 143
 
 
+class Interrupted(Stopped):
+    """The run was told to end at once: nothing was saved beyond the last checkpoint, from which it can be resumed."""
+
+    exit_code = 130
+
+
 #: the kinds of error that processes tell one another by name
 KINDS: dict[str, type[HpcrlError]] = {
     kind.__name__: kind for kind in (HpcrlError, UsageError, DataError, DeadlineError, PeerError, Stopped)

@@ -16,8 +16,10 @@ from hpcrl.algorithms.corrections import importance_report
 from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch
 from hpcrl.algorithms.mismatch import add_difference, mismatch_report, off_policy_mask
 from hpcrl.algorithms.preference import dpo_loss
-from hpcrl.algorithms.registry import find, find_function
+from hpcrl.algorithms.registry import find
+from hpcrl.config.dotted_path import guarded
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.algorithm_needs import policy_loss_name
 from hpcrl.errors import HpcrlError, UsageError
 
@@ -31,7 +33,8 @@ def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
     """
     if options.loss_type == "custom_loss":
         path = str(options.custom_loss_function_path)
-        found = find_function(path, "--custom-loss-function-path")(tokens, options)
+        own = load_own("custom_loss_function_path", path)
+        found = guarded(own, f"--custom-loss-function-path {path}")(tokens, options)
         if not isinstance(found, Loss) or found.total.ndim:
             raise HpcrlError(f"--custom-loss-function-path {path} returns no Loss of a scalar", "see hpcrl.algorithms.interface")
         return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.registry import find_function
+from hpcrl.config.dotted_path import guarded
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import HpcrlError
 
 
@@ -31,7 +32,8 @@ def policy_token_weights(counts: Tensor, options: Options) -> Tensor | None:
     --custom-pg-loss-reducer-function-path: function(counts, options) -> float [m].  HpcrlError if it returns another shape.
     """
     if path := options.custom_pg_loss_reducer_function_path:
-        weights = find_function(path, "--custom-pg-loss-reducer-function-path")(counts, options)
+        own = load_own("custom_pg_loss_reducer_function_path", path)
+        weights = guarded(own, f"--custom-pg-loss-reducer-function-path {path}")(counts, options)
         if not isinstance(weights, Tensor) or weights.shape != counts.shape:
             raise HpcrlError(f"--custom-pg-loss-reducer-function-path {path} returns no tensor of {len(counts)} weights")
         return weights

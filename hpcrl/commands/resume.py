@@ -14,14 +14,16 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import finished, reopen_job
+from hpcrl.launch.longer import train_longer
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.submission import submit_again
 from hpcrl.run.job_file import UNQUEUED, read_job
 
 USAGE = """\
-usage: hpcrl resume RUN [--time T] [--set KEY=VALUE ...]
+usage: hpcrl resume RUN [--num-rollout N] [--time T] [--set KEY=VALUE ...]
 
   RUN                a run directory, its last part, or its job's number
+  --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
 
@@ -35,12 +37,16 @@ def resume(argv: list[str]) -> int:
         print(USAGE)
         return 0
     overrides, own, words = parse_flags(argv, {"time": Kind("str"), "set": Kind("str", many=True), "help": Kind("bool")})
-    if len(words) != 1 or overrides:
-        raise UsageError("hpcrl resume takes one run directory", "a run goes on with the options that it began with")
+    if len(words) != 1 or overrides.keys() - {"num_rollout"}:
+        raise UsageError(
+            "hpcrl resume takes one run directory", "a run goes on with the options that it began with, but for --num-rollout"
+        )
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root
+    if "num_rollout" in overrides:
+        train_longer(job, overrides["num_rollout"])
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
-        raise UsageError(f"{root} is finished", "start another run to train on")
+        raise UsageError(f"{root} is finished", f"train on with hpcrl resume {root} --num-rollout N")
     record = read_job(root)
     starter = record.scheduler
     if starter == "mpirun":

@@ -93,6 +93,11 @@ class Options(
         return self.world_size if self.colocate else 0
 
     @property
+    def truncated_sampling(self) -> bool:
+        """Whether rollouts are sampled from some of the tokens only."""
+        return self.rollout_top_p < 1 or self.rollout_top_k > 0 or self.rollout_min_p > 0
+
+    @property
     def samples_per_rollout(self) -> int:
         """Samples of one rollout: prompts x responses."""
         return self.rollout_batch_size * self.n_samples_per_prompt

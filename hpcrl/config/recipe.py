@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpcrl.config.dotted_path import ours
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
@@ -145,6 +146,7 @@ def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: M
     for values in (recipe.values, stage.values, overrides):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
         merged |= {**values, **tables}
+    merged = {name: _own_path(name, value) for name, value in merged.items()}
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
     try:
@@ -154,6 +156,15 @@ def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: M
         name = str(first["loc"][0])
         wrong = first["msg"] if len(first["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
         raise UsageError(f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}: {wrong}") from None
+
+
+def _own_path(name: str, value: Any) -> Any:
+    """The value of an option, a path of slime's or vime's as ours; None for what is done without the option anyway."""
+    if not name.endswith("_path"):
+        return value
+    if isinstance(value, list):
+        return [ours(item, flag(name)) if isinstance(item, str) else item for item in value]
+    return ours(value, flag(name)) or None if isinstance(value, str) else value
 
 
 def _origin(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], name: str) -> str:

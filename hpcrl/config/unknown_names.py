@@ -35,6 +35,10 @@ _HERE: dict[str, str] = {
     "{rollout-max-context-len}": "max-length max-len max-seq-len max-seq-length max-model-len context-length",
     "{rollout-temperature}": "temperature sampling-temperature",
     "{eval-temperature}": "eval-sampling-temperature",
+    "{rollout-top-p}": "top-p",
+    "{rollout-top-k}": "top-k",
+    "{rollout-min-p}": "min-p",
+    "{rollout-skip-special-tokens}": "skip-special-tokens",
     "{rollout-stop}": "stop stop-strings stop-words",
     "{rm-type} or {custom-rm-path}": "reward reward-fn reward-func reward-funcs reward-function reward-model reward-manager "
     "reward-model-path custom-reward-function",
@@ -89,8 +93,8 @@ _NOWHERE: dict[str, str] = {
     "metrics are in the run directory: metrics.jsonl, and tensorboard/ for TensorBoard": "wandb use-wandb wandb-project wandb-group "
     "wandb-key wandb-team wandb-mode wandb-host wandb-dir wandb-run-name wandb-run-id wandb-random-suffix report-to logger logging-dir "
     "logging-steps log-interval use-tensorboard tensorboard-dir tb-dir swanlab use-swanlab mlflow trackio",
-    "sampling is from the whole distribution, as the trainer computes it: there is no such setting yet": "top-p top-k min-p rollout-top-p "
-    "rollout-top-k eval-top-p eval-top-k repetition-penalty presence-penalty frequency-penalty",
+    "a penalty changes the distribution that is sampled from, and the trainer computes it without": "repetition-penalty presence-penalty "
+    "frequency-penalty rollout-repetition-penalty",
     "engine and trainer are always compared, there is nothing to switch on": "get-mismatch-metrics",
     "advantages are computed where a loss has them: there is nothing to switch off": "disable-compute-advantages-and-returns",
     "there is no such way to fill a batch yet": "partial-rollout over-sampling-batch-size over-sampling-filter-input-size "

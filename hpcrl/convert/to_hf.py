@@ -1,5 +1,6 @@
 """A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at a time.
 
+    hpcrl convert to-hf RUN                               # a run's last checkpoint -> RUN/hf
     hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
     python tools/convert_torch_dist_to_hf.py ...          # the same, under slime's name
 
@@ -28,10 +29,13 @@ from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_reader import Files
 from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_assets, directory, split
-from hpcrl.model_files.torch_dist import TorchDist
+from hpcrl.model_files.torch_dist import TRACKER, TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter
+from hpcrl.run.recipe_file import is_run
+from hpcrl.run.role import read_options
+from hpcrl.run.rundir import RunDir
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
@@ -229,9 +233,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """The command line; errors are HpcrlErrors."""
     parser = _Parser(prog="hpcrl convert to-hf", description="A torch_dist checkpoint -> a Hugging Face directory.")
-    parser.add_argument("--input-dir", type=Path, required=True, help="iter_* or release directory, or the one above")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--origin-hf-dir", type=Path, help="Hugging Face directory: config.json, tokenizer, and missing tensors")
+    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory: says the three that follow")
+    parser.add_argument("--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints")
+    parser.add_argument("--output-dir", type=Path, help="where to; RUN/hf")
+    parser.add_argument(
+        "--origin-hf-dir",
+        type=Path,
+        help="Hugging Face directory: config.json, tokenizer, missing tensors; RUN's --hf-checkpoint",
+    )
     parser.add_argument("--model-name", help="checked against the origin's model type; may be left out")
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir")
     parser.add_argument("-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained")
@@ -240,6 +249,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default all)")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
+    if args.run is not None:
+        of_run = run_places(args.run)
+        for name, place in zip(("input_dir", "origin_hf_dir", "output_dir"), of_run, strict=True):
+            setattr(args, name, getattr(args, name) or place)
+    for name in ("input_dir", "output_dir"):
+        if getattr(args, name) is None:
+            raise UsageError(f"--{name.replace('_', '-')} is not given", "or name the run: hpcrl convert to-hf RUN")
     if args.origin_hf_dir is None:
         raise UsageError("--origin-hf-dir is not given", "names and shapes come from its config.json")
     if args.chunk_size < 1:
@@ -262,6 +278,26 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"wrote {args.output_dir}")
     return 0
+
+
+def run_places(root: Path) -> tuple[Path, Path | None, Path]:
+    """(checkpoints, --hf-checkpoint, where the result goes) of a run: those of its last stage that has saved.
+
+    UsageError if it is no run, or has not saved yet.
+    """
+    if not is_run(root):
+        raise UsageError(f"{root} is no run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
+    stages = sorted((path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_begun)
+    for stage in reversed(stages):
+        options = read_options(RunDir.latest(stage))
+        saved = Path(options.save) if options.save else RunDir(stage).checkpoints
+        if (saved / TRACKER).is_file():
+            return saved, Path(options.hf_checkpoint) if options.hf_checkpoint else None, root / "hf"
+    raise UsageError(f"{root} holds no checkpoint yet", "hpcrl status says how far it is")
+
+
+def _begun(stage: Path) -> float:
+    return (stage / "options.json").stat().st_mtime
 
 
 def _check_flags(args: Any, config: Config) -> None:

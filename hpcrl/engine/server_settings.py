@@ -96,7 +96,8 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         "dtype": "bfloat16" if options.bf16 else "float32",
         "seed": engine_seed(options, index),
         "tensor_parallel_size": options.rollout_num_gpus_per_engine,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        # as the trainer computes them: at the sampling temperature, but of all tokens, whatever was sampled from
+        "logprobs_mode": "raw_logprobs" if options.truncated_sampling else "processed_logprobs",
         "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": backend(options, plan, found.cpu)},

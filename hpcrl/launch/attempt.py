@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped
+from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.launch.host import GRACE
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
@@ -164,7 +164,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             patience = max(options.stop_timeout, stop.seconds)
             stop_by = now + patience
         if stop.requests > 1:
-            raise HpcrlError("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
+            raise Interrupted("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
         if now > stop_by and summary_of(rundir) is None:
             raise DeadlineError(
                 f"the run did not save and end within {patience:.0f} s",

@@ -81,6 +81,8 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     except Stopped as stopped:
         if clock.due:
             _requeue(job, allocation, stopped.what)
+        elif not (job.root / "stop").exists() and allocation.preempted():  # with a grace time it was told to end, and has
+            _requeue(job, allocation, f"preempted; {stopped.what}")
         say(str(stopped))
         return {"status": "stopped", "message": str(stopped)}
     except HpcrlError as error:

@@ -83,6 +83,10 @@ def run_job(
             (job.root / name).unlink(missing_ok=True)  # it was for whoever ran here before
 
         def turn(rundir: RunDir | None = None) -> None:
+            if stop.requests and state.phase != "saving":
+                say(
+                    f"asked to stop{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; a second signal ends it at once"
+                )
             state.beat("saving" if stop.requests else None)
             if (job.root / "stop").exists():
                 stop.ask("hpcrl stop")

@@ -124,6 +124,9 @@ class Allocation(Protocol):
     def ends(self) -> float | None:
         """When the job's time limit is, in Unix seconds; None without a limit, or where the scheduler does not say."""
 
+    def preempted(self) -> bool:
+        """Whether the scheduler wants the job's nodes for another one, and has given it some time to end; False if unknown."""
+
     def requeue(self) -> None:
         """Queue the job again; it is ended soon after.  AlreadyRequeued, or another HpcrlError if that is refused."""
 

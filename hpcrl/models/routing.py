@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files.config_json import read_config
@@ -36,9 +38,30 @@ class Routing:
         return cls(layers, fields["num_layers"], fields["num_moe_experts"], fields["moe_router_topk"])
 
     @property
-    def dtype(self) -> str:
-        """The narrowest of numpy's types that holds the number of any expert."""
-        return "uint8" if self.experts <= 256 else "uint16"
+    def dtype(self) -> np.dtype:
+        """In which `Sample.extra["routed_experts"]` holds the number of an expert."""
+        return np.dtype("u1") if self.experts <= 256 else np.dtype("<u2")
+
+    def column(self, experts: np.ndarray) -> np.ndarray:
+        """Experts [tokens, layers with experts, experts a token] of any integers as that column."""
+        return np.ascontiguousarray(experts, self.dtype).view(np.uint8)
+
+    def read(self, column: np.ndarray) -> np.ndarray:
+        """Such a column [tokens, layers, bytes] as experts [tokens, layers, experts a token], a view.
+
+        DataError if it is of other layers or of another number of experts, or names one that there is not.
+        """
+        wanted = (len(self.layers), self.chosen * self.dtype.itemsize)
+        if column.shape[1:] != wanted:
+            raise DataError(
+                f"the samples have {column.shape[1]} layers of {column.shape[2]} bytes of routed experts, this model "
+                f"{wanted[0]} of {wanted[1]}",
+                "engine and trainer must have the same --hf-checkpoint",
+            )
+        found = column.view(self.dtype)
+        if found.size and int(found.max()) >= self.experts:
+            raise DataError(f"the samples name expert {int(found.max())}, the model has {self.experts} in a layer")
+        return found
 
 
 def replay_flag(options: Options) -> str:

@@ -1,16 +1,20 @@
 """Hostfiles of every dialect: read into hosts and slots, written in the dialect that a launcher wants.
 
     Open MPI    node1 slots=8 max_slots=8      (slots, cpu and count mean the same; spaces around = are allowed)
-    MPICH       node1:8                        (Intel MPI's machinefile too; a host may be repeated)
+    MPICH       node1:8  node1:8,node2:8       (Intel MPI's machinefile too)
     Slurm       node[01-03,07]  node[1-2]:8    (a node list; every node gets the same slots)
     slime       10.0.0.1 slot=8                (no launcher reads this one)
 
+A host may be repeated: its slots are added up, as MPICH and Open MPI do.  A host with slots=0 runs nothing but the rollout
+process.  IPv6 addresses stand bare, or in brackets where slots follow: [fe80::1]:8.
+
 Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored.
-Order is line order.  What a launcher would read differently from us is said in `notes`.
+Two spellings of one machine are refused.  Order is line order.  What a launcher would read differently from us is said in `notes`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from hpcrl.errors import UsageError
 from hpcrl.plan import Host
 
 MAX_HOSTS, MAX_SLOTS = 65536, 4096
+BLANKS = " \t"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _TOKEN = re.compile(r"\s*([A-Za-z_-]+)\s*=\s*([^\s=#]*)")
 _SLOTS = {"slots", "cpu", "cpus", "count"}
@@ -98,14 +103,16 @@ def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
     if not body.strip() or body.lstrip().startswith("//"):
         return []
     start = len(body) - len(body.lstrip())
+    if odd := next((at for at, sign in enumerate(body) if sign.isspace() and sign not in BLANKS), None):
+        raise line.error(odd, f"{body[odd]!r} is no plain blank", "write a space or a tab")
     first = _first_word(body, start)
     rest = body[start + len(first) :]
-    names, count = _hosts_of(line, start, first)
+    found = _hosts_of(line, start, first)
     written = _settings(line, start + len(first), rest, notes)
-    if count is not None and written is not None:
+    if written is not None and any(count is not None for _, count in found):
         raise line.error(start + len(first), f"slots are given twice: {first} and slots={written}", "give them once")
-    slots = count if count is not None else written
-    return [(Host(name, slots or 1), slots is not None) for name in names]
+    slots = [(name, written if count is None else count) for name, count in found]
+    return [(Host(name, 1 if count is None else count), count is not None) for name, count in slots]
 
 
 def _first_word(body: str, start: int) -> str:
@@ -118,24 +125,49 @@ def _first_word(body: str, start: int) -> str:
     return body[start:]
 
 
-def _hosts_of(line: _Line, column: int, word: str) -> tuple[list[str], int | None]:
-    """Host names and slots of `node1`, `user@node1`, `node1:8`, `node[01-03,07]:8`."""
-    user, at, word_ = word.rpartition("@")
-    if at and not user:
-        raise line.error(column, "a user name is missing before @")
-    column += len(user) + len(at)
-    name, colon, number = word_.partition(":")
-    count = _number(line, column + len(name) + 1, number) if colon else None
+def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
+    """(host, its slots) of `node1`, `node1:8`, `node1:8,node2:8`, `node[01-03,07]:8`, `[fe80::1]:8`."""
+    if "@" in word:
+        raise line.error(column, f"{word} names a user", "put it into ~/.ssh/config (Host, User), which every launcher reads")
+    if _address(word.strip("[]")) == 6:
+        return [(word.strip("[]"), None)]
+    parts = re.split(r",(?![^\[]*\])", word)
+    found: list[tuple[str, int | None]] = []
+    for part in parts:
+        found += _part(line, column, part)
+        column += len(part) + 1
+    if len({count is None for _, count in found}) > 1:
+        raise line.error(
+            column - len(word) - 1, f"{word} has slots behind some hosts and not behind others", "write them behind each"
+        )
+    return found
+
+
+def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
+    """The same of one part of a list that commas separate."""
+    bracketed = re.match(r"\[([0-9A-Fa-f:.]+)\](?=:|\Z)", word)
+    if bracketed and _address(bracketed[1]) == 6:
+        names, name = [bracketed[1]], bracketed[0]
+        colon, number = word[len(name) : len(name) + 1], word[len(name) + 1 :]
+    else:
+        name, colon, number = word.partition(":")
+        try:
+            names = hostlist.expand_hostlist(name) if re.search(r"[\[\]]", name) else [name]
+        except hostlist.BadHostlist as error:
+            raise line.error(column, f"{name} is no node list: {error}", "write it as in node[01-03,07]") from error
+        for one in names:
+            if not _NAME.match(one) or len(one) > 253 or (re.fullmatch(r"[0-9.]+", one) and _address(one) != 4):
+                raise line.error(column, f"{one!r} is no host name", "letters, digits, '-' and '.' make a host name")
+    count = _number(line, column + len(name) + 1, number, 0) if colon else None
+    return [(one, count) for one in names]
+
+
+def _address(word: str) -> int | None:
+    """4 or 6 if the word is an IP address of that version."""
     try:
-        names = hostlist.expand_hostlist(name) if re.search(r"[\[\],]", name) else [name]
-    except hostlist.BadHostlist as error:
-        raise line.error(column, f"{name} is no node list: {error}", "write it as in node[01-03,07]") from error
-    if not names:
-        raise line.error(column, "no host name here")
-    for one in names:
-        if not _NAME.match(one) or len(one) > 253:
-            raise line.error(column, f"{one!r} is no host name", "letters, digits, '-' and '.' make a host name")
-    return names, count
+        return ipaddress.ip_address(word).version
+    except ValueError:
+        return None
 
 
 def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | None:
@@ -156,7 +188,7 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
         if key in _SLOTS or key == "slot":
             if slots is not None:
                 raise line.error(where, "slots are given twice", "give them once")
-            slots = _number(line, value_column, value)
+            slots = _number(line, value_column, value, 0)
             if key == "slot":
                 notes.append(
                     f"{line.origin}:{line.number}: no launcher reads slot=; for Open MPI write slots={slots}, for MPICH host:{slots}"
@@ -166,45 +198,68 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
         elif key in _MAXIMUM:
             maximum = _number(line, value_column, value)
         elif key in _OTHER:
-            if not value:
-                raise line.error(value_column, f"{key}= has no value")
+            raise line.error(where, f"{key}= would not be used", "put it into ~/.ssh/config, which every launcher reads")
         else:
             raise line.error(where, f"{match[1]}= is unknown", "hosts take slots=N")
+    if maximum is not None and slots is None:
+        raise line.error(column, f"max_slots={maximum} is only a bound", f"say how many are used: slots={maximum}")
     if maximum is not None and slots is not None and slots > maximum:
         raise line.error(column, f"slots={slots} is more than max_slots={maximum}")
-    return maximum if slots is None else slots
+    return slots
 
 
-def _number(line: _Line, column: int, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= MAX_SLOTS:
-        raise line.error(column, f"{text!r} is no number of slots", f"write a number from 1 to {MAX_SLOTS}")
+def _number(line: _Line, column: int, text: str, least: int = 1) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= MAX_SLOTS:
+        raise line.error(column, f"{text!r} is no number of slots", f"write a number from {least} to {MAX_SLOTS}")
     return int(text)
 
 
 def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Host, ...]:
-    """Repeated hosts: a bare name once more is one more slot (MPICH, Open MPI); with written slots it is an error."""
-    merged: dict[str, tuple[int, bool]] = {}
-    for host, line, written in found:
-        if host.name not in merged:
-            merged[host.name] = (host.slots, written)
-            continue
-        slots, before = merged[host.name]
-        if written or before:
-            raise line.error(
-                len(line.text) - len(line.text.lstrip()),
-                f"host {host.name} is listed twice",
-                f"write it once, as in {host.name} slots={slots + host.slots}",
-            )
-        merged[host.name] = (slots + 1, False)
-    if any(not written and slots == 1 for slots, written in merged.values()):
+    """Each host once, with all its slots; HostfileError where two names are one machine."""
+    spelled: dict[str, str] = {}
+    merged: dict[str, int] = {}
+    last = None
+    for host, line, _ in found:
+        if (other := spelled.setdefault(_key(host.name), host.name)) != host.name:
+            raise _same(line, host.name, other)
+        if host.name in merged and host.name != last:
+            notes.append(f"{line.origin}:{line.number}: {host.name} comes again; its ranks stay together, where it stood first")
+        merged[host.name] = merged.get(host.name, 0) + host.slots
+        if merged[host.name] > MAX_SLOTS:
+            raise line.error(0, f"{host.name} has more than {MAX_SLOTS} slots in all")
+        last = host.name
+    if any(not written for _, _, written in found):
         notes.append("hosts without slots count as one slot here; Open MPI takes the number of the host's cores")
-    return tuple(Host(name, slots) for name, (slots, _) in merged.items())
+    if not any(merged.values()):
+        raise found[0][1].error(0, "no host has a slot", "write slots=N behind those that have GPUs")
+    for host, line, _ in found:
+        first, domain, _ = host.name.lower().partition(".")
+        if domain and _address(host.name) is None and first in spelled:
+            raise _same(line, host.name, spelled[first])
+    return tuple(Host(name, slots) for name, slots in merged.items())
+
+
+def _same(line: _Line, name: str, other: str) -> HostfileError:
+    column = len(line.text) - len(line.text.lstrip())
+    return line.error(column, f"{name} and {other} are one host", "write it in one way")
+
+
+def _key(name: str) -> str:
+    """The same for all spellings of a machine: an address however written, a name's letters in either case, the loopback."""
+    if _address(name):
+        address = ipaddress.ip_address(name)
+        return "localhost" if address.is_loopback else str(address)
+    return name.lower().removesuffix(".localdomain")
+
+
+def _bracketed(name: str) -> str:
+    return f"[{name}]" if ":" in name else name
 
 
 WRITERS: dict[str, Callable[[Host], str]] = {
     "openmpi": lambda host: f"{host.name} slots={host.slots}",
-    "mpich": lambda host: f"{host.name}:{host.slots}",
-    "intel": lambda host: f"{host.name}:{host.slots}",
+    "mpich": lambda host: f"{_bracketed(host.name)}:{host.slots}",
+    "intel": lambda host: f"{_bracketed(host.name)}:{host.slots}",
     "slime": lambda host: f"{host.name} slot={host.slots}",
 }
 

@@ -141,7 +141,7 @@ def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | Non
 
 def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
     """The hosts with as many slots as processes are started there."""
-    return tuple(Host(h.name, h.slots if per_slot else 1) for h in hosts)
+    return tuple(Host(h.name, max(1, h.slots) if per_slot else 1) for h in hosts)
 
 
 def flavour(mpirun: list[str]) -> str:
@@ -156,7 +156,7 @@ def mpi_command(
     mpirun: list[str], kind: str, file: Path, hosts: tuple[Host, ...], per_slot: bool, agent: str, program: list[str]
 ) -> list[str]:
     """mpirun with everything that it must be told."""
-    count = sum(host.slots if per_slot else 1 for host in hosts)
+    count = sum(max(1, host.slots) if per_slot else 1 for host in hosts)
     if kind == "openmpi":
         mapping = "slot" if per_slot else "ppr:1:node"
         rsh = [] if agent == "ssh" else ["--mca", "plm_rsh_agent", agent]

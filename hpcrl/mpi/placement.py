@@ -67,7 +67,7 @@ def place_ranks(reports: Sequence[Report], gpus: Sequence[int], hostfile: Sequen
 
 def _check_slots(hosts: Sequence[Host], counts: dict[str, int]) -> None:
     for host in hosts:
-        if counts[host.name] != host.slots:
+        if counts[host.name] != max(1, host.slots):  # a host without slots still runs the rollout process
             raise UsageError(
                 f"host {host.name} has {host.slots} slots and {counts[host.name]} MPI ranks",
                 "start one rank a host (--map-by ppr:1:node, -ppn 1), or as many as it has slots",

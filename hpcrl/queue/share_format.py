@@ -4,6 +4,7 @@
     frame 1   table: a row for each sample of the whole rollout, so that every rank can compare a sample with all others
     frame 2   own: which rows of the table are this share's samples, in its order
     frame 3-6 their tokens, loss_mask, logprobs, versions (see `sample.SampleBatch`), little-endian
+    frame 7-  the columns of `sample.OPTIONAL` that this run has, in that order
 
 Encryption costs more than all else together, so two columns go in fewer bytes: the versions of the tokens as runs (a sample
 has one version, or a few, but thousands of tokens), the loss mask as bits.
@@ -24,12 +25,12 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sample import ROW, STATUSES, SampleBatch
+from hpcrl.sample import OPTIONAL, ROW, STATUSES, SampleBatch
 
 #: bytes, bytearray, memoryview, zmq.Frame: anything with the buffer protocol
 Buffer = Any
 #: number of the wire format; both sides must speak the same
-FORMAT = 2
+FORMAT = 3
 #: so many tokens in a row, of one policy version
 RUN = np.dtype([("version", "<i8"), ("length", "<i8")])
 #: name and dtype of each column on the wire, in frame order; loss_mask: 8 tokens an element, the first in the highest bit
@@ -41,6 +42,8 @@ COLUMNS: tuple[tuple[str, np.dtype], ...] = (
     ("logprobs", np.dtype("<f4")),
     ("versions", RUN),
 )
+#: a share has so many frames at most
+MOST_FRAMES = 1 + len(COLUMNS) + len(OPTIONAL)
 _OF_TABLE, _WRONG = "row {} of the table: ", "is not between 0 and length"
 _WHAT_DECODING_RAISES = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, BufferError)
 
@@ -81,11 +84,12 @@ class Share:
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One raw buffer: its name, numpy dtype and number of elements."""
+    """One raw buffer: its name, numpy dtype, number of elements, and shape of each."""
 
     name: str
     dtype: str
     size: Count
+    shape: tuple[Count, ...] = ()
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,19 +131,24 @@ def encode(share: Share) -> list[Buffer]:
         parts = zip(COLUMNS, values, strict=False)
         table, own, tokens, mask, logprobs = (np.ascontiguousarray(array, dtype) for (_, dtype), array in parts)
         arrays = [table, own, tokens, np.packbits(mask), logprobs, _runs(batch.versions)]
+        extra = {
+            name: np.ascontiguousarray(batch.extra[name], kind.dtype) for name, kind in OPTIONAL.items() if name in batch.extra
+        }
+        columns = [Column(name, str(dtype), len(array)) for (name, dtype), array in zip(COLUMNS, arrays, strict=True)]
+        columns += [Column(name, str(array.dtype), len(array), array.shape[1:]) for name, array in extra.items()]
         header = Header(
             FORMAT,
             share.rollout_id,
             share.version,
-            [Column(name, str(dtype), len(array)) for (name, dtype), array in zip(COLUMNS, arrays, strict=True)],
+            columns,
             share.micro_batches,
             share.step_samples,
             share.step_tokens,
             share.metrics,
         )
         rows = np.ascontiguousarray(batch.rows, ROW)
-        _check(header, SampleBatch(rows, tokens, mask, logprobs, batch.versions), table, own)
-        return [_pack(header), *(memoryview(array.view(np.uint8)) for array in arrays)]
+        _check(header, SampleBatch(rows, tokens, mask, logprobs, batch.versions, extra), table, own)
+        return [_pack(header), *(memoryview(array.reshape(-1).view(np.uint8)) for array in (*arrays, *extra.values()))]
     except _WHAT_DECODING_RAISES as error:
         raise WireError(f"the share of rollout {share.rollout_id} cannot be sent: {error}") from error
     except WireError as error:
@@ -151,15 +160,17 @@ def encode(share: Share) -> list[Buffer]:
 
 def decode(frames: Sequence[Buffer]) -> Share:
     """The share in `frames`, which its large arrays are views on.  WireError if it is not whole and consistent."""
-    if len(frames) != 1 + len(COLUMNS):
-        raise WireError(f"a share has {1 + len(COLUMNS)} frames, this one has {len(frames)}")
+    if not 1 + len(COLUMNS) <= len(frames) <= MOST_FRAMES:
+        raise WireError(f"a share has {1 + len(COLUMNS)} to {MOST_FRAMES} frames, this one has {len(frames)}")
     header = _header(frames[0])
-    if len(header.columns) != len(COLUMNS):
-        raise WireError(f"a share has {len(COLUMNS)} columns, this one declares {len(header.columns)}")
-    parts = zip(COLUMNS, header.columns, frames[1:], strict=True)
-    table, own, tokens, bits, logprobs, runs = (_column(*part) for part in parts)
+    if len(header.columns) != len(frames) - 1:
+        raise WireError(f"a share declares {len(header.columns)} columns and has {len(frames) - 1}")
+    parts = zip(_expected(header.columns), header.columns, frames[1:], strict=True)
+    table, own, tokens, bits, logprobs, runs, *others = (_column(*part) for part in parts)
     _check_own(table, own)  # before it says where to look
-    batch = SampleBatch(table[own], tokens, _unpack_mask(bits, len(logprobs)), logprobs, _spread(runs, len(logprobs)))
+    extra = dict(zip((column.name for column in header.columns[len(COLUMNS) :]), others, strict=True))
+    mask, versions = _unpack_mask(bits, len(logprobs)), _spread(runs, len(logprobs))
+    batch = SampleBatch(table[own], tokens, mask, logprobs, versions, extra)
     _check(header, batch, table, own)
     return Share(
         header.rollout_id,
@@ -187,16 +198,24 @@ def _header(frame: Buffer) -> Header:
         raise WireError(f"the header of a share is malformed: {error}") from error
 
 
-def _column(expected: tuple[str, np.dtype], column: Column, frame: Buffer) -> np.ndarray:
-    name, dtype = expected
-    if (column.name, column.dtype) != (name, str(dtype)):
-        raise WireError(f"column {name} of type {dtype} expected, found {column.name!r} of type {column.dtype!r}")
-    found = memoryview(frame).nbytes
-    if found != column.size * dtype.itemsize:
-        raise WireError(
-            f"column {name}: {column.size} elements declared ({column.size * dtype.itemsize} bytes), {found} bytes found"
-        )
-    array = np.frombuffer(frame, dtype)
+def _expected(columns: Sequence[Column]) -> list[tuple[str, np.dtype, int]]:
+    """Name, dtype and further dimensions of each column: those of every share, then those that it says it has, in order."""
+    said = [column.name for column in columns[len(COLUMNS) :]]
+    known = [name for name in OPTIONAL if name in said]
+    if said != known:
+        raise WireError(f"a share has the columns {', '.join(map(repr, said))} beside the usual, {', '.join(OPTIONAL)} may be")
+    return [(*column, 0) for column in COLUMNS] + [(name, OPTIONAL[name].dtype, OPTIONAL[name].dims) for name in known]
+
+
+def _column(expected: tuple[str, np.dtype, int], column: Column, frame: Buffer) -> np.ndarray:
+    name, dtype, dims = expected
+    if (column.name, column.dtype, len(column.shape)) != (name, str(dtype), dims):
+        what = f"found {column.name!r} of type {column.dtype!r} and {len(column.shape)}"
+        raise WireError(f"column {name} of type {dtype} and {dims} dimensions an element expected, {what}")
+    found, declared = memoryview(frame).nbytes, column.size * math.prod(column.shape) * dtype.itemsize
+    if found != declared:
+        raise WireError(f"column {name}: {column.size} elements declared ({declared} bytes), {found} bytes found")
+    array = np.frombuffer(frame, dtype).reshape(column.size, *column.shape)
     return array if array.flags.aligned else array.copy()
 
 
@@ -266,6 +285,10 @@ def _check_lengths(batch: SampleBatch) -> None:
         declared, found = int((length if name == "tokens" else response).sum()), len(getattr(batch, name))
         if declared != found:
             raise WireError(f"the rows hold {declared} elements of {name}, the column {found}")
+    for name, column in batch.extra.items():
+        declared, dims = int(batch.offsets_of(name)[-1]), OPTIONAL[name].dims
+        if (len(column), column.ndim) != (declared, 1 + dims):
+            raise WireError(f"the rows hold {declared} elements of {name} with {dims} dimensions, the column {column.shape}")
 
 
 def _check_values(batch: SampleBatch) -> None:
@@ -277,6 +300,9 @@ def _check_values(batch: SampleBatch) -> None:
         # a NaN is both the least and the greatest element, so two passes without a temporary array find it
         if not (math.isfinite(batch.logprobs.min()) and math.isfinite(batch.logprobs.max())):
             _refuse(~np.isfinite(batch.logprobs), "logprob {}: not finite")
+    for name, column in batch.extra.items():
+        if column.dtype.kind == "f" and not np.isfinite(column).all():
+            _refuse(~np.isfinite(column.reshape(len(column), -1)).all(1), name + " {}: not finite")
 
 
 def _check_micro_batches(header: Header, count: int, samples: int) -> None:

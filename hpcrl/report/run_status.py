@@ -36,6 +36,7 @@ class Status(msgspec.Struct):
     message: str = ""  #: the error with its hint, why it waits, or what else there is to know
     scheduler: str = "local"
     title: str = ""  #: what the scheduler is called; "" if none has the run
+    by_hand: bool = False  #: whether its script was submitted by hand, so that nothing else can submit it again
     job_id: str | None = None
     job_state: str | None = None  #: in the scheduler's own word
     host: str = ""  #: where the launcher runs
@@ -75,7 +76,7 @@ def judge_run(
     phase, message = _phase(run, now, queued, here, title)
     status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, title=title, notes=run.notes)
     if job:
-        status.scheduler, status.job_id = job.scheduler, job.job_id
+        status.scheduler, status.job_id, status.by_hand = job.scheduler, job.job_id, job.queued and job.site is None
     if queued and queued.phase != "gone":
         status.job_state = queued.word
     if state:

@@ -69,8 +69,8 @@ class Evaluator:
     async def _one(self, held: HeldOut, number: int, prompt: Prompt, index: int, version: int, tally: Tally) -> Sample:
         seed = seed_of("evaluate", self._seed, held.name, number, index) if self._sampling.temperature > 0 else None
         completion = await self._generator.complete(prompt.tokens, self._sampling, seed, version)
-        stops = frozenset(self._sampling.stop_token_ids)
-        sample = completion.sample(number, index, prompt, self._tokenizer.decode(completion.tokens, stops))
+        stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens
+        sample = completion.sample(number, index, prompt, self._tokenizer.decode(completion.tokens, stops, skip))
         await self._grading.grade(sample, f"{held.file.path}, line {prompt.line}", tally, evaluation=True)
         return sample
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue.server import QueueServer
@@ -51,6 +52,7 @@ class Work:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
         if options.prompt_data is None:
             raise UsageError("--prompt-data is not given")
+        self.own = load_points(options, "rollout")
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
         self.held_out = read_held_out(options, self.tokenizer) if evaluates else []

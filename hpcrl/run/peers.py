@@ -63,13 +63,15 @@ IDLE = 15
 class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 
-    model_len: tokens of prompt and response together that it can hold, None if it did not say.
+    model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has the route of
+    `hpcrl.token_frames` beside vLLM's own.
     """
 
     role: ClassVar[str] = "engine"
     host: HostName
     port: Port
     model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    lean: bool = False
 
 
 P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer)

@@ -8,6 +8,7 @@ Invariant: what Slurm is asked here is asked of this job alone; what a run does 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -44,6 +45,11 @@ class SlurmAllocation:
         answer = squeue.call(["squeue", "--noheader", "--job", self.job_id, "--format=%e"])
         words = answer.out.split() if answer.code == 0 else []
         return float(words[0]) if words and words[0].isdigit() else None
+
+    def preempted(self) -> bool:
+        """While a job's GraceTime runs, its record has the time of its preemption, and its state is still RUNNING."""
+        answer = squeue.call(["scontrol", "--oneliner", "show", "job", self.job_id])
+        return answer.code == 0 and bool(re.search(r"\bPreemptTime=\d", answer.out))
 
     def requeue(self) -> None:
         try:

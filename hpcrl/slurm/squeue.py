@@ -21,12 +21,13 @@ from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
 MARK = "hpcrl:"  #: what a job's comment starts with; the run's identity follows
-FIELDS = ("%i", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
-SACCT = ("JobID", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
+FIELDS = ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
+SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
 #: how lines begin in which Slurm's programs only repeat that a task has failed
 ECHOES = ("srun:", "slurmstepd:")
 CUT = "\x1f"  #: between fields: nothing that a job's name may hold
-_ID = re.compile(r"(\d+)(?:\+(\d+))?\Z")
+#: a job, a component of one (its leader's number + 1), or a task of an array, which has a number of its own besides
+_ID = re.compile(r"(\d+)(?:\+(\d+)|(_\d+))?\Z")
 
 #: states in which a job is not at work, and may be again
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
@@ -151,8 +152,8 @@ def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
     for line in answer.out.splitlines():
         cells = line.split(CUT)
         if len(cells) == len(SACCT):
-            job, state, submit, start, end, nodes, user, name, comment = cells
-            rows.append(_row(CUT.join((job, state, "", submit, start, end, nodes, user, name, comment))))
+            job, raw, state, submit, start, end, nodes, user, name, comment = cells
+            rows.append(_row(CUT.join((job, raw, state, "", submit, start, end, nodes, user, name, comment))))
     return _by_job(filter(None, rows))
 
 
@@ -232,12 +233,12 @@ def _row(line: str) -> JobRow | None:
     match = _ID.match(cells[0].strip())
     if len(cells) != len(FIELDS) or not match:
         return None
-    _, state, reason, submitted, start, ends, nodes, user, name, comment = (cell.strip() for cell in cells)
+    _, raw, state, reason, submitted, start, ends, nodes, user, name, comment = (cell.strip() for cell in cells)
     state = state.split(" ")[0].rstrip("+")  # `CANCELLED by 1000`
     number = int(nodes) if nodes.isdigit() else 0
     comment = "" if comment == "(null)" else comment
     times = map(_time, (submitted, start, ends))
-    return JobRow(match[1], int(match[2] or 0), state, reason, *times, number, user, name, comment)
+    return JobRow(raw if match[3] else match[1], int(match[2] or 0), state, reason, *times, number, user, name, comment)
 
 
 def _time(text: str) -> float | None:

@@ -28,6 +28,7 @@ class Crank:
     """The training loop of one rank."""
 
     def __init__(self, context: RoleContext) -> None:
+        from hpcrl.config.plugin_points import load_points
         from hpcrl.queue.client import QueueClient
         from hpcrl.report.metrics import MetricsLog
         from hpcrl.trainer.checkpoint import save_load
@@ -42,6 +43,7 @@ class Crank:
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
+        self.own = load_points(context.options, "trainer")
         self.ranks = initialize(context.options)
         verify(context.options, self.ranks.rank)
         self.policy = model.build(context.options, self.ranks)

@@ -59,7 +59,7 @@ def test_a_failed_run_shows_the_first_error_its_mend_and_the_log(tmp_path: Path)
     found = look(root)
     assert (found.phase, found.message, found.log) == ("failed", "engine-0: out of memory; lower --x", str(path))
     assert {"error", "log", "go"} <= {row.split()[0] for row in page(found).splitlines()[1:]}
-    assert f"hpcrl run --resume {root}" in page(found)
+    assert f"hpcrl resume {root}" in page(found)
 
 
 def test_the_error_of_a_rank_is_in_the_log_of_the_first_on_its_host(tmp_path: Path) -> None:

@@ -61,7 +61,11 @@ def example(name: str) -> Any:
         "bool": not value,
         "int": 4096,
         "float": 0.5
-        if "beta" in name or "fraction" in name or "failed" in name or name in ("gamma", "lambd", "ref_update_weight")
+        if "beta" in name
+        or "fraction" in name
+        or "failed" in name
+        or name.endswith("_p")
+        or name in ("gamma", "lambd", "ref_update_weight")
         else 1.5,
         "str": "some text",
         "object": {},

@@ -91,6 +91,12 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
 
 
+@pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
+def test_logprobs_are_of_all_tokens_whatever_is_sampled_from(model: str, cut: dict[str, float]) -> None:
+    o = options(model, **cut)
+    assert flags(o, plan(o), 0, 1, CPU)["logprobs_mode"] == "raw_logprobs"
+
+
 @pytest.mark.parametrize("name", ["port", "worker_extension_cls", "middleware", "dtype", "max_model_len", "api_key"])
 def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> None:
     o = options(model, vllm={name: "x"})

@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.errors import UsageError
 from hpcrl.mpi.hostfile import Hostfile, HostfileError, parse_hostfile, read_hostfile, write_hostfile
+from hpcrl.mpi.job_hosts import VARIABLES, job_hostfile
 from hpcrl.plan import Host
 
 
@@ -21,7 +22,7 @@ def hosts(text: str) -> list[tuple[str, int]]:
     [
         ("node1 slots=8\nnode2 slots=4\n", [("node1", 8), ("node2", 4)]),
         ("node1 slots = 8", [("node1", 8)]),
-        ("\tuser@node1  slots=2 max_slots=4 port=22\n", [("node1", 2)]),
+        ("\tnode1  slots=2 max_slots=4\n", [("node1", 2)]),
         ("node1 cpu=3\nnode2 count=2", [("node1", 3), ("node2", 2)]),
         ("node1:8\n# a comment\n\n10.0.0.2:4", [("node1", 8), ("10.0.0.2", 4)]),
         ("a\nb\na\n", [("a", 2), ("b", 1)]),
@@ -29,7 +30,12 @@ def hosts(text: str) -> list[tuple[str, int]]:
         ("n[1-2],m5 slots=4", [("n1", 4), ("n2", 4), ("m5", 4)]),
         ("10.0.0.1 slot=8\n10.0.0.2 slot=8", [("10.0.0.1", 8), ("10.0.0.2", 8)]),
         ("node2 slots=1\nnode1 slots=1 # last", [("node2", 1), ("node1", 1)]),
-        ("// nothing\nnode1 max_slots=3", [("node1", 3)]),
+        ("// nothing\nnode1 slots=0\nnode2 slots=3", [("node1", 0), ("node2", 3)]),
+        ("node1:8,node2:4,node[3-4]:2", [("node1", 8), ("node2", 4), ("node3", 2), ("node4", 2)]),
+        ("fe80::1 slots=2\n[fe80::2]:8\n[fe80::3] slots=4", [("fe80::1", 2), ("fe80::2", 8), ("fe80::3", 4)]),
+        ("node1 slots=8\nnode1 slots=8", [("node1", 16)]),
+        ("node1:2\nnode2:4\nnode1:1\n", [("node1", 3), ("node2", 4)]),
+        ("n1.a.edu\nn1.b.edu", [("n1.a.edu", 1), ("n1.b.edu", 1)]),
     ],
 )
 def test_dialects(text: str, expected: list[tuple[str, int]]) -> None:
@@ -42,13 +48,23 @@ def test_dialects(text: str, expected: list[tuple[str, int]]) -> None:
         ("node1 slots=8\nnode2 3", 2, 7, "slots=3"),
         ("node1 slots=", 1, 13, "no number"),
         ("node1 slots=x", 1, 13, "'x'"),
-        ("node1 slots=0", 1, 13, "'0'"),
-        ("node1:0", 1, 7, "'0'"),
+        ("node1 slots=0", 1, 1, "no host has a slot"),
+        ("node1:0", 1, 1, "no host has a slot"),
+        ("node1 max_slots=8", 1, 6, "slots=8"),
+        ("node1 slots=2 port=22", 1, 15, "~/.ssh/config"),
+        ("node1 username=bob slots=2", 1, 7, "~/.ssh/config"),
+        ("bob@node1:8", 1, 1, "~/.ssh/config"),
+        ("n1.hpc.edu:8\nn1:8", 1, 1, "n1.hpc.edu and n1 are one host"),
+        ("localhost\n127.0.0.1", 2, 1, "127.0.0.1 and localhost are one host"),
+        ("N1\n n1", 2, 2, "n1 and N1 are one host"),
+        ("10.0.0.1\n10.0.0.01", 2, 1, "'10.0.0.01' is no host name"),
+        ("fe80::1\nfe80:0::1", 2, 1, "are one host"),
+        ("n1,n2:8", 1, 1, "not behind others"),
+        ("node1\u00a0slots=8", 1, 6, "no plain blank"),
         ("node1:", 1, 7, "no number"),
         ("node1 gpus=8", 1, 7, "gpus= is unknown"),
         ("node1 slots=8 slots=8", 1, 15, "twice"),
         ("node1:4 slots=8", 1, 8, "twice"),
-        ("node1 slots=8\nnode1 slots=8", 2, 1, "listed twice"),
         ("n[3-1]", 1, 1, "start > stop"),
         ("n[a]", 1, 1, "bad range"),
         ("n[1", 1, 1, "unbalanced"),
@@ -67,13 +83,14 @@ def test_bad_lines_are_refused_with_line_and_column(text: str, line: int, column
 
 def test_what_launchers_read_differently_is_said() -> None:
     notes = "\n".join(parse_hostfile("a slot=8\nb\nc SLOTS=2 # x\r\n").notes)
+    assert "n1 comes again" in parse_hostfile("n1:1\nn2:1\nn1:1").notes[0]
     for word in ("slots=8, for MPICH host:8", "number of the host's cores", "small letters", "CR LF", "behind a host"):
         assert word in notes
 
 
 @pytest.mark.parametrize("dialect", ["openmpi", "mpich", "intel", "slime"])
 def test_written_files_are_read_back(dialect: str) -> None:
-    made = (Host("n1", 8), Host("n2", 4))
+    made = (Host("n1", 8), Host("n2", 4), Host("fe80::7", 2))
     assert parse_hostfile(write_hostfile(made, dialect)).hosts == made
 
 
@@ -96,7 +113,8 @@ def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> N
     seeds = [
         "node1 slots=8",
         "node1:8",
-        "user@n2 slots = 3 max_slots=4",
+        "n2 slots = 3 max_slots=4",
+        "n1:8,[fe80::1]:2",
         "node[01-03,07]:8",
         "10.0.0.1 slot=8 # x",
         "a",
@@ -111,7 +129,7 @@ def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> N
             text[at : at + rng.randint(0, 2)] = rng.choices(alphabet, k=rng.randint(0, 2))
         try:
             result = parse_hostfile("".join(text))
-            assert isinstance(result, Hostfile) and all(h.slots >= 1 and h.name for h in result.hosts)
+            assert isinstance(result, Hostfile) and all(h.slots >= 0 and h.name for h in result.hosts)
         except HostfileError as error:
             refused += 1
             lines = "".join(text).split("\n")
@@ -139,3 +157,44 @@ def test_the_command_says_what_it_understood_and_writes_other_dialects(
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("hostfiles/*.txt")), ids=lambda p: p.name)
 def test_the_examples_are_read_without_a_note(path: Path) -> None:
     assert read_hostfile(path).hosts and not read_hostfile(path).notes
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "variable", "value", "file"),
+    [
+        ("lsf", "LSB_MCPU_HOSTS", "n1 2 n2 1", None),
+        ("lsf", "LSB_HOSTS", "n1 n1 n2", None),
+        ("sge", "PE_HOSTFILE", None, "n1 2 all.q@n1 UNDEFINED\nn2 1 all.q@n2 UNDEFINED\n"),
+        ("pbs", "PBS_NODEFILE", None, "n1\nn1\nn2\n"),
+    ],
+)
+def test_hosts_of_other_schedulers_jobs(
+    scheduler: str,
+    variable: str,
+    value: str | None,
+    file: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from hpcrl.cli import main
+
+    for names in VARIABLES.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    assert main(["hostfile", "--from", scheduler]) == 2
+    assert variable in capsys.readouterr().err
+    if file is not None:
+        (tmp_path / "hosts").write_text(file)
+    monkeypatch.setenv(variable, value or str(tmp_path / "hosts"))
+    assert main(["hostfile", "--from", scheduler, "--to", "openmpi"]) == 0
+    assert capsys.readouterr().out == "n1 slots=2\nn2 slots=1\n"
+    assert main(["hostfile", "--from", "pbspro"]) == 2
+    assert main(["hostfile"]) == 2
+
+
+def test_damaged_lists_of_other_schedulers_are_named() -> None:
+    with pytest.raises(UsageError, match="no list of HOST SLOTS"):
+        job_hostfile("lsf", {"LSB_MCPU_HOSTS": "n1 2 n2"})
+    with pytest.raises(UsageError, match="cannot be read"):
+        job_hostfile("pbs", {"PBS_NODEFILE": "/nowhere"})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpcrl.errors import DataError, HpcrlError, PeerError
 from hpcrl.queue import messages
 from hpcrl.queue.share_format import FORMAT, RUN, Share, WireError, decode, encode
-from hpcrl.sample import ROW, SampleBatch
+from hpcrl.sample import OPTIONAL, ROW, SampleBatch
 from tests.support.shares import part_of, same, sample, share, share_of
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6)
@@ -38,6 +38,39 @@ def with_header(frames: list[bytes], **changes: Any) -> list[bytes]:
 def test_what_is_encoded_is_decoded(sizes: list[tuple[int, int]]) -> None:
     its = share_of([sample(i, prompt, answer) for i, (prompt, answer) in enumerate(sizes)], rollout_id=3, version=9)
     assert same(decode(frames_of(its)), its)
+
+
+def test_columns_that_only_some_runs_have_arrive_too() -> None:
+    samples = [sample(i, answer=i, optional=True) for i in range(4)]
+    its = part_of(samples, [2, 0])
+    frames = frames_of(its)
+    assert len(frames) == 7 + len(OPTIONAL)
+    assert same(decode(frames), its)
+    picked = its.batch.take([1])
+    assert all(np.array_equal(picked.extra[name], samples[0].extra[name]) for name in OPTIONAL)
+    with pytest.raises(DataError, match="some samples of a batch have teacher_logprobs, sample 1 of group 0 differs"):
+        SampleBatch.of([samples[0], sample(1)])
+
+
+def test_a_column_that_only_some_runs_have_must_be_what_it_says() -> None:
+    its = share_of([sample(0, optional=True)])
+    frames = frames_of(its)
+    columns = msgspec.msgpack.decode(frames[0])["columns"]
+    for changes, message in (
+        ({0: "another"}, "columns 'another' beside the usual"),
+        ({1: "float64"}, "of type 'float64'"),
+        ({2: 4}, "4 elements declared"),
+        ({3: [2, 2, 2, 2]}, "and 4$"),
+    ):
+        wrong = [*columns[:6], [changes.get(i, value) for i, value in enumerate(columns[6])], *columns[7:]]
+        with pytest.raises(WireError, match=message):
+            decode(with_header(frames, columns=wrong))
+    its.batch.extra["teacher_logprobs"][3] = np.nan
+    with pytest.raises(WireError, match="teacher_logprobs 3: not finite"):
+        encode(its)
+    its.batch.extra["teacher_logprobs"] = its.batch.extra["teacher_logprobs"][1:]
+    with pytest.raises(WireError, match="the rows hold 5 elements of teacher_logprobs"):
+        encode(its)
 
 
 def test_the_large_arrays_are_views_on_the_frames() -> None:
@@ -216,7 +249,8 @@ def attempt(frames: list[bytes]) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data(), lengths)
 def test_damaged_frames_decode_to_something_valid_or_raise_wire_error(data: st.DataObject, sizes: list[tuple[int, int]]) -> None:
-    frames = frames_of(share_of([sample(i, prompt, answer) for i, (prompt, answer) in enumerate(sizes)]))
+    optional = data.draw(st.booleans())
+    frames = frames_of(share_of([sample(i, prompt, answer, optional) for i, (prompt, answer) in enumerate(sizes)]))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, max(0, len(frames) - 1)))
         match data.draw(st.sampled_from(["cut", "flip", "insert", "swap", "drop", "twice"])):

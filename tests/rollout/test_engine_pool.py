@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError
+from hpcrl.config.rules.option_rules import check_options
+from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Place, Plan
 from hpcrl.queue.auth import http_key, make_keys
-from hpcrl.rollout.engines import engine_pool
-from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines import dispatch
+from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
 from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -26,8 +30,8 @@ from hpcrl.rollout.samplers.sampler import Asked
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
-from hpcrl.sample import COMPLETED, TRUNCATED
-from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
+from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
+from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
 PROMPT = np.asarray([3, 20, 21], np.int32)
@@ -67,6 +71,17 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with ExitStack() as stack:
         yield Bench(tmp_path, stack)
+
+
+def bare_pool(engines: int, limit: int) -> EnginePool:
+    """A pool of engines that nobody talks to."""
+    plan: Any = SimpleNamespace(engines=())
+    pool = EnginePool(SimpleNamespace(), plan, Options(rollout_server_concurrency=limit))  # type: ignore[arg-type]
+    session: Any = None
+    for index in range(engines):
+        pool.engines.append(PooledEngine(index, "host", "http://host", session, "log"))
+        pool._loads.add(index)
+    return pool
 
 
 async def one(generator: Generator, pool: EnginePool) -> Completion:
@@ -141,16 +156,19 @@ def test_the_least_loaded_engine_is_next(bench: Bench) -> None:
     assert [len(e.bodies) for e in bench.engines] == [5, 5]
 
 
-def test_a_turn_that_is_not_taken_goes_to_the_next(bench: Bench) -> None:
+def test_who_waits_no_more_is_passed_over(bench: Bench) -> None:
     async def job(generator: Generator, pool: EnginePool) -> None:
-        engine = await pool._take()
-        first, second = asyncio.create_task(pool._take()), asyncio.create_task(pool._take())
-        await asyncio.sleep(0.01)
-        pool._give_back(engine)
-        first.cancel()
-        assert await asyncio.wait_for(second, 2) is engine
+        first, second, third = (asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(3))
+        while bench.engines[0].in_flight < 1:
+            await asyncio.sleep(0.01)
+        second.cancel()
+        await asyncio.wait_for(asyncio.gather(first, third), 5)
+        assert [body["sampling_params"]["seed"] for body in bench.engines[0].bodies] == [0, 2]
 
-    bench.run(job, None, rollout_server_concurrency=1)
+    async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
+        await asyncio.sleep(0.1)
+
+    bench.run(job, slow, rollout_server_concurrency=1)
 
 
 def test_an_engine_that_dies_hands_over(bench: Bench) -> None:
@@ -191,7 +209,7 @@ def test_waiting_requests_hear_that_no_engine_is_left(bench: Bench) -> None:
 
 
 def test_a_passing_trouble_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "PAUSE", 0.001)
+    monkeypatch.setattr(dispatch, "PAUSE", 0.001)
 
     def shaky(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         return [CUT, web.json_response({"error": "try later"}, status=503), None][min(count, 2)]
@@ -202,7 +220,7 @@ def test_a_passing_trouble_is_tried_again(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_a_lasting_trouble_ends_after_a_few_attempts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "PAUSE", 0.001)
+    monkeypatch.setattr(dispatch, "PAUSE", 0.001)
     broken = lambda *_: web.json_response({"error": "no CUDA memory"}, status=500)  # noqa: E731
     with pytest.raises(PeerError, match="engine-0 on node7 failed a request 4 times.*no CUDA memory"):
         bench.run(one, broken)
@@ -298,6 +316,7 @@ def content(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[dict[
             broken(weight_versions=[{"version": "3", "start": 0, "end": 0}, {"version": "4", "start": 0, "end": 1}]),
             "weight versions for 1 of its",
         ),
+        (broken(token_ids=[5] * 9), "9 tokens, where 8 at most were asked for"),
         (broken(finish_reason="abort", token_ids=[]), "aborted one request 3 times"),
     ],
 )
@@ -307,12 +326,222 @@ def test_garbage_is_an_error_that_names_the_engine(bench: Bench, script: Script,
     assert "engine-0 on node7" in str(caught.value) and words in str(caught.value), str(caught.value)
 
 
+def test_too_few_tokens_for_the_limit_are_an_error(bench: Bench) -> None:
+    short = broken(finish_reason="length", token_ids=[5], logprobs={"content": [{"token_id": 5, "logprob": -1.0}]})
+    with pytest.raises(PeerError, match="engine-0 on node7 answered 1 tokens as the longest response, where 8 were asked for"):
+        bench.run(one, short, model_len=50)
+
+
 def test_an_aborted_sample_is_begun_again(bench: Bench) -> None:
     def abort_once(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         return broken(finish_reason="abort")(engine, count, body) if count == 0 else None
 
     found = bench.run(one, abort_once)
     assert found.tokens.tolist() == good(bench.engines[0].bodies[1])["choices"][0]["token_ids"]
+
+
+# ---- how it is sampled
+
+
+def test_sampling_is_as_the_options_say() -> None:
+    tokenizer: Any = SimpleNamespace(eos_ids=frozenset({1, 9}))
+    options = Options(
+        rollout_top_p=0.9,
+        rollout_top_k=20,
+        rollout_min_p=0.05,
+        rollout_stop=["END"],
+        rollout_stop_token_ids=[5],
+        rollout_max_response_len=64,
+    )
+    params = Sampling.of(options, tokenizer).params(60, begun=4)
+    assert params == {
+        "n": 1,
+        "temperature": 1.0,
+        "max_tokens": 60,
+        "stop_token_ids": [1, 5, 9],
+        "detokenize": True,
+        "stop": ["END"],
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "logprobs": 0,
+    }
+    plain = Sampling.of(Options(), tokenizer).params(10)
+    assert not {"top_p", "top_k", "min_p", "min_tokens", "stop", "skip_special_tokens"} & set(plain)
+
+
+def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
+    tokenizer: Any = SimpleNamespace(eos_ids=frozenset({1}))
+    same = Sampling.of(Options(rollout_top_p=0.9, rollout_top_k=7, rollout_min_p=0.1), tokenizer, evaluation=True)
+    assert (same.top_p, same.top_k, same.min_p, same.min_tokens, same.logprobs, same.evaluation) == (0.9, 7, 0.1, 0, False, True)
+    options = Options(
+        rollout_top_p=0.9, eval_top_p=1.0, eval_top_k=3, eval_min_new_tokens=6, eval_temperature=0.0, eval_max_response_len=9
+    )
+    own = Sampling.of(options, tokenizer, evaluation=True)
+    assert (own.top_p, own.top_k, own.min_tokens, own.temperature, own.max_tokens) == (1.0, 3, 6, 0.0, 9)
+    assert own.params(9)["min_tokens"] == 6 and own.params(7, begun=2)["min_tokens"] == 4
+    assert "min_tokens" not in own.params(2, begun=7) and "logprobs" not in own.params(9)
+
+
+@pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
+def test_a_temperature_with_truncated_sampling_is_refused(cut: dict[str, float]) -> None:
+    base = {"hf_checkpoint": "m", "prompt_data": "p", "num_rollout": 1, "rm_type": ["random"], "n_samples_per_prompt": 2}
+    base |= {"rollout_num_gpus": 1}
+    check_options(Options(**base, **cut))
+    with pytest.raises(UsageError, match="--rollout-temperature 0.8 with --rollout-top-p, --rollout-top-k or --rollout-min-p"):
+        check_options(Options(**base, **cut, rollout_temperature=0.8))
+
+
+# ---- ends before the end
+
+
+async def in_flight(engines: list[FakeEngine], count: int) -> None:
+    while sum(engine.in_flight for engine in engines) < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_abort_ends_all_but_evaluations_with_what_was_there(bench: Bench, deaf: int) -> None:
+    """A request that the engine has not seen yet, or does not end at the first word, is told again."""
+
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        bench.engines[0].deaf = deaf
+        asked = [asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(5)]
+        held_out = asyncio.create_task(generator.complete(PROMPT, replace(SAMPLING, evaluation=True), 9, 4))
+        await in_flight(bench.engines, 4)
+        await asyncio.wait_for(generator.abort(), 5)
+        found = await asyncio.wait_for(asyncio.gather(*asked), 1)
+        assert [c.status for c in found] == [ABORTED] * 5
+        for seed, completion in enumerate(found[:4]):
+            body = next(b for b in bench.engines[0].bodies if b["sampling_params"]["seed"] == seed)
+            choice = good(body)["choices"][0]
+            assert completion.tokens.tolist() == choice["token_ids"][:1]
+            assert completion.logprobs.tolist() == [np.float32(choice["logprobs"]["content"][0]["logprob"])]
+            assert completion.versions.tolist() == [4]
+        assert len(found[4].tokens) == 0, "it still waited for its turn"
+        assert not held_out.done()
+        held_out.cancel()
+        again = asyncio.create_task(generator.complete(PROMPT, SAMPLING, 77, 4))
+        await asyncio.sleep(0.1)
+        assert not again.done(), "what is asked for afterwards is not touched"
+
+    bench.run(job, until_aborted, rollout_server_concurrency=4)
+
+
+def test_abort_of_nothing_is_over_at_once(bench: Bench) -> None:
+    bench.run(lambda generator, pool: asyncio.wait_for(generator.abort(), 1), None)
+
+
+def test_abort_waits_for_no_dead_engine(bench: Bench) -> None:
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        asked = asyncio.create_task(generator.complete(PROMPT, SAMPLING, 1, 4))
+        await in_flight(bench.engines, 1)
+        aborting = asyncio.create_task(generator.abort())
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(bench.engines[0].die)
+        await asyncio.wait_for(aborting, 5)
+        assert (await asked).status == ABORTED
+
+    bench.run(job, hang)
+
+
+def test_an_engine_that_does_not_end_what_it_is_told_to_is_named(bench: Bench) -> None:
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        asked = asyncio.create_task(generator.complete(PROMPT, SAMPLING, 1, 4))
+        await in_flight(bench.engines, 1)
+        pool.request_timeout = 0.3
+        with pytest.raises(
+            DeadlineError, match=r"engine-0 on node7 did not end 1 aborted samples within --request-timeout 0.3 s"
+        ):
+            await generator.abort()
+        asked.cancel()
+
+    bench.run(job, hang)
+
+
+def test_a_response_goes_on_from_its_exact_tokens(bench: Bench) -> None:
+    begun = Completion(np.asarray([7, 8], np.int32), np.asarray([-0.5, -1.5], np.float32), np.asarray([2, 3], np.int32), ABORTED)
+
+    async def job(generator: Generator, pool: EnginePool) -> Completion:
+        return await generator.complete(PROMPT, SAMPLING, 11, 4, begun=begun)
+
+    found = bench.run(job, None)
+    (body,) = bench.engines[0].bodies
+    assert body["token_ids"] == [3, 20, 21, 7, 8]
+    assert body["sampling_params"]["max_tokens"] == 6
+    assert body["sampling_params"]["seed"] == seed_of(11, 2), "the noise of the first tokens is not used twice"
+    more = good(body)["choices"][0]["token_ids"]
+    assert found.tokens.tolist() == [7, 8, *more] and found.tokens.dtype == np.int32
+    assert found.logprobs.tolist()[:2] == [-0.5, -1.5] and found.logprobs.dtype == np.float32
+    assert found.versions.tolist() == [2, 3] + [4] * len(more)
+    assert found.status == (TRUNCATED if len(more) == 6 else COMPLETED)
+
+
+def test_a_response_that_is_as_long_as_it_may_become_needs_no_engine(bench: Bench) -> None:
+    full = Completion(np.full(8, 7, np.int32), np.zeros(8, np.float32), np.zeros(8, np.int32), ABORTED)
+    found = bench.run(lambda generator, pool: generator.complete(PROMPT, SAMPLING, 1, 4, begun=full), None)
+    assert found.status == TRUNCATED and found.tokens.tolist() == [7] * 8 and not bench.engines[0].bodies
+
+
+# ---- which engine
+
+
+def test_a_group_goes_to_one_engine_unless_others_would_idle(bench: Bench) -> None:
+    async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
+        await asyncio.sleep(0.1)
+
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        prompts = [np.asarray([3, 20 + i], np.int32) for i in range(6)]
+        await asyncio.gather(*(generator.complete(p, SAMPLING, seed, 4) for p in prompts for seed in range(4)))
+
+    bench.run(job, slow, slow, slow)
+    assert [len(e.bodies) for e in bench.engines] == [8, 8, 8]
+    for engine in bench.engines:
+        assert len({str(body["token_ids"]) for body in engine.bodies}) == 2, "two whole groups each"
+
+
+def test_a_key_stays_with_its_engine_while_that_is_not_much_busier(bench: Bench) -> None:
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        for turn in range(6):
+            prompt = np.asarray([3] * (turn + 1), np.int32)
+            keys = ["a", "b"]
+            await asyncio.gather(*(generator.complete(prompt, SAMPLING, 1, 4, affinity=key) for key in keys))
+            await generator.complete(PROMPT, SAMPLING, 2, 4)
+        assert {pool._homes["a"].index, pool._homes["b"].index} == {0, 1}
+        home = pool._homes["a"]
+        pool._move(home, SLACK + 1)
+        await generator.complete(PROMPT, SAMPLING, 3, 4, affinity="a")
+        assert pool._homes["a"] is not home, "it is too busy: the key moves"
+        home.death = "died"
+        pool._loads.drop(home.index)
+        await generator.complete(PROMPT, SAMPLING, 3, 4, affinity="b")
+        assert pool._homes["b"] is not home
+
+    bench.run(job, None, None)
+    turns = [[len(b["token_ids"]) for b in e.bodies if set(b["token_ids"]) == {3}] for e in bench.engines]
+    assert turns == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 9), st.integers(1, 64))
+@settings(deadline=None)
+def test_engines_differ_by_one_group_at_most(groups: list[int], engines: int, limit: int) -> None:
+    pool = bare_pool(engines, limit)
+    waiting = sum(groups)
+    for count in groups:
+        while count and (found := pool.take(count, waiting)):
+            count, waiting = count - found[1], waiting - found[1]
+        loads = [e.in_flight for e in pool.engines]
+        assert max(loads) <= limit
+        assert max(loads) - min(loads) <= max(groups)
+        if count:
+            assert min(loads) > limit - max(1, limit // 8) or min(loads) + min(count, limit) > limit
+            break
+    assert sum(loads) == pool._loads.total
+    for engine in pool.engines:
+        pool.give_back(engine, engine.in_flight)
+    assert pool._loads.total == 0 and pool._loads[pool._loads.least()] == 0
 
 
 def test_seeds_are_fixed_and_differ() -> None:
@@ -325,7 +554,7 @@ def test_seeds_are_fixed_and_differ() -> None:
 def test_no_two_requests_share_their_noise_without_deterministic_mode_either(bench: Bench) -> None:
     """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to it."""
     prompt = Prompt(1, "p", PROMPT)
-    tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops: "text")
+    tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops, skip: "text")
     file: Any = SimpleNamespace(path="file")
 
     class Grading:

@@ -40,6 +40,23 @@ def good(body: dict[str, Any], version: str | None = None) -> dict[str, Any]:
     }
 
 
+def partial(body: dict[str, Any], count: int) -> dict[str, Any]:
+    """What vLLM answers of a request that was aborted after `count` tokens: the first of those that it would have had."""
+    answer = good(body)
+    choice = answer["choices"][0]
+    choice["finish_reason"] = "abort"
+    choice["token_ids"] = choice["token_ids"][:count]
+    if choice["logprobs"]:
+        choice["logprobs"]["content"] = choice["logprobs"]["content"][:count]
+    return answer
+
+
+async def until_aborted(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Work until the request is aborted, then answer with its first token."""
+    await engine.aborted(body["request_id"])
+    return partial(body, 1)
+
+
 class FakeEngine:
     """One server on 127.0.0.1, in a thread of its own."""
 
@@ -47,6 +64,8 @@ class FakeEngine:
         self.script, self.key, self.healthy = script, key, True
         self.bodies: list[dict[str, Any]] = []
         self.in_flight = self.most_in_flight = 0
+        self.deaf = 0  #: aborts that it takes no notice of
+        self._aborts: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -68,6 +87,7 @@ class FakeEngine:
         app = web.Application(client_max_size=2**24)
         app.router.add_get("/health", self._health)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/inference/v1/abort_requests", self._abort)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -82,6 +102,19 @@ class FakeEngine:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
+
+    async def aborted(self, ident: str) -> None:
+        """Return once the request with this name is aborted."""
+        await self._aborts.setdefault(ident, asyncio.Event()).wait()
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        if self.deaf:
+            self.deaf -= 1
+            return web.Response()
+        for name in (await request.json())["request_ids"]:
+            if found := self._aborts.get(name.removeprefix("generate-tokens-")):  # vLLM ignores names that it does not know
+                found.set()
+        return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":

@@ -290,6 +290,9 @@ def allocation() -> Any:
             mine = job(self.job_id)
             return mine["started"] + mine["limit"]
 
+        def preempted(self) -> bool:
+            return False
+
         def requeue(self) -> None:
             change(self.job_id, wish="requeue")
 

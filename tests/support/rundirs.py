@@ -97,8 +97,8 @@ class FakeSlurm:
         return path.read_text().splitlines() if path.exists() else []
 
 
-def row(job: str, state: str = "RUNNING", reason: str = "None", **fields: Any) -> str:
-    """One line of squeue, in the order of hpcrl.slurm.squeue.FIELDS."""
+def row(job: str, state: str = "RUNNING", reason: str = "None", raw: str = "", **fields: Any) -> str:
+    """One line of squeue, in the order of hpcrl.slurm.squeue.FIELDS.  raw: the number of a task of an array."""
     values = {"submit": int(NOW - 500), "start": int(NOW - 400), "end": int(NOW + 3600), "nodes": 2, "user": "me"}
     values |= {"name": "hpcrl-x", "comment": "(null)"} | fields
-    return "\x1f".join(map(str, (job, state, reason, *values.values()))) + "\n"
+    return "\x1f".join(map(str, (job, raw or job, state, reason, *values.values()))) + "\n"

@@ -7,12 +7,18 @@ import math
 import numpy as np
 
 from hpcrl.queue.share_format import Share
-from hpcrl.sample import COMPLETED, STATUSES, Sample, SampleBatch
+from hpcrl.sample import COMPLETED, OPTIONAL, STATUSES, Sample, SampleBatch
 
 
-def sample(number: int, prompt: int = 3, answer: int = 5) -> Sample:
-    """A sample whose every number depends on `number`."""
+def sample(number: int, prompt: int = 3, answer: int = 5, optional: bool = False) -> Sample:
+    """A sample whose every number depends on `number`; optional: with every column that only some runs have."""
     rng = np.random.default_rng(number)
+    sizes = {"length": prompt + answer, "response_length": answer}
+    extra = {
+        name: rng.integers(0, 100, (sizes[kind.of], *range(2, 2 + kind.dims))).astype(kind.dtype)
+        for name, kind in OPTIONAL.items()
+        if optional
+    }
     return Sample(
         group=number // 4,
         index=number % 4,
@@ -24,6 +30,7 @@ def sample(number: int, prompt: int = 3, answer: int = 5) -> Sample:
         reward=float(number),
         baseline=-0.5 * number if number % 3 else math.nan,
         status=STATUSES[number % 4] if number else COMPLETED,
+        extra=extra,
     )
 
 
@@ -52,14 +59,16 @@ def part_of(samples: list[Sample], own: list[int]) -> Share:
 
 def same(a: Share, b: Share) -> bool:
     """Whether two shares agree in every bit."""
-    columns = ("tokens", "loss_mask", "logprobs", "versions")
+    names = ("tokens", "loss_mask", "logprobs", "versions")
     if any(
         x.tobytes() != y.tobytes() for x, y in ((a.table, b.table), (a.own, b.own), (a.batch.rows, b.batch.rows))
     ):  # NaN = NaN
         return False
+    if a.batch.extra.keys() != b.batch.extra.keys():
+        return False
+    columns = [(getattr(a.batch, name), getattr(b.batch, name)) for name in names]
+    columns += [(column, b.batch.extra[name]) for name, column in a.batch.extra.items()]
     plain = ("rollout_id", "version", "micro_batches", "step_samples", "step_tokens", "metrics")
     return all(getattr(a, name) == getattr(b, name) for name in plain) and all(
-        getattr(a.batch, name).dtype == getattr(b.batch, name).dtype
-        and np.array_equal(getattr(a.batch, name), getattr(b.batch, name))
-        for name in columns
+        x.dtype == y.dtype and np.array_equal(x, y) for x, y in columns
     )

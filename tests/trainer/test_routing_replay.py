@@ -67,15 +67,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def random_choices(name: str) -> np.ndarray:
-    """For each token but the last of each sample of the fixed batch experts at random, far from what the router would say."""
+    """For each token of the fixed batch experts at random, far from what the router would say; none for the last of a sample."""
     experts, chosen, layers = EXPERTS[name]
-    rows = int(whole.batch().routed_offsets[-1])
-    order = np.random.default_rng(5).random((rows, len(layers), experts)).argsort(-1)
+    data = whole.batch()
+    order = np.random.default_rng(5).random((len(data.tokens), len(layers), experts)).argsort(-1)
+    order[data.token_offsets[1:] - 1] = 0
     return order[..., :chosen].astype(np.uint8)
 
 
 def data_of(name: str, choices: np.ndarray | None = None) -> SampleBatch:
-    return replace(whole.batch(), routed_experts=random_choices(name) if choices is None else choices)
+    return replace(whole.batch(), extra={"routed_experts": random_choices(name) if choices is None else choices})
 
 
 # ---- the reference
@@ -85,7 +86,11 @@ class Told:
     """A model of transformers whose routers are told the experts of each token; to be called once a sample, in order."""
 
     def __init__(self, model: Path, name: str) -> None:
-        self._hf, self._data, self._sample = whole.transformers_model(model), data_of(name), 0
+        from transformers import AutoModelForCausalLM
+
+        self._data, self._sample = data_of(name), 0
+        eager = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+        self._hf = AutoModelForCausalLM.from_pretrained(model, **eager)
         self.named_parameters = self._hf.named_parameters
         for place, layer in enumerate(EXPERTS[name][2]):
             gate = self._hf.model.layers[layer].mlp.gate
@@ -97,8 +102,8 @@ class Told:
         return found
 
     def _route(self, gate: Any, hidden: torch.Tensor, output: Any, place: int) -> tuple[torch.Tensor, ...]:
-        begin, end = self._data.routed_offsets[self._sample : self._sample + 2]
-        told = torch.from_numpy(self._data.routed_experts[begin:end, place].astype(np.int64))
+        begin, end = self._data.token_offsets[self._sample : self._sample + 2]
+        told = torch.from_numpy(self._data.extra["routed_experts"][begin : end - 1, place].astype(np.int64))
         experts = torch.cat([told, output[2][-1:]])  # the last token is read by nobody: its own choice
         logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).float(), gate.weight.float())
         if hasattr(gate, "e_score_correction_bias"):  # the bias takes part in the choice alone

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from hpcrl.cli import main
 from tests.support.runs import SFT, Run, all_gone, metrics, processes, recipe, role_pid, samples
 
 pytestmark = pytest.mark.process
@@ -90,6 +94,23 @@ def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
     assert metrics(uncut) == before
 
 
+def test_a_finished_run_trains_on_when_it_is_told_how_far(tmp_path: Path, uncut: Path) -> None:
+    root = tmp_path / "moved"
+    shutil.copytree(uncut, root, symlinks=True)
+    for number, words in ((3, "6 rollouts are done"), (8, "")):
+        done = subprocess.run(
+            [sys.executable, "-m", "hpcrl", "resume", str(root), "--num-rollout", str(number)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert (done.returncode, words in done.stderr) == (2 if words else 0, True), done.stderr
+    longer = metrics(root)
+    assert list(longer) == list(range(8)) and {step: longer[step] for step in range(6)} == metrics(uncut)
+    assert main(["convert", "to-hf", str(root)]) == 0 and (root / "hf" / "model.safetensors").is_file()
+
+
 def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: Path) -> None:
     run = start(tmp_path, task, num_rollout=100000, save_interval=None)
     run.until(lambda: run.steps() >= 1)
@@ -99,6 +120,7 @@ def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: 
     run.process.send_signal(signal.SIGINT)
     status, out = run.end(60)
     assert status == 143, out
+    assert "asked to stop: ends after a checkpoint; a second signal ends it at once" in out
 
 
 def test_a_dead_trainer_rank_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from tools.cluster.layout import GPUS_PER_NODE, HEAD, Layout
+from tools.cluster.layout import GPUS_PER_NODE, GRACE, HEAD, Layout
 
 DATABASE_PORT = 3306
 SLURMDBD_PORT = 6819
@@ -96,7 +96,7 @@ def _partitions(layout: Layout) -> list[str]:
         f"PartitionName=train Nodes=node[1-{half}]",
         f"PartitionName=rollout Nodes={later}",
         "PartitionName=small Nodes=ALL MaxTime=5 MaxNodes=1",
-        "PartitionName=low Nodes=ALL PriorityTier=1",
+        f"PartitionName=low Nodes=ALL PriorityTier=1 GraceTime={GRACE}",
     ]
 
 
@@ -104,7 +104,7 @@ def _partitions(layout: Layout) -> list[str]:
 #: partition `low` without a word gets the QOS low, so that partition preempts partition as well.
 SACCTMGR = """\
 add cluster hpcrl
-add qos low PreemptMode=requeue Priority=0
+add qos low PreemptMode=requeue Priority=0 GraceTime={grace}
 add qos high Priority=100
 modify qos normal,high set Preempt=low
 modify qos normal set Priority=10

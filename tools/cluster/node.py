@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tools.cluster import config
-from tools.cluster.layout import HEAD, PRIVATE, Layout, read
+from tools.cluster.layout import GRACE, HEAD, PRIVATE, Layout, read
 from tools.cluster.mounts import bind, fresh_sys, private
 
 #: seconds that one piece of the start may take on a busy machine
@@ -98,7 +98,7 @@ def _head(layout: Layout) -> None:
         _database(layout)
         subprocess.Popen(["slurmdbd", "-D"])
         wait_for_port(layout.address(HEAD), config.SLURMDBD_PORT)
-        commands = config.SACCTMGR.format(user=config.user())
+        commands = config.SACCTMGR.format(user=config.user(), grace=GRACE)
         subprocess.run(["sacctmgr", "-i"], input=commands, text=True, check=True)
     subprocess.Popen(["slurmctld", "-D"])
     wait_for_port(layout.address(HEAD), config.SLURMCTLD_PORT)

@@ -143,6 +143,13 @@ def _sampling(o: Options) -> None:
         raise UsageError(
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
         )
+    if o.truncated_sampling and o.rollout_temperature != 1:
+        raise UsageError(
+            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p, --rollout-top-k or --rollout-min-p: engines have "
+            "log-probs either of the whole distribution at temperature 1, or of what is left of it, and the trainer computes "
+            "neither",
+            "keep --rollout-temperature 1, or sample from all tokens",
+        )
 
 
 def _rewards(o: Options) -> None:
@@ -223,7 +230,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     if not o.needs_engines:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
-            "rollout_max_context_len rollout_temperature rollout_stop rollout_stop_token_ids rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
+            "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
+            "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size "
             "weight_transfer check_weight_update_equal vllm",
             _NO_ENGINE,
@@ -234,7 +242,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "group_rm", "--custom-rm-path is not given"
     if o.eval_interval is None:
         yield (
-            "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_max_response_len "
+            "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k "
+            "eval_min_new_tokens eval_max_response_len "
             "skip_eval_before_train",
             "--eval-interval is not given",
         )

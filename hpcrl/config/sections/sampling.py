@@ -16,6 +16,12 @@ class RolloutOptions(Base):
         None, "prompt and response together at most; sets the engine's context", "slime", ge=2
     )
     rollout_temperature: float = opt(1.0, "sampling temperature; the trainer divides its logits by the same", "slime", gt=0)
+    rollout_top_p: float = opt(1.0, "sample from the likeliest tokens that together have this probability", "slime", gt=0, le=1)
+    rollout_top_k: int = opt(-1, "sample from this many likeliest tokens; -1: from all", "slime", ge=-1)
+    rollout_min_p: float = opt(0.0, "sample from tokens with at least this share of the likeliest one's probability", ge=0, le=1)
     rollout_stop: list[str] = opt([], "strings that end a response", "slime")
     rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
-    rollout_server_concurrency: int = opt(512, "requests in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)
+    rollout_skip_special_tokens: bool = opt(
+        False, "leave special tokens out of the text in which stop strings are looked for, and that rewards read", "slime"
+    )
+    rollout_server_concurrency: int = opt(512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)

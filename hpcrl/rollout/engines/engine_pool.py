@@ -1,38 +1,37 @@
-"""The engines, seen from the rollout process: a pool of HTTP servers that answer generation requests.
+"""The engines, seen from the rollout process: HTTP servers that answer generation requests.
 
-Invariants: a request goes to the living engine with the fewest requests in flight, and no engine ever has more than
---rollout-server-concurrency; a request whose engine dies is asked again elsewhere, a bounded number of times (a request
-is a pure function of its body, so asking twice is safe); every wait has a deadline that names the engine and its host.
+Invariants: no engine ever has more than --rollout-server-concurrency samples in flight, and none but living ones get any;
+what it costs to find an engine does not grow with their number; every wait has a deadline that names the engine and its host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
-import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.rollout.engines.loads import Loads
 from hpcrl.run.peers import IDLE, EnginePeer, find
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
-ATTEMPTS = 4  #: how often one request is sent at most
-PAUSE = 0.05  #: seconds, times 4 for every attempt, before a request is sent again
 PROBE = 5.0  #: seconds that an engine has to say that it lives
 CONNECT = 10.0  #: seconds for a TCP connection
+HOMES = 65536  #: keys whose engine is remembered
+SLACK, RATIO = 10, 1.2  #: a key stays where it is until its engine has so many more in flight than the least loaded
+PARTS = 8  #: an engine without room for all of a group is given a part of it if it has this share of its limit free
 
 
-@dataclass
+@dataclass(eq=False)
 class PooledEngine:
-    """One engine: where it is, how busy, and, once it is gone, why."""
+    """One engine: where it is, how busy, and, once it is gone, why.  lean: whether it has our own route."""
 
     index: int
     host: str
@@ -40,6 +39,7 @@ class PooledEngine:
     session: aiohttp.ClientSession
     log: str
     model_len: int | None = None
+    lean: bool = False
     in_flight: int = 0
     death: str | None = None
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -61,13 +61,22 @@ class PooledEngine:
 
 
 class EnginePool:
-    """All engines of the run."""
+    """All engines of the run, and which of them is asked next.
+
+    A group goes whole to the least loaded engine, where its prompt is computed once, as long as it is no more than an engine's
+    fair share of what is in flight and waiting; else it is cut into parts of that share.  So engines differ by one group at
+    most.  What brings an affinity key (a conversation, whose earlier turns lie in one engine's prefix cache) goes where that key
+    went before, until that engine has both SLACK and RATIO more in flight than the least loaded, is full, or dies; then the key
+    moves.
+    """
 
     def __init__(self, rundir: RunDir, plan: Plan, options: Options) -> None:
         self._rundir, self._plan = rundir, plan
-        self._patience, self._deadline = options.engine_start_timeout, options.request_timeout
+        self._patience, self.request_timeout = options.engine_start_timeout, options.request_timeout
         self._limit = options.rollout_server_concurrency
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._loads = Loads()
+        self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
+        self._connecting = asyncio.Lock()
         self.engines: list[PooledEngine] = []
 
     async def close(self) -> None:
@@ -80,21 +89,24 @@ class EnginePool:
 
         DeadlineError names the first that has not; PeerError as soon as the attempt has failed elsewhere.
         """
-        if self.engines or not self._plan.engines:
-            return
-        deadline, found = time.monotonic() + self._patience, []
-        for index, place in enumerate(self._plan.engines):
-            while (peer := find(self._rundir, EnginePeer, index)) is None:
-                self._rundir.check()
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"engine-{index} on {place.host} did not come up within --engine-start-timeout {self._patience:.0f} s",
-                        f"see {self._log(index)}",
-                    )
-                await asyncio.sleep(0.1)
-            found.append(peer)
-        key = http_key(self._rundir)
-        self.engines = [self._engine(index, peer, key) for index, peer in enumerate(found)]
+        async with self._connecting:
+            if self.engines or not self._plan.engines:
+                return
+            deadline, found = time.monotonic() + self._patience, []
+            for index, place in enumerate(self._plan.engines):
+                while (peer := find(self._rundir, EnginePeer, index)) is None:
+                    self._rundir.check()
+                    if time.monotonic() > deadline:
+                        raise DeadlineError(
+                            f"engine-{index} on {place.host} did not come up within --engine-start-timeout {self._patience:.0f} s",
+                            f"see {self._log(index)}",
+                        )
+                    await asyncio.sleep(0.1)
+                found.append(peer)
+            key = http_key(self._rundir)
+            self.engines = [self._engine(index, peer, key) for index, peer in enumerate(found)]
+            for engine in self.engines:
+                self._loads.add(engine.index)
 
     def _engine(self, index: int, peer: EnginePeer, key: str) -> PooledEngine:
         """One engine, with a session of its own."""
@@ -103,7 +115,7 @@ class EnginePool:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE)
         session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         url = f"http://{_bracket(peer.host)}:{peer.port}"
-        return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len)
+        return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len, peer.lean)
 
     def _log(self, index: int) -> str:
         return str(self._rundir.logs / f"engine-{index}.log")
@@ -117,92 +129,57 @@ class EnginePool:
         """Who is alive and how busy, for a message."""
         return ", ".join(f"{e}: {e.death or f'{e.in_flight} requests in flight'}" for e in self.engines)
 
-    # ---- requests
+    # ---- who is next
 
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[PooledEngine, bytes]:
-        """Send `body` as JSON to some engine; (engine, its answer).
+    def take(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
+        """An engine and how many of `count` samples of one group it has been given; None while all are full.
 
-        PeerError if no engine is left, or one refuses the request; DeadlineError if one takes longer than
-        --request-timeout.
+        waiting: samples that wait for an engine, these included.  PeerError if none is alive.
         """
-        data, engine, trouble = msgspec.json.encode(body), None, ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(PAUSE * 4**attempt)  # a server that has just answered 500 closes its connections first
-            engine = await self._take()
-            try:
-                status, answer = await self._send(engine, path, data)
-                if status == 200:
-                    return engine, answer
-                trouble = f"HTTP {status}: {answer[:300].decode(errors='replace')}"
-                if status < 500:
-                    raise PeerError(f"{engine} refused {path}: {trouble}", f"see {engine.log}")
-                await self._examine(engine, trouble)  # before it is given back: nobody else should run into it meanwhile
-            except aiohttp.ClientError as error:
-                trouble = f"{type(error).__name__}: {error}"
-                await self._examine(engine, trouble)
-            finally:
-                self._give_back(engine)
-        raise PeerError(f"{engine} failed a request {ATTEMPTS} times, last with {trouble}", f"see {engine.log}")
+        if not self._loads:
+            if not self.engines:
+                raise PeerError("no engine has been connected to")
+            dead = ", ".join(f"{e} {e.death}" for e in self.engines)
+            raise PeerError(f"no engine is left: {dead}", f"see {self.engines[-1].log}")
+        share = -(-(self._loads.total + waiting) // len(self._loads))
+        wanted = min(count, share, self._limit)
+        engine = self._home(affinity, wanted) or self.engines[self._loads.least()]
+        room = self._limit - engine.in_flight
+        if room < min(wanted, max(1, self._limit // PARTS)):
+            return None
+        if affinity is not None:
+            self._homes[affinity] = engine
+            if len(self._homes) > HOMES:
+                self._homes.popitem(last=False)
+        given = min(wanted, room)
+        self._move(engine, given)
+        return engine, given
 
-    async def _send(self, engine: PooledEngine, path: str, data: bytes) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with (
-                asyncio.timeout(self._deadline),
-                engine.session.post(f"{engine.url}{path}", data=data, headers=headers) as answer,
-            ):
-                return answer.status, await answer.read()
-        except TimeoutError as error:
-            if isinstance(error, aiohttp.ClientError):  # no connection within CONNECT
-                raise
-            raise DeadlineError(
-                f"{engine} did not answer {path} within --request-timeout {self._deadline:g} s", f"see {engine.log}"
-            ) from error
+    def _home(self, affinity: str | None, wanted: int) -> PooledEngine | None:
+        """The engine of `affinity`, if it is alive, has room, and is not much busier than the least loaded."""
+        if affinity is None or (engine := self._homes.get(affinity)) is None or engine.death is not None:
+            return None
+        self._homes.move_to_end(affinity)
+        least = self._loads[self._loads.least()]
+        busy = engine.in_flight > least + SLACK and engine.in_flight > RATIO * least
+        return None if busy or engine.in_flight + wanted > self._limit else engine
 
-    async def _examine(self, engine: PooledEngine, trouble: str) -> None:
+    def give_back(self, engine: PooledEngine, count: int = 1) -> None:
+        """`count` samples are in flight there no more."""
+        self._move(engine, -count)
+
+    def _move(self, engine: PooledEngine, by: int) -> None:
+        engine.in_flight += by
+        self._loads.move(engine.index, by)
+
+    async def examine(self, engine: PooledEngine, trouble: str) -> None:
         """After a failed request: find out whether the engine is gone, and say so once."""
         async with engine.probing:
             if engine.death is not None or await engine.alive():
                 return
             engine.death = f"died ({trouble})"
+            self._loads.drop(engine.index)
         say(f"{engine} {engine.death}")
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    # ---- who is next
-
-    async def _take(self) -> PooledEngine:
-        """The least loaded living engine with room, waited for.  PeerError if none is alive."""
-        while True:
-            alive = [e for e in self.engines if e.death is None]
-            if not alive:
-                last = self.engines[-1]
-                raise PeerError(f"no engine is left: {', '.join(f'{e} {e.death}' for e in self.engines)}", f"see {last.log}")
-            if free := [e for e in alive if e.in_flight < self._limit]:
-                engine = min(free, key=lambda e: (e.in_flight, e.index))
-                engine.in_flight += 1
-                return engine
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():
-                    self._wake()  # the turn that we were given goes to the next
-                raise
-
-    def _give_back(self, engine: PooledEngine) -> None:
-        engine.in_flight -= 1
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
 
 
 def _bracket(host: str) -> str:

@@ -73,12 +73,12 @@ class Tokenizer:
             return []
         return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), add_special_tokens=False)["input_ids"]]
 
-    def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset()) -> str:
-        """The text of a response, special tokens included, but for the last token if it merely ended the response."""
+    def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset(), skip_special: bool = False) -> str:
+        """The text of a response, without the last token if it merely ended the response; skip_special: nor any special token."""
         ids = tokens.tolist()
         if ids and (ids[-1] in self.eos_ids or ids[-1] in stops):
             ids.pop()
-        return self._hf.decode(ids, skip_special_tokens=False)
+        return self._hf.decode(ids, skip_special_tokens=skip_special)
 
     # ---- fine-tuning
 

@@ -32,7 +32,8 @@ class SingleTurnSampler:
         seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
         completion = await self._generator.complete(group.prompt.tokens, sampling, seed, asked.version)
-        response = self._tokenizer.decode(completion.tokens, frozenset(self._sampling.stop_token_ids))
+        stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens
+        response = self._tokenizer.decode(completion.tokens, stops, skip)
         sample = completion.sample(group.number, index, group.prompt, response)
         tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
         await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)

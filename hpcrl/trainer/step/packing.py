@@ -82,33 +82,39 @@ def check_batch(batch: SampleBatch, vocab_size: int) -> None:
         )
 
 
-def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_parallel: bool) -> Packed:
-    """Pack the samples `rows` of `batch` for this rank."""
+def pack(
+    batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_parallel: bool, experts: np.ndarray | None = None
+) -> Packed:
+    """Pack the samples `rows` of `batch` for this rank.
+
+    experts: the ones that the engine chose, [tokens of the batch, layers, experts a token].
+    """
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
     padded = _padded(lengths, ranks, sequence_parallel)
     bounds = _offsets(padded)
     tokens = np.zeros(int(bounds[-1]), np.int64)
-    tokens[_spans(bounds[:-1], lengths)] = batch.tokens[_spans(batch.token_offsets[rows], lengths)]
+    real, of_batch = _spans(bounds[:-1], lengths), _spans(batch.token_offsets[rows], lengths)
+    tokens[real] = batch.tokens[of_batch]
+    routed = np.full(len(tokens), -1)  # which of the batch's tokens a row is
+    routed[real] = of_batch
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
     columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
     counts = np.bincount(sample, minlength=len(rows))
-    routed = None if batch.routed_experts is None else _routed(batch, rows, bounds)
     if ranks.cp_size > 1:
         part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
         at = np.full(len(tokens), -1)  # which of this rank's rows a row is
         at[part] = np.arange(len(part))
         kept = at[places] >= 0
         places, *columns = (column[kept] for column in (at[places], *columns))
-        tokens, positions = tokens[part], positions[part]
-        routed = None if routed is None else routed[part]
-    if routed is not None and sequence_parallel:  # a router sees its TP rank's rows
+        tokens, positions, routed = tokens[part], positions[part], routed[part]
+    if sequence_parallel:  # a router sees its TP rank's rows
         routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
     of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)
     of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples))
-    choices = None if routed is None else GivenChoices(batch.routed_experts, routed)
+    choices = None if experts is None else GivenChoices(experts, routed)
     return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()), choices=choices)
 
 
@@ -131,14 +137,6 @@ def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np
     kept = batch.loss_mask[source] != 0
     sample = np.repeat(np.arange(len(rows)), response)[kept]
     return _spans(ends - response - 1, response)[kept], sample, source[kept]
-
-
-def _routed(batch: SampleBatch, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Of every row which token of the batch's routed experts it is; -1 for padding and the last token of a sample."""
-    read = np.maximum(batch.rows["length"][rows].astype(np.int64) - 1, 0)
-    found = np.full(int(bounds[-1]), -1)
-    found[_spans(bounds[:-1], read)] = _spans(batch.routed_offsets[rows], read)
-    return found
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from hpcrl.models.routing import Routing
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.model import Policy
 
+COLUMN = "routed_experts"  #: of `SampleBatch.extra`
 How = Literal["own", "record", "replay"]
 
 
@@ -46,8 +47,8 @@ class Choices(Protocol):
 class GivenChoices:
     """Those that came with the samples.
 
-    table: uint8 or uint16 [tokens of the share but the last of each sample, layers, experts a token]; source: int64 [rows],
-    which token of the table each row is, -1: none.  Nothing is copied before a layer is asked for.
+    table: uint8 or uint16 [tokens of the share, layers, experts a token]; source: int64 [rows], which token of the table each
+    row is, -1: none.  Nothing is copied before a layer is asked for.
     """
 
     table: np.ndarray
@@ -139,20 +140,18 @@ class Chooser:
         return self._batches[number].choices
 
 
-def check_choices(batch: SampleBatch, routing: Routing | None) -> None:
-    """DataError unless a batch brings the engine's choice for just these layers, of experts that there are."""
-    found = batch.routed_experts
-    assert routing is not None, "checked by models/routing.py"
-    if found is None:
+def routing_of(policy: Policy) -> Routing:
+    """Of a model that has experts, as `check_routing` has seen to."""
+    found = Routing.of_fields(vars(policy.config))
+    assert found is not None
+    return found
+
+
+def given_experts(policy: Policy, batch: SampleBatch) -> np.ndarray:
+    """The engine's choice [tokens, layers, experts a token].  DataError unless the batch has it, and it fits the model."""
+    if COLUMN not in batch.extra:
         raise DataError("the samples do not say which experts the engine chose", "leave --use-rollout-routing-replay out")
-    if found.shape[1:] != (len(routing.layers), routing.chosen):
-        raise DataError(
-            f"the samples have the choice of {found.shape[2]} experts in {found.shape[1]} layers, the model chooses "
-            f"{routing.chosen} in {len(routing.layers)}",
-            "engine and trainer must have the same --hf-checkpoint",
-        )
-    if found.size and int(found.max()) >= routing.experts:
-        raise DataError(f"the samples name expert {int(found.max())}, the model has {routing.experts} in a layer")
+    return routing_of(policy).read(batch.extra[COLUMN])
 
 
 @contextmanager
@@ -167,11 +166,10 @@ def routed(
     if how == "own":
         yield
         return
-    routing = Routing.of_fields(vars(policy.config))
-    assert routing is not None, "checked by models/routing.py"
+    routing = routing_of(policy)
     if how == "record":
         for batch in batches:
-            batch.choices = RecordedChoices(torch.uint8 if routing.dtype == "uint8" else torch.int32)
+            batch.choices = RecordedChoices(torch.uint8 if routing.dtype.itemsize == 1 else torch.int32)
     choosers = []
     for router in _routers(policy):
         chooser = Chooser(routing.layers.index(router.layer_number - 1), batches, how == "record", difference)

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.queue.share_format import COLUMNS, Buffer, Share, decode, encode
+from hpcrl.queue.share_format import MOST_FRAMES, Buffer, Share, decode, encode
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel.parallel_state import Ranks
 
-FRAMES = 1 + len(COLUMNS)
 ALIGNMENT = 8  #: bytes; a frame begins at a multiple of it, so that `decode` makes views and no copies
 
 
@@ -57,8 +56,8 @@ class ShareExchange:
         return decode(frames) if frames else None
 
     def _send(self, frames: Sequence[np.ndarray]) -> None:
-        sizes = [len(frame) for frame in frames] or [0] * FRAMES
-        dist.broadcast(torch.tensor(sizes), self._source, group=self._group)
+        sizes = [len(frame) for frame in frames]
+        dist.broadcast(torch.tensor(sizes + [-1] * (MOST_FRAMES - len(sizes))), self._source, group=self._group)
         if frames:
             whole = np.zeros(_starts(sizes)[-1], np.uint8)
             for start, frame in zip(_starts(sizes), frames, strict=False):
@@ -67,10 +66,10 @@ class ShareExchange:
 
     def _receive(self) -> list[Buffer]:
         """The frames; none to stop."""
-        wanted = torch.empty(FRAMES, dtype=torch.int64)
+        wanted = torch.empty(MOST_FRAMES, dtype=torch.int64)
         dist.broadcast(wanted, self._source, group=self._group)
-        sizes = wanted.tolist()
-        if not any(sizes):
+        sizes = [size for size in wanted.tolist() if size >= 0]  # -1: no such frame
+        if not sizes:
             return []
         whole = np.empty(_starts(sizes)[-1], np.uint8)
         dist.broadcast(torch.from_numpy(whole), self._source, group=self._group)

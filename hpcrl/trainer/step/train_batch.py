@@ -23,7 +23,6 @@ from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, t
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.models.routing import Routing
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
@@ -33,7 +32,7 @@ from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.report_totals import Totals, total
-from hpcrl.trainer.step.routing_replay import Difference, check_choices
+from hpcrl.trainer.step.routing_replay import Difference, given_experts
 from hpcrl.trainer.step.sample_sums import sums_over_samples
 
 #: of --max-logprob-diff, without and with bf16
@@ -65,11 +64,10 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
     routing = needs(options).routing
-    if routing == "engine":
-        check_choices(share.batch, Routing.of_fields(vars(policy.config)))
+    experts = given_experts(policy, share.batch) if routing == "engine" else None
     replay = None if routing == "own" else Difference.on(ranks.device)
     split = policy.config.sequence_parallel
-    steps = [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
+    steps = [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
     before = prepare(policy, options, share, steps, others)
     prepared = time.monotonic()
     found: list[dict[str, float]] = []

@@ -1,0 +1,135 @@
+"""What an engine answered to one request for a response, checked.
+
+Invariant: every token of a completion is within the vocabulary, has a finite log-prob where log-probs were asked for, and
+knows the policy version that it was sampled under; an engine that answers anything else is named in the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpcrl.errors import PeerError
+from hpcrl.rollout.prompts.prompt_files import Prompt
+from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+
+if TYPE_CHECKING:
+    from hpcrl.rollout.engines.engine_pool import PooledEngine
+
+STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
+CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite, or that it does not have
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.  tokens: int32, logprobs: float32 (zeros if not asked for), versions: int32, all [response].
+
+    status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly nothing.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    status: str
+
+    @classmethod
+    def empty(cls, status: str = ABORTED) -> Completion:
+        """No token yet."""
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), status)
+
+    def after(self, begun: Completion | None) -> Completion:
+        """This behind the tokens of an earlier part."""
+        if begun is None or not len(begun.tokens):
+            return self
+        both = ((begun.tokens, self.tokens), (begun.logprobs, self.logprobs), (begun.versions, self.versions))
+        return Completion(*(np.concatenate(parts) for parts in both), self.status)
+
+    def sample(self, group: int, index: int, prompt: Prompt, response: str) -> Sample:
+        """This as the answer number `index` to `prompt`; response: its text."""
+        return Sample(
+            group=group,
+            index=index,
+            tokens=np.concatenate([prompt.tokens, self.tokens]),
+            response_length=len(self.tokens),
+            loss_mask=np.ones(len(self.tokens), np.uint8),
+            logprobs=self.logprobs,
+            versions=self.versions,
+            status=self.status,
+            prompt=prompt.raw,
+            response=response,
+            label=prompt.label,
+            metadata=prompt.metadata,
+        )
+
+
+class Wanted(NamedTuple):
+    """What an answer must agree with.
+
+    max_tokens: asked for; version: of the weights when it was asked for; exact: whether the limit is the only reason for which
+    the engine may end a response as too long (False where the engine's context is not known).
+    """
+
+    vocab_size: int
+    logprobs: bool
+    max_tokens: int
+    version: int
+    exact: bool
+
+
+def check(
+    engine: PooledEngine,
+    wanted: Wanted,
+    reason: str,
+    tokens: np.ndarray,
+    logprobs: np.ndarray | None,
+    spans: Iterable[tuple[str, int, int]],
+) -> Completion:
+    """A completion of an engine's answer, or PeerError that names the engine.
+
+    tokens: integers [n]; logprobs: floats [n] or None; spans: (version, start, end) of the output, empty if it says nothing.
+    """
+    status, count = STATUS.get(reason), len(tokens)
+    if status is None:
+        raise garbage(engine, f"what is no completion: it ended for the reason {reason!r}")
+    if not count and status != ABORTED:
+        raise garbage(engine, "a completion without tokens")
+    if count > wanted.max_tokens:
+        raise garbage(engine, f"{count} tokens, where {wanted.max_tokens} at most were asked for")
+    if status == TRUNCATED and wanted.exact and count < wanted.max_tokens:
+        raise garbage(engine, f"{count} tokens as the longest response, where {wanted.max_tokens} were asked for")
+    if count and (tokens.min() < 0 or tokens.max() >= wanted.vocab_size):
+        bad = int(tokens[(tokens < 0) | (tokens >= wanted.vocab_size)][0])
+        raise garbage(engine, f"token id {bad}, outside the model's vocabulary of {wanted.vocab_size}")
+    if not wanted.logprobs or not count:
+        logprobs = np.zeros(count, np.float32)
+    elif logprobs is None or len(logprobs) != count:
+        raise garbage(engine, f"log-probs that are not those of its {count} tokens")
+    elif not (good := np.abs(logprobs) < -CLAMPED).all():
+        at = int(good.argmin())
+        raise garbage(engine, f"log-prob {logprobs[at]} for token {tokens[at]} at position {at}: it is not finite")
+    versions = _versions(engine, count, spans, wanted.version)
+    return Completion(tokens.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False), versions, status)
+
+
+def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, int]], version: int) -> np.ndarray:
+    """The version of every token: as the engine says, or else the one that the call was made under."""
+    versions = np.full(count, version, np.int32)
+    position = 0
+    for name, start, end in spans:
+        if not name.isdecimal():
+            raise garbage(engine, f"tokens of weights called {name!r}, which are none that the trainer sent")
+        if start != position or not start <= end <= count:
+            raise garbage(engine, f"weight versions that do not cover its {count} tokens: {name} for [{start}, {end})")
+        versions[start:end] = int(name)
+        position = end
+    if position not in (0, count):
+        raise garbage(engine, f"weight versions for {position} of its {count} tokens")
+    return versions
+
+
+def garbage(engine: PooledEngine, what: str) -> PeerError:
+    """The error for an answer that is none."""
+    return PeerError(f"{engine} answered {what}", f"see {engine.log}")

@@ -1,0 +1,202 @@
+"""From the samples that are asked for to requests at engines, and back.
+
+Invariants: what is asked for in one turn of the event loop about one prompt goes out together; who asked first is served first;
+a request whose engine dies is sent again elsewhere, a bounded number of times; a sample that nobody waits for any more is ended
+at its engine; every sample gets one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+
+import aiohttp
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.rollout.engines import stock_route
+from hpcrl.rollout.engines.completion import Completion, Wanted
+from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
+from hpcrl.rollout.engines.request import Call, PassingTrouble, Request
+
+ATTEMPTS = 4  #: how often one request is sent at most
+PAUSE = 0.05  #: seconds, times 4 for every attempt, before a request is sent again
+AGAIN = (0.05, 1.0)  #: seconds, first and at most, after which an engine is asked again to end what has not ended
+
+
+class Dispatcher:
+    """Gathers, sends, sends again, ends."""
+
+    def __init__(self, pool: EnginePool, vocab_size: int) -> None:
+        self._pool, self._vocab_size = pool, vocab_size
+        self._gathering: dict[Hashable, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._queued = 0  # calls in `_waiting`, those that nobody waits for any more included
+        self._sent: dict[asyncio.Task[None], Request] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+        self._woken = False
+
+    def submit(self, key: Hashable, seed: int | None, make: Callable[[list[Call]], Request]) -> Call:
+        """One sample of the request that `make` builds, together with all that are submitted under `key` in this turn."""
+        call = Call(seed, asyncio.get_running_loop().create_future())
+        call.answer.add_done_callback(lambda _: self._left(call))
+        request = self._gathering.get(key)
+        if request is None:
+            self._gathering[key] = make([call])
+            self._wake()
+        else:
+            request.calls.append(call)
+        return call
+
+    # ---- out
+
+    def _wake(self) -> None:
+        """Hand out what waits at the end of this turn."""
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._woken = False
+        for request in self._gathering.values():
+            self._waiting.append(request)
+            self._queued += len(request.calls)
+        self._gathering.clear()
+        while self._waiting:
+            request = self._waiting.popleft()
+            self._queued -= len(request.calls)
+            request.calls = request.open()
+            try:
+                while request.calls:
+                    found = self._pool.take(len(request.calls), self._queued + len(request.calls), request.affinity)
+                    if found is None:
+                        self._put_back(request)
+                        return
+                    engine, count = found
+                    part, request.calls = request.part(request.calls[:count]), request.calls[count:]
+                    self._send(engine, part)
+            except PeerError as error:  # no engine is left: nobody else need wait for one
+                _fail(request, error)
+
+    def _put_back(self, request: Request) -> None:
+        self._waiting.appendleft(request)
+        self._queued += len(request.calls)
+
+    def _send(self, engine: PooledEngine, request: Request) -> None:
+        for part in [request.part([call]) for call in request.calls]:
+            for call in part.calls:
+                call.engine, call.flying = engine, True
+            task = asyncio.create_task(self._serve(engine, part))
+            self._sent[task] = part
+            task.add_done_callback(self._sent.pop)
+
+    async def _serve(self, engine: PooledEngine, request: Request) -> None:
+        """Send one request, and see to it that each of its calls gets its answer."""
+        trouble = ""
+        try:
+            trouble = await self._try(engine, request)
+            if trouble:
+                await self._pool.examine(engine, trouble)  # before it is given back: nobody else should run into it meanwhile
+        except Exception as error:  # noqa: BLE001  (whoever asked is to hear of it)
+            _fail(request, error)
+        finally:
+            for call in request.calls:
+                self._release(call)
+        if trouble:
+            await self._again(engine, request, trouble)
+
+    async def _try(self, engine: PooledEngine, request: Request) -> str:
+        """What went wrong, if that says nothing about the request.  HpcrlError if it was refused, or answered by garbage."""
+        limit = self._pool.request_timeout
+        wanted = Wanted(self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact)
+        try:
+            async with asyncio.timeout(limit):
+                await stock_route.ask(engine, request, wanted, self._deliver)
+        except PassingTrouble as error:
+            return str(error)
+        except aiohttp.ClientError as error:
+            return f"{type(error).__name__}: {error}"
+        except TimeoutError as error:
+            what = f"{engine} did not answer {stock_route.PATH} within --request-timeout {limit:g} s"
+            raise DeadlineError(what, f"see {engine.log}") from error
+        return ""
+
+    async def _again(self, engine: PooledEngine, request: Request, trouble: str) -> None:
+        """Let what is unanswered wait for another try, after a pause: a server that answered 500 closes its connections first."""
+        tries = request.tries + 1
+        if tries >= ATTEMPTS:
+            _fail(request, PeerError(f"{engine} failed a request {tries} times, last with {trouble}", f"see {engine.log}"))
+            return
+        for call in request.open():
+            if call.ended:
+                call.answer.set_result(Completion.empty())
+        await asyncio.sleep(PAUSE * 4**tries)
+        if calls := request.open():
+            self._put_back(request.part(calls, tries))
+            self._wake()
+
+    # ---- back
+
+    def _deliver(self, call: Call, completion: Completion) -> None:
+        self._release(call)
+        if not call.answer.done():
+            call.answer.set_result(completion)
+
+    def _release(self, call: Call) -> None:
+        """`call` is in flight no more."""
+        if call.flying and call.engine is not None:
+            call.flying = False
+            self._pool.give_back(call.engine)
+            if self._waiting:
+                self._wake()
+
+    def _left(self, call: Call) -> None:
+        """If whoever asked for `call` waits no more, end it at its engine; a request that nobody waits for, as a whole."""
+        if not call.answer.cancelled() or not call.flying:
+            return
+        for task, request in self._sent.items():
+            if call in request.calls and not request.open():
+                task.cancel()
+                return
+
+    # ---- ends before the end
+
+    async def abort(self) -> None:
+        """End every sample in flight, but for an evaluation's; each of them has its answer when this returns.
+
+        DeadlineError names the engine that does not end what it was told to within --request-timeout.
+        """
+        deadline, pause = time.monotonic() + self._pool.request_timeout, AGAIN[0]
+        requests = [*self._gathering.values(), *self._waiting, *self._sent.values()]
+        calls = [call for request in requests if not request.sampling.evaluation for call in request.open()]
+        for call in calls:
+            call.ended = True
+            if not call.flying:
+                call.answer.set_result(Completion.empty())
+        while calls := [call for call in calls if not call.answer.done()]:
+            if time.monotonic() > deadline:
+                limit = f"--request-timeout {self._pool.request_timeout:g} s"
+                raise DeadlineError(f"{calls[0].engine} did not end {len(calls)} aborted samples within {limit}")
+            await asyncio.gather(*(self._tell(engine, idents) for engine, idents in _by_engine(calls).items()))
+            await asyncio.wait([call.answer for call in calls], timeout=pause)
+            pause = min(2 * pause, AGAIN[1])
+
+    async def _tell(self, engine: PooledEngine, idents: list[str]) -> None:
+        try:
+            await stock_route.abort(engine, idents)
+        except (aiohttp.ClientError, TimeoutError):
+            return  # the request itself finds out what is wrong there; and it is told again
+
+
+def _by_engine(calls: list[Call]) -> dict[PooledEngine, list[str]]:
+    found: dict[PooledEngine, list[str]] = {}
+    for call in calls:
+        if call.flying and call.engine is not None:
+            found.setdefault(call.engine, []).append(call.ident)
+    return found
+
+
+def _fail(request: Request, error: Exception) -> None:
+    for call in request.open():
+        call.answer.set_exception(error)

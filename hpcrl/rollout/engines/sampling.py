@@ -1,0 +1,94 @@
+"""How responses are sampled: what the options ask for, and the noise of each sample.
+
+Invariant: where log-probs are wanted they are those that the trainer computes: of the whole distribution at the sampling
+temperature.  top-p, top-k and min-p cut what is sampled from, not what the log-probs are of (`config/rules/sampling_rules.py`
+refuses what no engine can answer so).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample.
+
+    max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted; top_p in
+    (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all; skip_special_tokens: leave
+    special tokens out of the text (that stop strings are looked for in, and that rewards read); evaluation: its requests
+    are not ended by `Generator.abort`.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    logprobs: bool = True
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_tokens: int = 0
+    skip_special_tokens: bool = False
+    evaluation: bool = False
+
+    @classmethod
+    def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
+        """As the options ask for.  The model's end-of-sequence ids always stop: an engine may know but one of them."""
+        stops = tuple(sorted({*options.rollout_stop_token_ids, *tokenizer.eos_ids}))
+        training = cls(
+            options.rollout_temperature,
+            options.rollout_max_response_len,
+            tuple(options.rollout_stop),
+            stops,
+            top_p=options.rollout_top_p,
+            top_k=options.rollout_top_k,
+            min_p=options.rollout_min_p,
+            skip_special_tokens=options.rollout_skip_special_tokens,
+        )
+        if not evaluation:
+            return training
+        own = {
+            "temperature": options.eval_temperature,
+            "max_tokens": options.eval_max_response_len,
+            "top_p": options.eval_top_p,
+            "top_k": options.eval_top_k,
+            "min_tokens": options.eval_min_new_tokens,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        return replace(training, logprobs=False, evaluation=True, **given)
+
+    def params(self, max_tokens: int, begun: int = 0) -> dict[str, Any]:
+        """vLLM's SamplingParams, but for the seed; max_tokens: that are still to come; begun: tokens that are there."""
+        params: dict[str, Any] = {
+            "n": 1,
+            "temperature": self.temperature,
+            "max_tokens": max_tokens,
+            "stop_token_ids": list(self.stop_token_ids),
+            "detokenize": bool(self.stop),
+        }
+        if self.stop:
+            params |= {"stop": list(self.stop), "skip_special_tokens": self.skip_special_tokens}
+            params["spaces_between_special_tokens"] = False
+        if self.top_p < 1:
+            params["top_p"] = self.top_p
+        if self.top_k > 0:
+            params["top_k"] = self.top_k
+        if self.min_p > 0:
+            params["min_p"] = self.min_p
+        if self.min_tokens > begun:
+            params["min_tokens"] = self.min_tokens - begun
+        if self.logprobs:
+            params["logprobs"] = 0  # of the sampled token alone
+        return params
+
+
+def seed_of(*parts: object) -> int:
+    """A seed in [0, 2**63) that depends on `parts` alone, whatever the process or machine (BLAKE2b of their text)."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,119 @@
+"""The examples of docs/customise.md: every plugin point has a row and a function there, which loads and does what the page says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.algorithms.interface import RolloutBatch, TokenBatch
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import POINTS, load_own, load_points, spelled
+from hpcrl.errors import UsageError
+from hpcrl.sample import COMPLETED, Sample
+
+PAGE = Path(__file__).parents[1] / "docs" / "customise.md"
+BLOCK = re.compile(r"```python\n# (\w+)\.py\n(.+?)```", re.DOTALL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every block of the page as the file that its first line names."""
+    folder = tmp_path_factory.mktemp("customise")
+    blocks = BLOCK.findall(PAGE.read_text())
+    assert len({name for name, _ in blocks}) == len(blocks) == PAGE.read_text().count("```python")
+    for name, text in blocks:
+        (folder / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def sample(response: str = "abc", index: int = 0, reward: float = 0.0) -> Sample:
+    size = len(response)
+    return Sample(
+        group=0,
+        index=index,
+        tokens=np.arange(2 + size, dtype=np.int32),
+        response_length=size,
+        loss_mask=np.ones(size, np.uint8),
+        logprobs=np.full(size, -0.5, np.float32),
+        versions=np.zeros(size, np.int32),
+        reward=reward,
+        status=COMPLETED,
+        prompt="1+1=",
+        response=response,
+        label="2",
+    )
+
+
+OPTIONS = Options(rollout_max_response_len=4)
+BATCH = RolloutBatch(
+    reward=torch.tensor([1.0, 3.0], dtype=torch.float64),
+    group=torch.tensor([0, 0]),
+    length=torch.tensor([1, 2]),
+    truncated=torch.tensor([False, False]),
+    own=torch.tensor([0, 1]),
+    mask=torch.ones(3, dtype=torch.bool),
+)
+TOKENS = TokenBatch(
+    logprobs=torch.tensor([-1.0, -2.0]),
+    entropy=torch.ones(2),
+    sample=torch.tensor([0, 0]),
+    samples=1,
+    weights=torch.tensor([0.5, 0.5]),
+    old=torch.tensor([-1.0, -2.0]),
+    trainer=torch.tensor([-1.0, -2.0]),
+    rollout=torch.tensor([-1.0, -4.0]),
+    advantages=torch.tensor([1.0, -1.0]),
+)
+
+#: option -> (the page's function, a call of it that returns whether it did what the page says)
+CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
+    "custom_rm_path": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("abc")) == 0.25),
+    "rm_type": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("")) == 1),
+    "advantage_estimator": ("examples_of_algorithms.raw", lambda f: f(BATCH, OPTIONS).advantages.tolist() == [1, 3, 3]),
+    "pg_loss_type": ("examples_of_algorithms.score", lambda f: f(TOKENS, OPTIONS).loss.tolist() == [1, -2]),
+    "custom_tis_function_path": ("examples_of_algorithms.half", lambda f: f(TOKENS, OPTIONS).weights.tolist() == [1, 0.5]),
+    "kl_loss_type": ("examples_of_algorithms.absolute", lambda f: f(torch.tensor([-2.0]), torch.ones(1)).tolist() == [2]),
+    "custom_loss_function_path": ("examples_of_algorithms.imitate", lambda f: f(TOKENS, OPTIONS).total.item() == 1.5),
+    "custom_pg_loss_reducer_function_path": (
+        "examples_of_algorithms.by_root",
+        lambda f: f(torch.tensor([4, 0]), OPTIONS).tolist() == [0.5, 1],
+    ),
+}
+
+
+def test_every_point_has_a_row_a_call_and_an_option() -> None:
+    rows = re.findall(r"^\| \[`--([\w-]+)`\]\(#", PAGE.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(spelled(name)[2:] for name in POINTS)
+    assert set(CALLS) == set(POINTS) <= set(Options.model_fields)
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_the_pages_example_works(name: str) -> None:
+    path, works = CALLS[name]
+    assert works(load_own(name, path))
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_the_row_says_what_it_is_called_with(name: str) -> None:
+    point = POINTS[name]
+    wanted = ", ".join([*point.parameters, *(["*", *point.keywords] if point.keywords else [])])
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| [`{spelled(name)}`]"))
+    assert f"`({wanted})`" in row
+
+
+def test_all_points_of_a_role_are_loaded_at_once() -> None:
+    options = Options(
+        advantage_estimator="examples_of_algorithms.raw", pg_loss_type="ppo", custom_rm_path="examples_of_rewards.brief"
+    )
+    assert list(load_points(options, "trainer")) == ["advantage_estimator"]
+    assert list(load_points(options, "grading")) == ["custom_rm_path"] and not load_points(options, "rollout")
+    with pytest.raises(UsageError, match="--pg-loss-type examples_of_algorithms.absent: .* it has raw, score"):
+        load_points(Options(pg_loss_type="examples_of_algorithms.absent"), "trainer")
