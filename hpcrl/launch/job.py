@@ -26,9 +26,10 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
-from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.errors import DataError, HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
-from hpcrl.models.routing import check_routing
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
@@ -149,6 +150,13 @@ def startable(plan: Plan) -> None:
                 f"engine {number} spans {', '.join(engine.hosts)}: an engine over several hosts can be planned, not yet started",
                 "choose --rollout-num-gpus-per-engine to fit a host",
             )
+
+
+def check_routing(options: Options) -> None:
+    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from here."""
+    if replay_flag(options) and options.hf_checkpoint is not None:
+        with contextlib.suppress(DataError):
+            find_routing(options, read_config(options.hf_checkpoint))
 
 
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:

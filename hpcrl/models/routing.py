@@ -5,7 +5,6 @@ Invariant: replay is asked of a model with experts alone; a dense one is refused
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,7 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.config_json import read_config
-from hpcrl.models.family import find_family
+from hpcrl.models.family import Config, find_family
 
 R2, R3 = "--use-routing-replay", "--use-rollout-routing-replay"
 
@@ -69,22 +67,17 @@ def replay_flag(options: Options) -> str:
     return R3 if options.use_rollout_routing_replay else R2 if options.use_routing_replay else ""
 
 
-def find_routing(options: Options) -> Routing:
-    """Of the model of --hf-checkpoint.  UsageError for a dense one, whose replay is asked for; DataError for a bad config.json."""
-    flag = replay_flag(options)
+def find_routing(options: Options, config: Config) -> Routing:
+    """Of the model of --hf-checkpoint, whose config.json this is.
+
+    UsageError for a dense one, if a replay of its choices is asked for; DataError for a bad config.json.
+    """
     assert options.hf_checkpoint is not None, "checked by option_rules.py"
-    config = read_config(options.hf_checkpoint)
     found = Routing.of_fields(find_family(config, options.hf_checkpoint).transformer(config))
     if found is None:
+        flag = replay_flag(options)
         raise UsageError(
             f"{flag} replays the choice of experts, and the {config.get('model_type')} model in {options.hf_checkpoint} has none",
             f"leave {flag} out, or give --hf-checkpoint a mixture-of-experts model",
         )
     return found
-
-
-def check_routing(options: Options) -> None:
-    """UsageError if replay is asked of a dense model; nothing where its directory is not (yet) to be read from here."""
-    if replay_flag(options):
-        with contextlib.suppress(DataError):
-            find_routing(options)

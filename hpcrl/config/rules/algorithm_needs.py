@@ -20,7 +20,6 @@ class Needs:
     old_in_advantages: the estimator reads the old log-probs, for KL in the reward: the pass comes before it.
     greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
     pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
-    routing: whose choice of experts is trained with: the old policy's pass's ("old"), the engine's ("engine"), or each pass's own.
     """
 
     advantages: bool
@@ -30,7 +29,6 @@ class Needs:
     old_in_advantages: bool
     greedy: bool
     pairs: bool
-    routing: Literal["own", "old", "engine"]
 
 
 def needs(options: Options) -> Needs:
@@ -48,8 +46,12 @@ def needs(options: Options) -> Needs:
         old_in_advantages=in_reward,
         greedy="greedy" in wanted,
         pairs=options.loss_type == "dpo_loss",
-        routing="engine" if options.use_rollout_routing_replay else "old" if options.use_routing_replay else "own",
     )
+
+
+def routing(options: Options) -> Literal["own", "old", "engine"]:
+    """Whose choice of experts is trained with: each pass's own, the old policy's pass's, or the engine's."""
+    return "engine" if options.use_rollout_routing_replay else "old" if options.use_routing_replay else "own"
 
 
 def policy_loss_name(options: Options) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name
+from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name, routing
 from hpcrl.errors import UsageError
 
 #: what the losses that are no policy gradient read of the algorithm's options
@@ -156,7 +156,7 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _unread(o)
         yield from _without_kl(o)
         yield from _without_correction(o)
-    if needs(o).routing == "old" and not needs(o).old_logprobs:
+    if routing(o) == "old" and not needs(o).old_logprobs:
         why = "one optimizer step a rollout is its own old policy: --num-steps-per-rollout 2 or more, or --use-rollout-routing-replay"
         yield "use_routing_replay", why
     yield "keep_old_actor", "every sample is trained on with the weights that sampled it"

@@ -109,7 +109,7 @@ def pack(
         kept = at[places] >= 0
         places, *columns = (column[kept] for column in (at[places], *columns))
         tokens, positions, routed = tokens[part], positions[part], routed[part]
-    if sequence_parallel:  # a router sees its TP rank's rows
+    if sequence_parallel and experts is not None:  # a router sees its TP rank's rows
         routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
     of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)

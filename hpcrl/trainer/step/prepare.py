@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
-from hpcrl.config.rules.algorithm_needs import Needs, needs
+from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import STATUSES, TRUNCATED
 from hpcrl.trainer.megatron.host_weights import HostWeights
@@ -27,7 +27,7 @@ from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.response_columns import to_columns, to_rows
 from hpcrl.trainer.step.routing_replay import How
 
-#: what the old policy's pass does about experts, by `Needs.routing`
+#: what the old policy's pass does about experts, by whose choice is trained with
 OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
 
 
@@ -67,7 +67,7 @@ def prepare(
     if options.use_rollout_logprobs:
         columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
-        columns["log_probs"] = take("old", _under(policy, options, steps, others.old, OLD_PASS[wanted.routing]))
+        columns["log_probs"] = take("old", _under(policy, options, steps, others.old, OLD_PASS[routing(options)]))
     if wanted.critic:
         assert others.critic is not None
         columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])

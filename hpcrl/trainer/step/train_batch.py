@@ -21,7 +21,7 @@ from hpcrl.algorithms.loss import compute_loss, compute_value_loss
 from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
 from hpcrl.config.options import Options
-from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
@@ -63,9 +63,9 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
     """
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
-    routing = needs(options).routing
-    experts = given_experts(policy, share.batch) if routing == "engine" else None
-    replay = None if routing == "own" else Difference.on(ranks.device)
+    whose = routing(options)
+    experts = given_experts(policy, share.batch) if whose == "engine" else None
+    replay = None if whose == "own" else Difference.on(ranks.device)
     split = policy.config.sequence_parallel
     steps = [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
     before = prepare(policy, options, share, steps, others)
