@@ -29,12 +29,16 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
   hpcrl resume RUN                             go on with a run, the way that it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
+  hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
+  hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script as they stand; also run, plan, launch
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
+  hpcrl runs [--clean]                         where they lie; those that never came to a step
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
+  hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -49,6 +53,7 @@ once more ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interr
 
 RUN_HELP = """\
 usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
+       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
        hpcrl run --resume RUN_DIR
 
   --dry-run                       print plan and options of each stage, and start nothing
@@ -88,7 +93,6 @@ def command(argv: list[str]) -> int:
         return 0
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": run,
-        "plan": plan,
         "hostfile": hostfile,
         "convert": convert,
         "options": options,
@@ -104,11 +108,15 @@ def command(argv: list[str]) -> int:
 #: command -> module:function that does it
 ELSEWHERE = {
     "submit": "hpcrl.commands.submit:submit",
+    "plan": "hpcrl.commands.plan:plan",
+    "import": "hpcrl.commands.import_script:import_script",
     "launch": "hpcrl.mpi.mpirun:launch",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
+    "runs": "hpcrl.commands.runs:runs",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
+    "samples": "hpcrl.commands.samples:samples",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",
@@ -134,15 +142,20 @@ def run(argv: list[str]) -> int:
     from hpcrl.config.flags import parse_flags
     from hpcrl.config.recipe import load_recipe
     from hpcrl.config.value_types import Kind
+    from hpcrl.slime.verbatim import recipe_of, split_arguments
 
-    overrides, own, words = parse_flags(argv, {"resume": Kind("str"), "dry-run": Kind("bool"), "help": Kind("bool")})
+    before, arguments = split_arguments(argv)
+    overrides, own, words = parse_flags(before, {"resume": Kind("str"), "dry-run": Kind("bool"), "help": Kind("bool")})
     if "resume" in own:
-        return resume(Path(own["resume"]), overrides, words, own)
-    if not words:
+        return resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
+    if not words and arguments is None:
         raise UsageError("no recipe given", "name it first: hpcrl run RECIPE.toml [--option value ...]")
-    if len(words) > 1:
-        raise UsageError(f"more than one recipe: {' '.join(words)}", "flags that take one value take no more")
-    recipe = load_recipe(words[0])
+    if len(words) + (arguments is not None) > 1:
+        raise UsageError(
+            f"more than one recipe: {' '.join([*words, *(['--'] if arguments is not None else [])])}",
+            "flags that take one value take no more",
+        )
+    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
     if own.get("dry-run"):
         print(preview(recipe, overrides))
@@ -178,40 +191,6 @@ def preview(recipe: Any, overrides: dict[str, Any]) -> str:
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     return "\n\n".join(parts)
-
-
-# ---- hpcrl plan
-
-
-def plan(argv: list[str]) -> int:
-    """`hpcrl plan`: for each stage who would run where, and which ranks form which group."""
-    if "--help" in argv or "-h" in argv:
-        print("usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]\n\nOptions are those of hpcrl run.")
-        return 0
-    from hpcrl.config.flags import parse_flags
-    from hpcrl.config.recipe import load_recipe, resolve_stages
-    from hpcrl.config.value_types import Kind
-    from hpcrl.groups import describe
-    from hpcrl.plan import local_hosts, make_plan
-
-    overrides, own, words = parse_flags(argv, {"hostfile": Kind("str")})
-    if len(words) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
-    recipe = load_recipe(words[0])
-    hosts = None
-    if "hostfile" in own:
-        from hpcrl.mpi.hostfile import read_hostfile
-
-        found = read_hostfile(own["hostfile"])
-        hosts = list(found.hosts)
-        for note in found.notes:
-            print(f"hpcrl: note: {note}", file=sys.stderr)
-    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
-    for stage, resolved in zip(recipe.stages, options, strict=True):
-        made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
-        title = f"# stage {stage.name}\n" if stage.name else ""
-        print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
-    return 0
 
 
 # ---- hpcrl hostfile

@@ -6,7 +6,10 @@ the flag, file, host or role at fault and, where one is known, the hint.  A trac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+Subject = TypeVar("Subject")
 
 
 class HpcrlError(Exception):
@@ -36,11 +39,27 @@ class UsageErrors(UsageError):
         super().__init__("\n".join([f"{len(parts)} things are wrong:", *(f"  {part}" for part in parts)]))
 
 
+def parts_of(error: UsageError) -> tuple[UsageError, ...]:
+    """Each thing that is wrong."""
+    return error.parts if isinstance(error, UsageErrors) else (error,)
+
+
 def raise_together(errors: Sequence[UsageError]) -> None:
     """Raise what was found wrong, all of it at once; returns if nothing was."""
-    parts = [part for error in errors for part in (error.parts if isinstance(error, UsageErrors) else [error])]
+    parts = [part for error in errors for part in parts_of(error)]
     if parts:
         raise parts[0] if len(parts) == 1 else UsageErrors(parts)
+
+
+def failures(rules: Iterable[Callable[[Subject], object]], subject: Subject) -> list[UsageError]:
+    """What the rules refuse of `subject`: one error of each that raises one."""
+    wrong = []
+    for rule in rules:
+        try:
+            rule(subject)
+        except UsageError as error:
+            wrong.append(error)
+    return wrong
 
 
 class DataError(HpcrlError):

@@ -149,8 +149,8 @@ def _range(numbers: Iterable[int]) -> str:
 
 def local_hosts(options: Options) -> list[Host]:
     """This machine as one host with as many slots as the options ask for."""
-    gpus = options.engine_gpus
-    slots = max(options.world_size, gpus) if options.colocate else options.world_size + gpus
+    gpus = options.num_engines * options.rollout_num_gpus_per_engine
+    slots = max(options.trainer_slots, gpus) if options.colocate else options.trainer_slots + gpus
     return [Host("127.0.0.1", slots, "127.0.0.1", "lo")]
 
 
@@ -159,20 +159,21 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
     may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each other.
-    With --colocate, engines take the same slots as trainers.  UsageError names the host and the number that do not fit.
+    With --colocate, engines take the same slots as trainers.  With
+    --debug-rollout-only there is no trainer, but a process without slots that drives the rollouts, beside the rollout process.  UsageError names the host and the number that do not fit.
     """
     names = [host.name for host in hosts]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"host {twice} is listed twice", "give each host once, with all its slots")
     free = {host.name: list(range(host.slots)) for host in hosts}
     known = {host.name: host for host in hosts}
-    trainers = _trainers(options, known, free)
+    trainers = () if options.debug_rollout_only else _trainers(options, known, free)
     if options.colocate:
         free = {host.name: list(range(host.slots)) for host in hosts}
     engines = tuple(_engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines))
     spare = next((host for host in hosts if host.slots == 0), None)
     rollout = _place(spare or known[(engines or trainers)[0].host], ())
-    return Plan(run_id, attempt, trainers, engines, rollout)
+    return Plan(run_id, attempt, trainers or (rollout,), engines, rollout)
 
 
 def _place(host: Host, slots: Iterable[int], also: tuple[Place, ...] = ()) -> Place:

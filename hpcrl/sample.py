@@ -48,7 +48,8 @@ class Sample:
     response within its group.  baseline: the reward of the greedy response to the same prompt, NaN where none was asked for.
     prompt, label and metadata are the prompt file's.  rewards: the parts of the reward by name, where it has several.
     grading: "" or how it failed, "timeout" or "error" (then the reward is 0); grading_error: the reason.
-    extra: columns of OPTIONAL, by name.
+    extra: columns of OPTIONAL, by name.  teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
+    remove_sample: it is out of the loss; its reward counts in its group.
     """
 
     group: int
@@ -69,6 +70,8 @@ class Sample:
     grading: str = ""
     grading_error: str = ""
     extra: dict[str, np.ndarray] = field(default_factory=dict)
+    teacher_error: str = ""
+    remove_sample: bool = False
 
 
 #: one row a sample; what the trainer needs to know of it besides the token columns

@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "errors", "findings"},
     {"config", "sample"},
-    {"plan", "microbatches", "algorithms"},
+    {"plan", "microbatches", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "queue", "report"},
     {"weights"},
@@ -46,12 +46,13 @@ LIGHT = {
     "report",
     "run",
     "sample",
+    "slime",
     "slurm",
 }
 MOST = 15  #: files in one room
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
 CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
-CHOOSERS = {"cli.py", "launch/schedulers.py"}
+CHOOSERS = {"cli.py", "commands/plan.py", "launch/schedulers.py"}
 #: a word of Slurm's own: its name, its commands, its states
 SLURMS = re.compile(r"(?i:slurm|\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b")
 #: where one may stand outside of its room: help, the name of the default, a dialect of hostfiles

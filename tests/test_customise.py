@@ -86,7 +86,74 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         "examples_of_algorithms.by_root",
         lambda f: f(torch.tensor([4, 0]), OPTIONS).tolist() == [0.5, 1],
     ),
+    "rollout_sample_hook_path": ("examples_of_samples.strip_thoughts", lambda f: strips(f)),
+    "rollout_sample_filter_path": ("examples_of_samples.without_truncated", lambda f: removes(f)),
+    "rollout_all_samples_process_path": (
+        "examples_of_samples.keep_lengths",
+        lambda f: f(OPTIONS, [[sample("abc"), sample("")]], None) is None and f.__globals__["SEEN"] == [[3, 0]],
+    ),
+    "custom_reward_post_process_path": (
+        "examples_of_samples.centred",
+        lambda f: f(OPTIONS, [sample(reward=1.0), sample(reward=3.0)]) == ([1.0, 3.0], [-1.0, 1.0]),
+    ),
+    "custom_convert_samples_to_train_data_path": (
+        "examples_of_samples.last_tokens_only",
+        lambda f: f(OPTIONS, [sample("abc")])["loss_masks"] == [[0, 1, 1]],
+    ),
+    "custom_rollout_log_function_path": ("examples_of_metrics.lengths", lambda f: logs(f)),
+    "custom_eval_rollout_log_function_path": ("examples_of_metrics.solved", lambda f: logs_evaluation(f)),
+    "custom_megatron_init_path": (
+        "examples_of_trainer_hooks.seeded",
+        lambda f: f(OPTIONS) is None and torch.initial_seed() == OPTIONS.seed,
+    ),
+    "custom_megatron_before_log_prob_hook_path": (
+        "examples_of_trainer_hooks.note",
+        lambda f: f(OPTIONS, [], "ref_") is None and f.__globals__["SEEN"] == ["ref_"],
+    ),
+    "custom_megatron_before_train_step_hook_path": ("examples_of_trainer_hooks.freeze_embedding", lambda f: freezes(f)),
+    "rollout_data_postprocess_path": ("examples_of_trainer_hooks.drop_what_disagrees", lambda f: drops(f)),
 }
+
+
+def strips(hook: Callable[..., Any]) -> bool:
+    one = sample("<think>hm</think> 2")
+    return hook(OPTIONS, one, rollout_id=0, evaluation=False) is None and one.response == "2"
+
+
+def removes(hook: Callable[..., Any]) -> bool:
+    kept, cut = sample(), sample(index=1)
+    cut.status = "truncated"
+    hook(OPTIONS, [[kept, cut]])
+    return not kept.remove_sample and cut.remove_sample
+
+
+def logs(hook: Callable[..., Any]) -> bool:
+    metrics: dict[str, float] = {}
+    hook(3, OPTIONS, [sample("abc", reward=1.0), sample("a")], metrics, 1.0)
+    return metrics == {"rollout/response_len/right": 3.0}
+
+
+def logs_evaluation(hook: Callable[..., Any]) -> bool:
+    metrics = {"gsm8k": {"accuracy": 0.5}}
+    return hook(3, OPTIONS, {"gsm8k": {"rewards": [1.0, 0.0]}}, metrics) and metrics["gsm8k"]["solved"] == 1
+
+
+def freezes(hook: Callable[..., Any]) -> bool:
+    chunk = torch.nn.ModuleDict({"word_embeddings": torch.nn.Linear(1, 1), "output": torch.nn.Linear(1, 1)})
+    hook(OPTIONS, 9, 0, [chunk], None, None)
+    early = [parameter.requires_grad for parameter in chunk.parameters()]
+    hook(OPTIONS, 10, 0, [chunk], None, None)
+    return early == [False, False, True, True] and all(parameter.requires_grad for parameter in chunk.parameters())
+
+
+def drops(hook: Callable[..., Any]) -> bool:
+    data = {
+        "loss_masks": [torch.tensor([1, 1, 0])],
+        "log_probs": [torch.tensor([-1.0, -1.0, -1.0])],
+        "rollout_log_probs": [torch.tensor([-1.0, -3.0, -1.0])],
+    }
+    hook(OPTIONS, 0, data)
+    return data["loss_masks"][0].tolist() == [1, 0, 0]
 
 
 def test_every_point_has_a_row_a_call_and_an_option() -> None:

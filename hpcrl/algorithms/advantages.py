@@ -1,4 +1,4 @@
-"""Advantages of a rollout: shaping by length, KL in the reward, the estimator, whitening.
+"""Advantages of a rollout: shaping by length, KL in the reward, the estimator, KL to a teacher, whitening.
 
 Invariant: the result depends on the samples alone, not on which rank has which; sums over ranks go through `batch.total`.
 """
@@ -23,7 +23,7 @@ def compute_advantages(batch: RolloutBatch, options: Options) -> Advantages:
     """Advantages (and a critic's returns), float64 [t], of the own tokens; 0 where the mask is.
 
     In order: shaping by length, KL in the reward (off the response's reward, or left to an estimator of tokens), the
-    estimator of --advantage-estimator, --normalize-advantages.  Collective over data-parallel ranks through `batch.total`.
+    estimator of --advantage-estimator, the KL to a teacher, --normalize-advantages.  Collective over data-parallel ranks through `batch.total`.
     UsageError if the batch lacks what the options need; HpcrlError if an estimator returns something else than [t].
     """
     name = options.advantage_estimator
@@ -36,6 +36,8 @@ def compute_advantages(batch: RolloutBatch, options: Options) -> Advantages:
             shape = tuple(values.shape)
             raise HpcrlError(f"--advantage-estimator {name} returns {what} of shape {shape} for {len(batch.mask)} tokens")
     advantages, returns = (None if x is None else x.double().where(batch.mask, 0.0) for x in found)
+    if options.use_opd and options.opd_kl_type == "sampled":
+        advantages = advantages - options.opd_kl_coef * teacher_kl(batch).where(batch.mask, 0.0)
     if options.normalize_advantages:
         advantages = whiten(advantages, batch)
     return Advantages(advantages, returns)
@@ -73,6 +75,18 @@ def _with_kl(batch: RolloutBatch, options: Options, name: str) -> RolloutBatch:
     owner = torch.repeat_interleave(batch.own, batch.lengths)
     sums = batch.total(torch.zeros_like(batch.reward).index_add_(0, owner, penalty))
     return replace(batch, reward=batch.reward - sums, kl_penalty=none)
+
+
+def teacher_kl(batch: RolloutBatch) -> Tensor:
+    """float64 [t]: log p_old - log p_teacher of each sampled token, an estimate of the reverse KL; --opd-kl-coef times that is
+    taken off its advantage.
+
+    Source: Lu and Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation; as slime's --use-opd.
+    UsageError without the log-probs of both.
+    """
+    if batch.old is None or batch.teacher is None:
+        raise UsageError("--use-opd needs the log-probs of old policy and teacher, here are none", "give --opd-type")
+    return batch.old.double() - batch.teacher.double()
 
 
 def whiten(values: Tensor, batch: RolloutBatch) -> Tensor:

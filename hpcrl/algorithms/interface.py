@@ -31,6 +31,7 @@ class RolloutBatch:
     data-parallel rank hold the same:
         own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
         old: float [t], log-probs under the old policy, before the update.  reference: float [t] likewise, or None.
+        teacher: float [t], the teacher's log-probs likewise, or None.
         values: float [t], the critic's value of the state before each token, or None.
         kl_penalty: float64 [t], --kl-coef x the KL estimate between old and reference, 0 without; `compute_advantages`
             fills it.
@@ -45,6 +46,7 @@ class RolloutBatch:
     mask: Tensor
     old: Tensor | None = None
     reference: Tensor | None = None
+    teacher: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
     kl_penalty: Tensor | None = None
@@ -109,6 +111,7 @@ class TokenBatch:
         trainer: [r], the trainer's log-probs under the weights that sampled: `old`, but for --use-rollout-logprobs
             `logprobs.detach()`.
         rollout: [r], the engine's log-probs.  advantages: [r].  reference: [r] or None.
+        divergence*: [r], the KL to the teacher over the whole vocabulary, or None.
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
         group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
         comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of mismatch.
@@ -128,6 +131,7 @@ class TokenBatch:
     rollout: Tensor | None = None
     advantages: Tensor | None = None
     reference: Tensor | None = None
+    divergence: Tensor | None = None
     pg_weights: Tensor | None = None
     group: Tensor | None = None
     reward: Tensor | None = None

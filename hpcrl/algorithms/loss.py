@@ -47,10 +47,10 @@ def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
 
 
 def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
-    """Policy gradient - entropy_coef x entropy + kl_loss_coef x KL; tokens needs old, trainer, rollout and advantages.
+    """Policy gradient - entropy_coef x entropy + kl_loss_coef x KL (+ opd_kl_coef x KL to the teacher); tokens needs old, trainer, rollout and advantages.
 
-    Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss; opsm_clipfrac with
-    --use-opsm; where trainer and engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
+    Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss; opd_reverse_kl or
+    opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; where trainer and engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
     (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum.
     UsageError if --use-kl-loss finds no reference.
     """
@@ -81,6 +81,11 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         sums["kl_loss"] = (reference_kl(tokens, options) * weights).sum()
         if options.kl_loss_coef:
             total = total + options.kl_loss_coef * sums["kl_loss"]
+    if tokens.divergence is not None:
+        name = f"opd_{options.opd_kl_type}_kl"
+        sums[name] = (tokens.divergence * weights).sum()
+        if options.opd_kl_coef:
+            total = total + options.opd_kl_coef * sums[name]
     loss = Loss(total, _report(tokens, total, sums, report))
     add_difference(loss.report, tokens)
     return loss

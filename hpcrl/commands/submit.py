@@ -22,11 +22,13 @@ from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags
 from hpcrl.launch.submission import Submission, can_submit, preview, refuse_what_does_not_fit, submit_new
+from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\
 usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
        hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
        hpcrl submit RECIPE.toml --print         print the script alone, for you to edit and submit (sbatch)
+       hpcrl submit [--site NAME ...] -- ARGUMENTS    slime's or vime's, as its scripts give them to train.py
 
   --site NAME        profile of the cluster: sites/NAME.toml, or a path; default $HPCRL_SITE
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS
@@ -50,10 +52,15 @@ def submit(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    overrides, own, words = parse_flags(argv, OWN)
-    if len(words) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl submit RECIPE.toml [--option value ...]")
-    recipe = load_recipe(words[0])
+    before, arguments = split_arguments(argv)
+    overrides, own, words = parse_flags(before, OWN)
+    if len(words) + (arguments is not None) != 1:
+        raise UsageError(
+            f"{len(words) + (arguments is not None)} recipes given", "name one: hpcrl submit RECIPE.toml [--option value ...]"
+        )
+    if arguments is not None and own.get("print"):
+        raise UsageError("--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first")
+    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)

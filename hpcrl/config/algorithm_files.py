@@ -27,6 +27,7 @@ NEEDS = {
     "critic": "a value model",
     "normalize_advantages": "--normalize-advantages",
     "greedy": "the reward of a greedy response to each prompt",
+    "teacher": "a teacher",
 }
 
 

@@ -14,9 +14,12 @@ from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
 from hpcrl.config.sections.data import DataOptions
+from hpcrl.config.sections.distillation import DistillationOptions
 from hpcrl.config.sections.evaluation import EvalOptions
+from hpcrl.config.sections.looking import LookOptions
 from hpcrl.config.sections.model import ModelOptions
 from hpcrl.config.sections.optimizer import OptimizerOptions
+from hpcrl.config.sections.plugins import PluginOptions
 from hpcrl.config.sections.rewards import RewardOptions
 from hpcrl.config.sections.run import RunOptions
 from hpcrl.config.sections.sampling import RolloutOptions
@@ -33,9 +36,12 @@ class Options(
     EvalOptions,
     AlgorithmOptions,
     OffPolicyOptions,
+    DistillationOptions,
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
+    LookOptions,
+    PluginOptions,
 ):
     """All options of one run, checked and frozen."""
 
@@ -52,7 +58,9 @@ class Options(
 
     @property
     def data_parallel_size(self) -> int:
-        """DP = world size / (TP x PP x CP)."""
+        """DP = world size / (TP x PP x CP); 1 where nothing is trained: one process takes what is sampled."""
+        if self.debug_rollout_only:
+            return 1
         return self.world_size // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
@@ -78,7 +86,22 @@ class Options(
     @property
     def needs_engines(self) -> bool:
         """Whether anything is sampled: learning what the prompt file holds, without evaluation, asks no engine."""
-        return not self.learns_labels or self.eval_interval is not None
+        return not self.trains_only and (not self.learns_labels or self.eval_interval is not None)
+
+    @property
+    def trains_only(self) -> bool:
+        """Whether the run has no engines: it trains from files, or is told to do without."""
+        return self.debug_train_only or self.load_debug_rollout_data is not None
+
+    @property
+    def trainer_slots(self) -> int:
+        """Slots of all trainer ranks; none where nothing is trained."""
+        return 0 if self.debug_rollout_only else self.world_size
+
+    @property
+    def grades(self) -> bool:
+        """Whether a reward is given; without one the rewards of what is sampled are 0."""
+        return bool(self.rm_type or self.custom_rm_path)
 
     @property
     def num_engines(self) -> int:

@@ -20,12 +20,14 @@ Role = Literal["rollout", "grading", "trainer"]
 
 @dataclass(frozen=True)
 class Point:
-    """role: whose process calls it; parameters: with what, in order; keywords: by name besides; methods: of a class, with theirs."""
+    """role: whose process calls it; parameters: with what, in order; keywords: by name besides; methods: of a class, with theirs.
+    own: the option takes nothing but dotted paths, no names of hpcrl's."""
 
     role: Role
     parameters: tuple[str, ...]
     keywords: tuple[str, ...] = ()
     methods: Mapping[str, tuple[str, ...]] | None = None
+    own: bool = False
 
     def load(self, path: str, flag: str) -> Callable[..., Any]:
         """The function or class at `path`.  UsageError if it cannot be used so."""
@@ -36,14 +38,27 @@ class Point:
 
 #: option -> how it is called; where an option may also be a name, a dotted path alone is meant here
 POINTS: dict[str, Point] = {
-    "custom_rm_path": Point("grading", ("options", "sample")),
+    "custom_rm_path": Point("grading", ("options", "sample"), own=True),
     "rm_type": Point("grading", ("options", "sample")),
+    "rollout_sample_hook_path": Point("rollout", ("options", "sample"), ("rollout_id", "evaluation"), own=True),
+    "rollout_sample_filter_path": Point("rollout", ("options", "groups"), own=True),
+    "rollout_all_samples_process_path": Point("rollout", ("options", "groups", "data_source"), own=True),
+    "custom_rollout_log_function_path": Point("rollout", ("rollout_id", "options", "samples", "metrics", "seconds"), own=True),
+    "custom_eval_rollout_log_function_path": Point("rollout", ("rollout_id", "options", "data", "metrics"), own=True),
+    "custom_reward_post_process_path": Point("rollout", ("options", "samples"), own=True),
+    "custom_convert_samples_to_train_data_path": Point("rollout", ("options", "samples"), own=True),
     "advantage_estimator": Point("trainer", ("batch", "options")),
     "pg_loss_type": Point("trainer", ("tokens", "options")),
     "custom_tis_function_path": Point("trainer", ("tokens", "options")),
     "kl_loss_type": Point("trainer", ("difference", "ratio")),
-    "custom_loss_function_path": Point("trainer", ("tokens", "options")),
-    "custom_pg_loss_reducer_function_path": Point("trainer", ("counts", "options")),
+    "custom_loss_function_path": Point("trainer", ("tokens", "options"), own=True),
+    "custom_pg_loss_reducer_function_path": Point("trainer", ("counts", "options"), own=True),
+    "custom_megatron_init_path": Point("trainer", ("options",), own=True),
+    "custom_megatron_before_log_prob_hook_path": Point("trainer", ("options", "model", "store_prefix"), own=True),
+    "custom_megatron_before_train_step_hook_path": Point(
+        "trainer", ("options", "rollout_id", "step_id", "model", "optimizer", "scheduler"), own=True
+    ),
+    "rollout_data_postprocess_path": Point("trainer", ("options", "rollout_id", "rollout_data"), own=True),
 }
 
 
@@ -56,7 +71,7 @@ def paths_of(options: Options, name: str) -> list[str]:
     """The dotted paths that an option was given: none, one or several."""
     value = getattr(options, name)
     values = value if isinstance(value, list) else [value] if value else []
-    return [path.partition(":")[0] for path in values if is_path(path)]
+    return [path.partition(":")[0] for path in values if POINTS[name].own or is_path(path)]
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hpcrl.config.dotted_path import ours
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, parts_of, raise_together
 
 _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are no options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -45,13 +45,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe: where it came from (absolute), the options for all stages, the commands to run first, the stages."""
+    """A recipe: where it came from (absolute), the options for all stages, the commands to run first, the stages.
+
+    text: of a recipe that was given without a file, what its file would hold; None: it is the file at `path`.
+    """
 
     name: str
     path: Path
     values: dict[str, Any]
     prepare: tuple[tuple[str, ...], ...]
     stages: tuple[Stage, ...]
+    text: str | None = None
 
     def prepare_commands(self, run: Path, overrides: Mapping[str, Any]) -> list[list[str]]:
         """The prepare commands for the run directory `run`, placeholders filled in."""
@@ -136,7 +140,9 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
         try:
             check_options(options, [*stage.values, *sorted(shared)])
         except UsageError as error:
-            raise (UsageError(f"stage {stage.name}: {error.what}", error.hint) if stage.name else error) from None
+            if not stage.name:
+                raise
+            raise_together([UsageError(f"stage {stage.name}: {part.what}", part.hint) for part in parts_of(error)])
     return built
 
 
@@ -149,13 +155,25 @@ def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: M
     merged = {name: _own_path(name, value) for name, value in merged.items()}
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
+    return build_options(_expand(merged, places), lambda name: f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}")
+
+
+def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:
+    """Options of these values, without looking at what they say together.
+
+    shown: how an error names an option's value.  UsageError: every value that is out of range or of another type.
+    """
     try:
-        return Options.model_validate(_expand(merged, places), strict=True)
+        return Options.model_validate(dict(values), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        wrong = first["msg"] if len(first["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
-        raise UsageError(f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}: {wrong}") from None
+        raise_together([_misfit(problem, values, shown) for problem in error.errors()])
+        raise  # never: there is one problem at least
+
+
+def _misfit(problem: Any, values: Mapping[str, Any], shown: Callable[[str], str] | None) -> UsageError:
+    name = str(problem["loc"][0])
+    wrong = problem["msg"] if len(problem["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
+    return UsageError(f"{shown(name) if shown else f'{flag(name)} {spell(values[name])}'}: {wrong}")
 
 
 def _own_path(name: str, value: Any) -> Any:
@@ -169,7 +187,7 @@ def _own_path(name: str, value: Any) -> Any:
 
 def _origin(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], name: str) -> str:
     """Where the value of an option comes from, for an error."""
-    if name in overrides:
+    if name in overrides or recipe.text is not None:
         return flag(name)
     inside = f": stage {stage.name}" if name in stage.values else ""
     return f"{recipe.path.name}{inside}: {name} ="

@@ -98,13 +98,19 @@ _NOWHERE: dict[str, str] = {
     "engine and trainer are always compared, there is nothing to switch on": "get-mismatch-metrics",
     "advantages are computed where a loss has them: there is nothing to switch off": "disable-compute-advantages-and-returns",
     "there is no such way to fill a batch yet": "partial-rollout over-sampling-batch-size over-sampling-filter-input-size "
-    "dynamic-sampling-filter-path buffer-filter-path rollout-sample-filter-path mask-offpolicy-in-partial-rollout",
+    "dynamic-sampling-filter-path buffer-filter-path mask-offpolicy-in-partial-rollout",
     "all weights are trained: there are no adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its like": "fsdp fsdp-config deepspeed zero-stage "
     "train-backend accelerator",
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
     "a run goes on with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
+    "the model is built from config.json by a file of hpcrl/models/: another one's weights would fit no engine": "custom-model-provider-path",
+    "a file of settings that goes round every check: write its keys as flags, or in the recipe": "custom-config-path",
+    "roles differ by options of their own, such as --critic-load and --critic-lr": "megatron-config-path",
+    "weights go from memory to memory, no file is written": "custom-update-weight-post-write-path custom-delta-pre-push-path",
+    "what a step trained on is kept by --save-token-data, its samples by --save-debug-rollout-data": "save-debug-train-data "
+    "load-debug-rollout-data-subsample",
     "one process of one job: nothing is started through Ray": "ray-address ray-num-nodes use-ray",
 }
 _SGLANG = "the engines are vLLM's: its own settings are written --vllm-..."

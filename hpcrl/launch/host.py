@@ -28,6 +28,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.failure import ERROR
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
@@ -36,6 +37,7 @@ from hpcrl.run.summary import summary_of
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 #: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
 GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+EVERY, SELDOM = 2.0, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
@@ -95,6 +97,10 @@ def commands(
     if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
         found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
     ranks = plan.ranks_on(host)
+    if options.debug_rollout_only:
+        ranks = ()
+        if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
+            found.append(("trainer", 0, [*python, "hpcrl.trainer.rollout_driver", *base]))
     if ranks and options.rank_launcher == "torchrun" and slot in (None, _lowest(plan, host)):
         number = plan.trainer_hosts.index(host)
         found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
@@ -116,7 +122,12 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
     inherited: the variable as this process has it.  One of NO_GPUS, it says that there are none: the run is on CPUs.
     Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
     """
-    if role == "rollout" or inherited in NO_GPUS or (inherited is None and not any(map(glob.glob, GPUS))):
+    if (
+        role == "rollout"
+        or (role == "trainer" and not plan.trainers[index].slots)
+        or inherited in NO_GPUS
+        or (inherited is None and not any(map(glob.glob, GPUS)))
+    ):
         return {}
     place = plan.engines[index] if role == "engine" else plan.trainers[index]
     together = [place] if role == "engine" else [plan.trainers[rank] for rank in plan.ranks_on(host)]
@@ -177,9 +188,10 @@ def run_host(
 def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
     working = [r for r in roles if r.name != "engine"]
     close_by = quit_by = float("inf")
-    while any(r.status is None for r in working) or summary_of(rundir) is None:
+    looks = Looks(rundir)
+    while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
         turn()
-        if rundir.end_requested() or rundir.superseded():
+        if looks.end():
             return
         _check(roles, rundir, told, host)
         now = time.monotonic()
@@ -196,13 +208,48 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
             )
         time.sleep(0.2)
     _check(roles, rundir, told, host)
+    rundir.check()
+
+
+@dataclass
+class Looks:
+    """Looks into the run directory, which all hosts share: about one call a second and host in a run where nothing happens.
+
+    A whole machine room that asked five times a second would keep its file system from other work.
+    """
+
+    rundir: RunDir
+    next: float = 0.0
+    count: int = 0
+    ended: bool = False
+    is_over: bool = False
+
+    def _look(self, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if now < self.next and not at_once:
+            return
+        self.next, self.count = now + EVERY, self.count + 1
+        signs = self.rundir.signs()
+        if ERROR in signs:
+            self.rundir.check()
+        self.is_over = summary_of(self.rundir) is not None
+        self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
+
+    def end(self) -> bool:
+        """Whether this host is to end now.  PeerError if the attempt has failed somewhere."""
+        self._look()
+        return self.ended
+
+    def over(self, at_once: bool) -> bool:
+        """Whether the trainer has summed up.  at_once: a host whose own roles have ended does not wait for the next look."""
+        self._look(at_once)
+        return self.is_over
 
 
 def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
     """PeerError if a role has failed, or an engine has ended while it was needed."""
     gone = [r for r in roles if r.status is not None and (r.status != 0 or r.name == "engine")]
     if not gone:
-        rundir.check()
         return
     end_of_wait = time.monotonic() + 1.0  # the role that knows why may be about to say so
     while rundir.failure() is None and time.monotonic() < end_of_wait:

@@ -138,7 +138,7 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
         startable(make_plan(options, hosts(options), "check"))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
-    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides))
+    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
     return job
 
 

@@ -66,8 +66,11 @@ def make_request(stages: Sequence[Options], site: Site, margin: int | None = Non
 
 
 def _heterogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
-    each = max(o.actor_num_gpus_per_node for o in stages)
-    found = [_component(site, "trainer", max(o.actor_num_nodes for o in stages), site.trainer.gpus_per_node or each)]
+    training = [o for o in stages if not o.debug_rollout_only]
+    found = []
+    if training:
+        each, nodes = max(o.actor_num_gpus_per_node for o in training), max(o.actor_num_nodes for o in training)
+        found.append(_component(site, "trainer", nodes, site.trainer.gpus_per_node or each))
     wanted = max((o.num_engines * o.rollout_num_gpus_per_engine for o in stages), default=0)
     if wanted:
         found.append(_component(site, "engine", *_engine_nodes(stages, site, wanted)))
@@ -93,13 +96,15 @@ def _engine_nodes(stages: Sequence[Options], site: Site, wanted: int) -> tuple[i
 
 def _homogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
     """Nodes of one kind; as few as hold every stage."""
-    each = max(o.actor_num_gpus_per_node for o in stages)
+    training = [o for o in stages if not o.debug_rollout_only]
+    each = max((o.actor_num_gpus_per_node for o in training), default=1)
+    actors = max((o.actor_num_nodes for o in training), default=0)
     per_engine = max((o.rollout_num_gpus_per_engine for o in stages if o.num_engines), default=1)
     node = site.trainer.gpus_per_node or max(each, min(per_engine, 8))
-    most = max(o.actor_num_nodes for o in stages) + max(o.engine_gpus for o in stages)
+    most = actors + max(o.engine_gpus for o in stages)
     for nodes in range(1, most + 1):
         hosts = [Host(f"node-{i}", node) for i in range(nodes)]
-        if nodes < max(o.actor_num_nodes for o in stages):
+        if nodes < actors:
             continue
         try:
             for options in stages:

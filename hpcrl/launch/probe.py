@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from hpcrl.errors import DeadlineError, PeerError, UsageError
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 MEND = "name the network with --interface, or interface = in the site's profile"
 
@@ -160,19 +160,19 @@ def gather(rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[],
     """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
     deadline, found = time.monotonic() + seconds, {}
     while len(found) < len(hosts):
-        for host in [h for h in hosts if h not in found]:
-            path = rundir.here / "hosts" / f"{host}.json"
-            if path.exists():
-                found[host] = read_report(path)
-        if len(found) < len(hosts):
-            check()
+        there = listed(rundir.here / "hosts")
+        for host in [h for h in hosts if h not in found and f"{h}.json" in there]:
+            found[host] = read_report(rundir.here / "hosts" / f"{host}.json")
+        if len(found) == len(hosts):
+            break
+        check()
         if time.monotonic() > deadline:
             silent = ", ".join(h for h in hosts if h not in found)
             raise DeadlineError(
                 f"no answer from {silent} within --launch-timeout {seconds:.0f} s",
                 f"is the host up, and does it see {rundir.root} (a file system that all hosts share)?",
             )
-        time.sleep(0.05)
+        time.sleep(0.1)
     return found
 
 
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", required=True)
     args = parser.parse_args(argv)
     rundir = RunDir(args.run, args.attempt)
-    if not rundir.here.is_dir():
+    if rundir.here.name not in listed(rundir.here.parent):
         print(f"hpcrl: error: host {args.host} does not see {rundir.here}: do all hosts share that file system?", file=sys.stderr)
         return 1
     write(rundir, args.host)

@@ -34,11 +34,13 @@ from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT
 from hpcrl.run.shipped_files import shipped
+from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\
 usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch RECIPE.toml --hostfile FILE [--option value ...]
        hpcrl launch RECIPE.toml --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
        hpcrl launch --resume RUN --hostfile FILE [...]
+       hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
 
   --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
   --mpirun COMMAND   mpirun and what it needs besides, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun
@@ -67,9 +69,10 @@ def launch(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    overrides, own, words = parse_flags(argv, OWN)
+    before, arguments = split_arguments(argv)
+    overrides, own, words = parse_flags(before, OWN)
     resume = Path(own["resume"]) if "resume" in own else None
-    recipe = _recipe(words, overrides, resume)
+    recipe = _recipe(words, arguments, overrides, resume)
     from hpcrl.mpi.ranks import run_ranks, under_mpi
 
     if under_mpi():
@@ -78,14 +81,14 @@ def launch(argv: list[str]) -> int:
     return _call(argv, recipe, overrides, resume, own)
 
 
-def _recipe(words: list[str], overrides: dict[str, Any], resume: Path | None) -> Recipe | None:
+def _recipe(words: list[str], arguments: list[str] | None, overrides: dict[str, Any], resume: Path | None) -> Recipe | None:
     if resume:
-        if words or overrides:
+        if words or overrides or arguments is not None:
             raise UsageError("--resume goes on with the options that the run began with", "leave recipe and options out")
         return None
-    if len(words) != 1:
+    if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")
-    recipe = load_recipe(words[0])
+    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     return replace(recipe, name=overrides.get("name", recipe.name))
 
 

@@ -81,9 +81,14 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> 
             )
 
 
-def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float]) -> list[Share]:
-    """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all."""
-    return shares_of(SampleBatch.of(rollout.samples()), options, rollout.rollout_id, rollout.version, metrics)
+def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float], batch: SampleBatch | None = None) -> list[Share]:
+    """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all.
+
+    batch: the samples as the trainer is to see them; None: as they are.
+    """
+    return shares_of(
+        SampleBatch.of(rollout.samples()) if batch is None else batch, options, rollout.rollout_id, rollout.version, metrics
+    )
 
 
 def shares_of(batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]) -> list[Share]:
@@ -140,6 +145,8 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
     rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
+    if "teacher_logprobs" in samples[0].extra:
+        found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
     return found | {
         "rollout/reward": float(rewards.mean()),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),

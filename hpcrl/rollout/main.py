@@ -26,17 +26,22 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
-from hpcrl.rollout.evaluation import Evaluator, read_held_out, results
+from hpcrl.rollout.engines.teacher import Teacher
+from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.prompts.prompt_files import Reading, read_prompts
+from hpcrl.rollout.own_hooks import RolloutHooks
+from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
+from hpcrl.rollout.samplers.taught import TaughtSampler
+from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.sample import Sample
 
 POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
@@ -48,20 +53,30 @@ class Work:
     def __init__(self, context: RoleContext) -> None:
         options = context.options
         self.samples = not options.learns_labels
+        self.hooks = RolloutHooks(options, load_points(options, "rollout"))
+        self.tokenizer = load_tokenizer(options.hf_checkpoint)
+        self.held_out: list[HeldOut] = []
+        self.grading: Grading | None = None
+        self.file: PromptFile | None = None
+        if options.load_debug_rollout_data is not None:
+            self.source: PromptSource | SavedRollouts = SavedRollouts(options)
+            self.total, self.said = self.source.total, str(self.source)
+            return
         if self.samples and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
         if options.prompt_data is None:
             raise UsageError("--prompt-data is not given")
-        self.own = load_points(options, "rollout")
-        self.tokenizer = load_tokenizer(options.hf_checkpoint)
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
-        self.held_out = read_held_out(options, self.tokenizer) if evaluates else []
+        if evaluates:
+            self.held_out = read_held_out(options, self.tokenizer)
         self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
+        self.said = f"{len(self.file)} prompts in {self.file.path}, {self.total} rollouts"
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
-        graded = [self.file] if self.samples else []
+        graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
-        self.grading = Grading(options, graded) if graded else None
+        if graded:
+            self.grading = Grading(options, graded, self.hooks)
 
 
 class RolloutRole:
@@ -73,8 +88,14 @@ class RolloutRole:
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.maker: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
-        if work.grading is not None and work.samples:
+        if isinstance(work.source, SavedRollouts):
+            self.maker = work.source
+        elif work.samples and work.file is not None:
             self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+        asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
+        self.teacher = Teacher(self.options, work.tokenizer) if asks else None
+        if self.teacher is not None:
+            self.maker = TaughtSampler(self.maker, self.teacher, str(work.file.path))
         if work.grading is not None and work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
@@ -99,8 +120,10 @@ class RolloutRole:
                 if self._end.done():
                     return await self._end
                 await starting
+            if self.teacher is not None:
+                await self.teacher.check()
             await self.server.start()
-            say(f"{len(self.work.file)} prompts in {self.work.file.path}, {self.work.total} rollouts")
+            say(self.work.said)
             return await self._end
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
@@ -110,6 +133,8 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
+            if self.teacher is not None:
+                await self.teacher.close()
             if self.work.grading is not None:
                 await self.work.grading.close()
             await self.server.close()
@@ -141,6 +166,7 @@ class RolloutRole:
             return {}
         groups = self.work.source.take(self.options.rollout_batch_size)
         self._next = rollout_id + 1
+        self.work.hooks.rollout_id = rollout_id
         self._states = {rollout_id: self.work.source.state() | {"rollout_id": rollout_id}}
         rollout = Rollout(rollout_id, version, groups, self.options.n_samples_per_prompt)
         self._making = asyncio.create_task(self._make(rollout))
@@ -186,9 +212,16 @@ class RolloutRole:
             self._patience, self._sample(rollout), lambda: self._late(f"{rollout.missing} of {rollout.size} samples of {rollout}")
         )
         samples = rollout.samples()
+        await self.work.hooks.filter(samples, source=self.work.source)
         check_staleness(samples, rollout.version)
-        metrics = batch_metrics(rollout, rollout.version, time.monotonic() - begun, sampled=self.work.samples)
-        shares = make_shares(rollout, self.options, metrics)
+        if self.options.save_debug_rollout_data is not None:
+            path = file_of(self.options.save_debug_rollout_data, rollout.rollout_id)
+            await asyncio.to_thread(write_rollout, path, rollout.rollout_id, rollout.version, samples)
+        seconds = time.monotonic() - begun
+        metrics = batch_metrics(rollout, rollout.version, seconds, sampled=self.work.samples)
+        metrics = await self.work.hooks.log(samples, metrics, seconds)
+        batch = await self.work.hooks.batch(samples, metrics)
+        shares = make_shares(rollout, self.options, metrics, batch)
         self._handed_over = rollout.rollout_id
         await self.server.put(rollout.rollout_id, shares)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
@@ -230,14 +263,15 @@ class RolloutRole:
     async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
         await self.pool.connect()
         found: dict[str, Any] = {}
+        every: dict[str, list[Sample]] = {}
         for held in self.work.held_out:
-            samples = await self.evaluator.samples(held, version)
+            samples = every[held.name] = await self.evaluator.samples(held, version)
             check_staleness(samples, version)
             path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
             found[held.name] = results(samples)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
-        return found
+        return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing
 

@@ -22,9 +22,14 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, object]:
-    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for; rewards,
-    grading, grading_error: where there are any."""
-    more = {"rewards": sample.rewards, "grading": sample.grading, "grading_error": sample.grading_error}
+    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for; removed,
+    rewards, grading, grading_error: where there are any."""
+    more = {
+        "removed": sample.remove_sample,
+        "rewards": sample.rewards,
+        "grading": sample.grading,
+        "grading_error": sample.grading_error,
+    }
     baseline = {} if math.isnan(sample.baseline) else {"baseline": sample.baseline}
     return {
         "group": sample.group,

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 HostName = Annotated[str, msgspec.Meta(min_length=1)]
@@ -91,6 +91,8 @@ def publish(rundir: RunDir, peer: Peer, index: int = 0) -> None:
 def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
     """What ROLE-INDEX published in this attempt, or None.  PeerError names a file that holds something else."""
     path = peer_file(rundir.here, kind, index)
+    if path.name not in listed(path.parent):
+        return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -106,11 +108,12 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 
     DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
     """
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, 0.05
     while (found := find(rundir, kind, index)) is None:
         rundir.check()
         if time.monotonic() > end:
             name = f"{kind.role}-{index}"
             raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 1.0)  # many wait, and each look is a call to a file system that all share
     return found

@@ -30,9 +30,12 @@ def is_run(root: Path) -> bool:
     return (root / RECIPE).is_file()
 
 
-def write_recipe_file(root: Path, begun: RecipeFile) -> None:
-    """Write it, with a copy of the recipe beside it."""
-    shutil.copyfile(begun.path, root / COPY)
+def write_recipe_file(root: Path, begun: RecipeFile, text: str | None = None) -> None:
+    """Write it, with a copy of the recipe beside it: `text`, or the file at `begun.path`."""
+    if text is None:
+        shutil.copyfile(begun.path, root / COPY)
+    else:
+        write_atomic(root / COPY, text.encode())
     write_atomic(root / RECIPE, msgspec.json.encode(begun))
 
 

@@ -11,6 +11,7 @@
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/end              exists when every process of the attempt is to end now
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
+      position.json               where a run without a trainer stands
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
 Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is
@@ -163,23 +164,36 @@ class RunDir:
 
     def check(self) -> None:
         """PeerError if this attempt has failed somewhere: no use in waiting on."""
-        if found := self.failure():
+        if ERROR in self.signs() and (found := self.failure()):
             raise PeerError(str(found))
+
+    def signs(self) -> frozenset[str]:
+        """What has been said of this attempt so far, by name, in one look: "stop", "end", the file of the first error."""
+        return listed(self.here)
 
     def request_stop(self) -> None:
         """Ask the run to save a checkpoint and end."""
         (self.here / "stop").touch(mode=0o600)
 
     def stop_requested(self) -> bool:
-        return (self.here / "stop").exists()
+        return "stop" in self.signs()
 
     def request_end(self) -> None:
         """Tell every host to end its processes of this attempt now."""
         (self.here / "end").touch(mode=0o600)
 
-    def end_requested(self) -> bool:
-        return (self.here / "end").exists()
-
     def superseded(self) -> bool:
         """Whether the run has been started again: whoever is left of this attempt, on a host cut off, must end."""
-        return (self.root / "attempts" / str(self.attempt + 1)).exists()
+        return str(self.attempt + 1) in listed(self.root / "attempts")
+
+
+def listed(directory: Path) -> frozenset[str]:
+    """The names in a directory; none if it is not there.
+
+    For whoever waits for a file: a network file system may remember for a minute that a file was absent, but looks at a
+    directory again that is read.
+    """
+    try:
+        return frozenset(os.listdir(directory))
+    except FileNotFoundError:
+        return frozenset()

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,7 @@ class Crank:
         from hpcrl.trainer.checkpoint.saver import Saver
         from hpcrl.trainer.megatron import model
         from hpcrl.trainer.other_models import OtherModels
+        from hpcrl.trainer.own_hooks import TrainerHooks
         from hpcrl.trainer.parallel.collectives import make_patient
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
@@ -43,8 +45,9 @@ class Crank:
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
-        self.own = load_points(context.options, "trainer")
+        self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         self.ranks = initialize(context.options)
+        self.hooks.initialized()
         verify(context.options, self.ranks.rank)
         self.policy = model.build(context.options, self.ranks)
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
@@ -92,6 +95,7 @@ class Crank:
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
         from hpcrl.trainer.step import train_batch
+        from hpcrl.trainer.step.sample_record import record_samples
         from hpcrl.trainer.step.staleness import check_staleness
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
@@ -103,7 +107,8 @@ class Crank:
             return False
         check_staleness(share, self.at.version)
         others = self.others.of_share(share.version, self.at.version)
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others)
+        record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks)
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
         data = self._ask("snapshot", rollout_id=rollout_id)

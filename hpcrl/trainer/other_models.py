@@ -1,7 +1,7 @@
-"""The models beside the policy: the reference and the actors that sampled, sets of its weights in host memory; the critic.
+"""The models beside the policy: reference, teacher and the actors that sampled, sets of its weights in host memory; the critic.
 
 Invariants: a model that nothing needs is not there; each is the same after a resume as without one, bit for bit: what a
-checkpoint does not hold is read again from where it came, --ref-load.
+checkpoint does not hold is read again from where it came, --ref-load or --opd-teacher-load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
-from hpcrl.trainer.checkpoint.resume import load_reference
+from hpcrl.trainer.checkpoint.resume import load_reference, load_teacher
 from hpcrl.trainer.checkpoint.weight_sets import load_set, save_set
 from hpcrl.trainer.critic import Critic
 from hpcrl.trainer.megatron.host_weights import HostWeights
@@ -25,7 +25,7 @@ OLD_ACTORS = 2
 
 
 class OtherModels:
-    """Reference, old actors and critic of a run; every method is collective.
+    """Reference, teacher, old actors and critic of a run; every method is collective.
 
     resumed: the checkpoint that the run goes on from, or None.
     """
@@ -35,6 +35,9 @@ class OtherModels:
         self._old: dict[int, HostWeights] = {}
         self._critic = Critic(policy, ranks, options, resumed) if needs(options).critic else None
         self._reference = self._start_reference(ranks, resumed) if needs(options).reference else None
+        self._teacher = None
+        if needs(options).teacher_model:
+            self._teacher = HostWeights(policy, lambda: load_teacher(policy, ranks, options))
         if options.keep_old_actor and resumed is not None:
             for path in sorted(resumed.glob(f"{OLD_ACTOR}*")):
                 self._old[int(path.name.removeprefix(OLD_ACTOR))] = self._stored(path)
@@ -46,14 +49,14 @@ class OtherModels:
         """
         critic = self._critic.model if self._critic is not None else None
         if not self._options.keep_old_actor or sampled == version:
-            return OtherWeights(self._reference, None, critic)
+            return OtherWeights(self._reference, None, self._teacher, critic)
         if sampled not in self._old:
             raise HpcrlError(
                 f"a share was sampled under policy version {sampled}, the trainer is at {version}, and of older ones it keeps "
                 f"{', '.join(map(str, sorted(self._old))) or 'none'}",
                 "--keep-old-actor keeps the weights of the last two updates of the engines",
             )
-        return OtherWeights(self._reference, self._old[sampled], critic)
+        return OtherWeights(self._reference, self._old[sampled], self._teacher, critic)
 
     def published(self, version: int) -> None:
         """The engines have got the weights of policy `version`."""

@@ -32,6 +32,7 @@ class Sample:
     values: np.ndarray
     entropy: np.ndarray
     advantages: np.ndarray
+    teacher: np.ndarray
 
     @property
     def length(self) -> int:
@@ -71,6 +72,7 @@ def random_samples(seed: int, groups: Sequence[int] = (4, 1, 3, 5), spread: floa
                     values=rng.normal(size=length),
                     entropy=rng.exponential(1.0, length),
                     advantages=rng.normal() + 0.3 * rng.normal(size=length),
+                    teacher=near(spread),
                 )
             )
     return found
@@ -94,7 +96,7 @@ def rollout_batch(samples: Sequence[Sample], own: Sequence[int] | None = None, *
         "baseline": torch.tensor([s.baseline for s in samples], dtype=torch.float64),
         "own": torch.tensor(own, dtype=torch.int64),
         "mask": columns(mine, "mask").bool(),
-        **{name: columns(mine, name) for name in ("old", "reference", "values")},
+        **{name: columns(mine, name) for name in ("old", "reference", "teacher", "values")},
     }
     return RolloutBatch(**(values | more))
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.algorithms import corrections, estimators, kl, losses
 from hpcrl.config.algorithm_files import Kind, algorithm_files
-from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions
+from hpcrl.config.options import AlgorithmOptions, DistillationOptions, OffPolicyOptions
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.rules.algorithm_needs import policy_loss_name
 
@@ -39,7 +39,7 @@ def test_the_table_has_all_with_their_sources(kind: Kind) -> None:
 
 
 def test_every_option_of_an_algorithm_is_named() -> None:
-    for name in {*AlgorithmOptions.__annotations__, *OffPolicyOptions.__annotations__}:
+    for name in {*AlgorithmOptions.__annotations__, *OffPolicyOptions.__annotations__, *DistillationOptions.__annotations__}:
         assert f"--{name.replace('_', '-')}" in DOC, name
 
 

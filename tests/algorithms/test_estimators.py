@@ -65,7 +65,11 @@ def opo(samples: Sequence[Sample], one: Sample, o: Options, rewards: dict[int, f
     return rewards[id(one)] - math.fsum(s.length * rewards[id(s)] for s in group) / tokens
 
 
-OF_RESPONSES = {"grpo": grpo, "gspo": grpo, "cispo": grpo, "rloo": rloo, "remax": remax, "opo": opo}
+def none(samples: Sequence[Sample], one: Sample, o: Options, rewards: dict[int, float]) -> float:
+    return 0.0
+
+
+OF_RESPONSES = {"none": none, "grpo": grpo, "gspo": grpo, "cispo": grpo, "rloo": rloo, "remax": remax, "opo": opo}
 
 
 def steps_of(sample: Sample, o: Options, reward: float) -> list[tuple[int, float]]:
@@ -125,6 +129,11 @@ def reference(samples: Sequence[Sample], o: Options) -> tuple[np.ndarray, np.nda
             centre = 0.0 if o.disable_rewards_normalization else mean([x.reward for x in group_of(samples, s)])
             kl = kl_of(s, o.kl_loss_type) if o.kl_coef else [0.0] * s.length
             values.append([s.reward - centre - o.kl_coef * k if m else 0.0 for k, m in zip(kl, s.mask, strict=True)])
+    if o.use_opd:
+        gaps = [[float(p - q) if m else 0.0 for p, q, m in zip(s.old, s.teacher, s.mask, strict=True)] for s in samples]
+        values = [
+            [a - o.opd_kl_coef * gap for a, gap in zip(row, own, strict=True)] for row, own in zip(values, gaps, strict=True)
+        ]
     if o.normalize_advantages:
         values = whitened(values, samples)
     return np.concatenate(values), returns
@@ -153,6 +162,10 @@ CASES: list[dict[str, Any]] = [
     },
     {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.2, "normalize_advantages": True},
     {"advantage_estimator": "reinforce_plus_plus_baseline", "disable_rewards_normalization": True, "normalize_advantages": True},
+    {"advantage_estimator": "none", "use_opd": True},
+    {"advantage_estimator": "none", "use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True},
+    {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.5},
+    {"advantage_estimator": "ppo", "use_opd": True, "opd_kl_coef": 0.2, "kl_coef": 0.1},
     {"advantage_estimator": "ppo"},
     {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.8, "kl_coef": 0.1},
     {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.0, "normalize_advantages": True},
@@ -270,6 +283,7 @@ def test_an_own_estimator_by_path() -> None:
     [
         ({"advantage_estimator": "ppo"}, {"values": None}, UsageError, "ppo needs the values of a critic"),
         ({"kl_coef": 0.1}, {"reference": None}, UsageError, "give --ref-load"),
+        ({"use_opd": True}, {"teacher": None}, UsageError, "needs the log-probs of old policy and teacher"),
         ({"advantage_estimator": "remax"}, {"baseline": None}, DataError, "without the reward of a greedy response"),
         ({"advantage_estimator": "grppo"}, {}, UsageError, "grppo is unknown; known: cispo, grpo, "),
         ({"advantage_estimator": f"{__name__}.absent"}, {}, UsageError, "has no absent"),

@@ -272,6 +272,19 @@ def test_entropy_has_its_gradient() -> None:
     torch.testing.assert_close(gradient, -0.25 * tokens.weights)
 
 
+def test_the_kl_to_a_teacher_is_a_term_like_others() -> None:
+    samples = random_samples(0)
+    tokens = token_batch(samples)
+    divergence = torch.rand(len(tokens.weights), dtype=torch.float64).requires_grad_()
+    for coefficient in (0.4, 0.0):
+        o = options(use_opd=True, opd_kl_type="forward", opd_kl_coef=coefficient)
+        found = compute_loss(replace(tokens, logprobs=tokens.logprobs.clone().requires_grad_(), divergence=divergence), o)
+        (gradient,) = torch.autograd.grad(found.total, divergence, allow_unused=True)
+        torch.testing.assert_close(torch.zeros_like(divergence) if gradient is None else gradient, coefficient * tokens.weights)
+        wanted = float((divergence * tokens.weights).sum().detach())
+        assert float(found.report.means["opd_forward_kl"]) == pytest.approx(wanted)
+
+
 def test_the_low_variance_kl_is_bounded() -> None:
     samples = random_samples(0)
     tokens = token_batch(samples)

@@ -16,6 +16,8 @@ from tests.config.test_flags import GRPO, SFT
 PLUS = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
 KL = {"use_kl_loss": True, "ref_load": "r"}
 MIS = {"use_tis": True, "custom_tis_function_path": "mis"}
+TEACHER = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "t"}
+SERVER = {"use_opd": True, "opd_type": "vllm", "opd_teacher_url": "http://node7:8000"}
 DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
 
 
@@ -60,6 +62,13 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         ({"use_tis": True, "tis_clip": 1.0, "tis_clip_low": 1.5}, "--tis-clip-low 1.5 is higher than --tis-clip 1"),
         (MIS | {"use_rs": True, "rs_lower_bound": 3.0}, "--rs-lower-bound 3 is higher than the upper bound 2"),
         ({"pg_loss_divisor": 9, "calculate_per_token_loss": True}, "--pg-loss-divisor and --calculate-per-token-loss exclude"),
+        ({"advantage_estimator": "none"}, "none needs a teacher: every advantage would be 0; give --use-opd"),
+        ({"use_opd": True}, "--use-opd does not say where the teacher is; give --opd-type vllm with"),
+        (TEACHER | {"opd_teacher_load": None}, "--opd-type megatron needs the teacher's weights; give --opd-teacher-load"),
+        (SERVER | {"opd_teacher_url": None}, "--opd-type vllm has nowhere to ask; give --opd-teacher-url"),
+        (SERVER | {"opd_teacher_url": "node7:8000"}, "--opd-teacher-url node7:8000 is no address; it begins with http"),
+        (SERVER | {"opd_kl_type": "forward"}, "--opd-kl-type forward needs the teacher's whole vocabulary, a server gives"),
+        (SERVER | {"rollout_temperature": 0.8}, "gives log-probs at temperature 1, the student samples at .* 0.8"),
         ({"overlong_buffer_len": 2000}, "--overlong-buffer-len 2000 is more than --rollout-max-response-len 1024"),
     ],
     ids=str,
@@ -95,6 +104,10 @@ def test_what_an_algorithm_lacks_is_said(change: dict[str, Any], message: str) -
         ({"dpo_beta": 0.3}, "--loss-type is policy_loss"),
         ({"entropy_coef": 0.1, **DPO}, "--loss-type is dpo_loss"),
         ({"custom_loss_function_path": "a.b"}, "--loss-type is policy_loss"),
+        ({"opd_kl_coef": 0.5}, "--use-opd is not given"),
+        ({"opd_teacher_url": "http://node7", **TEACHER}, "--opd-type is megatron"),
+        ({"opd_teacher_ckpt_step": 5, **SERVER}, "--opd-type is vllm"),
+        ({"use_opd": True, **DPO}, "--loss-type is dpo_loss"),
     ],
     ids=str,
 )
@@ -121,6 +134,9 @@ def test_what_is_not_read_is_an_error(change: dict[str, Any], why: str) -> None:
         {"use_opsm": True, "opsm_delta": 0.1},
         {"overlong_buffer_len": 100, "overlong_penalty_factor": 0.5},
         DPO | {"dpo_beta": 0.3},
+        TEACHER | {"opd_kl_type": "forward", "opd_teacher_ckpt_step": 3, "rollout_temperature": 0.8},
+        TEACHER | {"advantage_estimator": "none", "n_samples_per_prompt": 1, "rm_type": None, "label_key": None},
+        SERVER | {"opd_teacher_model": "big", "opd_kl_coef": 0.0},
         {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "eps_clip": 0.1},
     ],
     ids=str,
@@ -145,6 +161,10 @@ def test_what_fits_passes(change: dict[str, Any]) -> None:
         (DPO, "reference pairs"),
         ({"loss_type": "custom_loss", "num_steps_per_rollout": 2}, "advantages old_logprobs"),
         (KL | {"loss_type": "custom_loss"}, "advantages reference"),
+        (TEACHER, "advantages old_logprobs old_in_advantages teacher teacher_model"),
+        (TEACHER | {"use_rollout_logprobs": True}, "advantages old_in_advantages teacher teacher_model"),
+        (TEACHER | {"opd_kl_type": "reverse"}, "advantages teacher_model divergence"),
+        (SERVER, "advantages old_logprobs old_in_advantages teacher teacher_server"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import re
 import shutil
@@ -13,12 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Place, Plan
+from hpcrl.rollout.engines import teacher
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.run.peers import EnginePeer, peer_file
+from hpcrl.sample import Sample
 from hpcrl.weights.engine_fleet import Fleet
 from hpcrl.weights.engine_http import Address, HttpError, ask
 from hpcrl.weights.sender import Differs
@@ -85,6 +91,27 @@ def test_logprobs_are_those_of_transformers_before_and_after_updates(shm: Side) 
 
 def test_logprobs_are_at_the_sampling_temperature(shm: Side) -> None:
     assert shm.distance(temperature=0.7) <= CLOSE
+
+
+def test_an_engine_can_be_a_teacher(shm: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log-probs of a student's tokens are those of transformers."""
+    address = shm.engines.address()
+    monkeypatch.setenv(teacher.KEY, shm.engines.key)
+    answer = np.asarray([40, 7, 90, 33, 1, 64], np.int32)
+    nothing = np.zeros(len(answer), np.float32)
+    sample = Sample(0, 0, np.asarray([*PROMPT, *answer], np.int32), len(answer), nothing, nothing, nothing)
+
+    async def go() -> None:
+        options = Options(opd_teacher_url=f"http://{address.host}:{address.port}", rollout_batch_size=8)
+        asked = teacher.Teacher(options, Tokenizer(shm.engines.options.hf_checkpoint or ""))
+        await asked.check()
+        await asked.mark(sample, 0, "here")
+        await asked.close()
+
+    asyncio.run(go())
+    assert sample.teacher_error == ""
+    wanted = shm.reference.logprobs(PROMPT, answer.tolist())
+    assert max(abs(a - b) for a, b in zip(sample.extra[teacher.NAME], wanted, strict=True)) <= CLOSE
 
 
 def test_the_models_own_sampling_defaults_are_not_used(shm: Side) -> None:

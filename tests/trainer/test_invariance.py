@@ -127,8 +127,30 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "opo": {"advantage_estimator": "opo", "pg_loss_divisor": 20, "entropy_coef": 0.02},
 }
+#: losses and terms of single tokens, or of whole responses as gspo's is: in a few layouts and packings
+FURTHER: dict[str, dict[str, Any]] = {
+    "gmpo": {"pg_loss_type": "gmpo", "use_rollout_logprobs": True, "eps_clip": 0.3, "eps_clip_high": 0.4},
+    "sapo": {"pg_loss_type": "sapo", "use_rollout_logprobs": True, "sapo_tau_pos": 0.8, "sapo_tau_neg": 1.3},
+    "distill sampled": {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.3, "rollout_temperature": 0.8},
+    "distill reverse": {
+        "advantage_estimator": "none",
+        "use_opd": True,
+        "opd_type": "megatron",
+        "opd_kl_type": "reverse",
+        "rollout_temperature": 0.8,
+        "log_probs_chunk_size": 7,
+    },
+    "distill forward": {
+        "use_opd": True,
+        "opd_type": "megatron",
+        "opd_kl_type": "forward",
+        "opd_kl_coef": 0.4,
+        "calculate_per_token_loss": True,
+    },
+}
 EVERY = LOSSES | ALGORITHMS
 WITH_REFERENCE = ("kl loss", "reinforce++")
+WITH_TEACHER = ("distill sampled", "distill reverse", "distill forward")
 
 
 @pytest.fixture(scope="module")
@@ -272,8 +294,8 @@ class Expected:
 
 @cache
 def reference(model: Path, loss: str, other: Path | None = None) -> Expected:
-    """By transformers and autograd, a sample at a time; other: the reference model."""
-    return expected(transformers_model(model), options(model, **EVERY[loss]), loss, other)
+    """By transformers and autograd, a sample at a time; other: the reference model, or the teacher."""
+    return expected(transformers_model(model), options(model, **(EVERY | FURTHER)[loss]), loss, other)
 
 
 def expected(hf: Any, opts: Options, loss: str, other: Path | None = None) -> Expected:
@@ -287,7 +309,20 @@ def expected(hf: Any, opts: Options, loss: str, other: Path | None = None) -> Ex
             apart = [logprobs_and_entropy(transformers_model(other), row[0], len(row[1]), opts)[0] for row in rows]
     own = [logprobs.detach() for logprobs, _ in found]
     advantages = expected_advantages(opts, data, [mask for _, mask, _ in rows], own, apart)
+    if opts.use_opd and opts.opd_kl_type == "sampled":
+        advantages = [a - opts.opd_kl_coef * (p - q) for a, p, q in zip(advantages, own, apart, strict=True)]
+        apart = [None] * SAMPLES
     total, kl, difference = torch.zeros(()), 0.0, 0.0
+    if opts.use_opd and opts.opd_kl_type != "sampled":
+        for ids, mask, _ in rows:
+            with torch.no_grad():
+                theirs = distributions(transformers_model(other), ids, len(mask), opts)
+            ours = distributions(hf, ids, len(mask), opts)
+            p, q = (ours, theirs) if opts.opd_kl_type == "reverse" else (theirs, ours)
+            values = (p.exp() * (p - q)).sum(-1)
+            each = 1.0 if opts.calculate_per_token_loss else 1.0 / max(float(mask.sum()), 1.0)
+            total = total + opts.opd_kl_coef * (values * mask).sum() * each
+            kl += float((values.detach() * mask).sum()) * each
     for (logprobs, entropy), (_, mask, engine), old, ref, advantage in zip(found, rows, own, apart, advantages, strict=True):
         old = engine if opts.use_rollout_logprobs else old
         terms = _terms(logprobs, old, mask, advantage, opts) * _correction(old - engine, mask, opts)
@@ -306,13 +341,19 @@ def expected(hf: Any, opts: Options, loss: str, other: Path | None = None) -> Ex
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     metrics = {"train_rollout_logprob_abs_diff": difference / float(data.loss_mask.sum())} if loss != "sft" else {}
     metrics |= {"kl_loss": kl / count} if opts.use_kl_loss else {}
+    metrics |= {f"opd_{opts.opd_kl_type}_kl": kl / count} if kl and opts.use_opd else {}
     return Expected(float(total.detach() / count), float(norm), metrics, gradients)
 
 
 def logprobs_and_entropy(hf: Any, ids: torch.Tensor, response: int, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a response's tokens [response] each."""
-    every = (hf(ids[None]).logits[0, -response - 1 : -1] / opts.rollout_temperature).log_softmax(-1)
+    every = distributions(hf, ids, response, opts)
     return every.gather(1, ids[-response:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def distributions(hf: Any, ids: torch.Tensor, response: int, opts: Options) -> torch.Tensor:
+    """Log-probs of the whole vocabulary for each of a response's tokens, [response, vocabulary]."""
+    return (hf(ids[None]).logits[0, -response - 1 : -1] / opts.rollout_temperature).log_softmax(-1)
 
 
 def expected_advantages(
@@ -321,6 +362,8 @@ def expected_advantages(
     """Of each sample [response], from the rewards of groups of four."""
     rewards = torch.tensor(data.rows["reward"].copy()).view(-1, 4)
     lengths = torch.tensor(data.rows["response_length"].copy()).double().view(-1, 4)
+    if opts.advantage_estimator == "none":
+        return [torch.zeros_like(mask) for mask in masks]
     if opts.advantage_estimator == "reinforce_plus_plus":
         return _returns(opts, rewards.flatten().tolist(), masks, own, apart)
     if opts.advantage_estimator == "rloo":
@@ -373,6 +416,12 @@ def _terms(own: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, advantage: 
     ratio = (own - old).exp()
     if opts.advantage_estimator == "cispo":
         return -ratio.detach().clamp(1 - opts.eps_clip, 1 + high) * advantage * own
+    if opts.pg_loss_type == "sapo":
+        tau = torch.where(advantage > 0, opts.sapo_tau_pos, opts.sapo_tau_neg)
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    if opts.pg_loss_type == "gmpo":
+        d = torch.where(advantage > 0, (own - old).clamp(max=high), (own - old).clamp(min=-opts.eps_clip))
+        return -advantage * ((d * mask).sum() / mask.sum().clamp(min=1)).exp()
     if opts.advantage_estimator == "gspo":
         ratio = (((own - old) * mask).sum() / mask.sum().clamp(min=1)).exp()
     loss = torch.max(-ratio * advantage, -ratio.clamp(1 - opts.eps_clip, 1 + high) * advantage)
@@ -434,6 +483,16 @@ def test_layout_does_not_matter(model: Path, other: Path, layout: str) -> None:
         for name in ("second/train/loss", "second/train/grad_norm"):
             assert found[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), (loss, name)
         assert found["second/train/grad_norm"] != pytest.approx(found["train/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp2", "tp2 pp2", "dp2 cp2"])
+def test_neither_do_they_to_further_losses(model: Path, other: Path, layout: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    packing = PACKINGS["three each" if n == 1 else "64 tokens"]
+    teacher = {loss: {"opd_teacher_load": str(other)} for loss in WITH_TEACHER}
+    every = [options(model, n, **packing, **fields, **values, **teacher.get(loss, {})) for loss, values in FURTHER.items()]
+    for loss, found in zip(FURTHER, same_everywhere(run_ranks(n, train_on_rank, every)), strict=True):
+        agree(found, reference(model, loss, other if loss in WITH_TEACHER else None))
 
 
 @cache

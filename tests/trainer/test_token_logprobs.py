@@ -85,10 +85,10 @@ def through(rows: int, vocabulary: int, chunk: int, grad: bool = True) -> tuple[
     with torch.set_grad_enabled(grad):
         found = tokens_of(hidden, labels, lambda h: (h @ weight.T).squeeze(1), Vocabulary(vocabulary), 0.7, chunk)
     if not grad:
-        return found
+        return found[:3]
     scale = torch.linspace(0.5, 2, rows)
     total = (found.logprobs * scale).sum() + 0.3 * (found.entropy * scale).sum()
-    return *(part.detach() for part in found), *torch.autograd.grad(total, (hidden, weight))
+    return *(part.detach() for part in found[:3]), *torch.autograd.grad(total, (hidden, weight))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 37])

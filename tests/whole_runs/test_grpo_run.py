@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.cli import main
 from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
@@ -29,8 +30,8 @@ def start(path: Path, task: Path, **values: object) -> Run:
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
-    """A run on two data-parallel ranks that nobody disturbed, with a reference model."""
-    more = KL | {"ref_load": str(task / "model")}
+    """A run on two data-parallel ranks that nobody disturbed, with a reference model; its rollouts are saved."""
+    more = KL | {"ref_load": str(task / "model"), "save_debug_rollout_data": "{run}/data/{rollout_id}", "save_token_data": 2}
     run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, **more)
     status, out = run.end()
     assert status == 0, out + run.logs()
@@ -99,6 +100,45 @@ def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Pa
     assert status == 0, out + again.logs()
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
+
+
+def test_training_from_saved_rollouts_gives_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
+    more = {"actor_num_gpus_per_node": 2, "load_debug_rollout_data": str(uncut / "data/{rollout_id}")}
+    run = start(tmp_path, task, **KL | {"ref_load": str(task / "model")} | more)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert metrics(run.root) == metrics(uncut)
+    assert not list(run.root.glob("logs/*/engine-*.log")) and samples(run.root).items() <= samples(uncut).items()
+
+
+def test_sampling_alone_trains_nothing(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """With the weights that the trained run began with: so its first samples are the same, also after a stop."""
+    run = start(tmp_path, task, debug_rollout_only=True, num_rollout=3, actor_num_gpus_per_node=2)
+    run.until(lambda: (run.root / "samples/00000001.jsonl").exists())
+    os.kill(run.process.pid, signal.SIGTERM)
+    status, out = run.end()
+    again = Run("--resume", run.root, root=run.root)
+    if status != 0:  # it may have been done already
+        assert status == 143, out + run.logs()
+        status, out = again.end()
+    else:
+        again.end()
+    assert status == 0, out + again.logs()
+    found = samples(run.root)
+    assert found["00000000.jsonl"] == samples(uncut)["00000000.jsonl"]
+    assert {f"{step:08d}.jsonl" for step in range(3)} <= set(found)
+    numbers = [row["rollout_id"] for row in rows(run.root) if "rollout/reward" in row]
+    assert numbers == [0, 1, 2] and not list((run.root / "checkpoints").iterdir())
+
+
+def test_samples_are_shown_with_what_the_trainer_made_of_them(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", str(uncut), "--best", "-n", "1", "--tokens"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"step 4, group \d+, sample \d  reward [\d.]+  \w+, \d+ \+ \d+ tokens  advantage \+", text), text
+    assert re.search(r"log-prob a token: trainer (-[\d.]+), engine (-[\d.]+); they differ by \d", text), text
+    assert re.search(r"^    token +trainer +engine +differ +advantage$", text, re.MULTILINE), text
+    assert main(["samples", str(uncut), "--diff", "0", "0"]) == 0
+    assert "32 responses to the same prompts in step 0 and step 0" in capsys.readouterr().out
 
 
 def test_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:

@@ -17,8 +17,12 @@ class Needs:
     critic: a value model, its values before the update and its training.
     old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step; without it
     the first step's own log-probs, or the engine's, are the old ones.
-    old_in_advantages: the estimator reads the old log-probs, for KL in the reward: the pass comes before it.
+    old_in_advantages: the advantages read the old log-probs, for KL in the reward or to a teacher: the pass comes before it.
     greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
+    teacher: the teacher's log-probs of every token, from the samples or (teacher_model) from the teacher's weights.
+    teacher_model: the teacher is a set of weights on the trainer's ranks.
+    teacher_server: it is a server, asked about every sample.
+    divergence: the KL to it over the whole vocabulary.
     pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
     """
 
@@ -28,6 +32,10 @@ class Needs:
     old_logprobs: bool
     old_in_advantages: bool
     greedy: bool
+    teacher: bool
+    teacher_model: bool
+    teacher_server: bool
+    divergence: bool
     pairs: bool
 
 
@@ -37,14 +45,21 @@ def needs(options: Options) -> Needs:
     declared = find_algorithm_file("estimators", options.advantage_estimator) if policy else None
     wanted = declared.needs if declared else ()
     in_reward = policy and options.kl_coef != 0
+    taught = policy and options.use_opd
+    sampled = taught and options.opd_kl_type == "sampled"
     several = policy and (options.steps_per_rollout > 1 or options.keep_old_actor)
+    several = several or (policy and options.rollout_data_postprocess_path is not None)
     return Needs(
         advantages=policy,
         reference=in_reward or (policy and options.use_kl_loss) or options.loss_type == "dpo_loss",
         critic="critic" in wanted,
-        old_logprobs=(in_reward or several) and not options.use_rollout_logprobs,
-        old_in_advantages=in_reward,
+        old_logprobs=(in_reward or sampled or several) and not options.use_rollout_logprobs,
+        old_in_advantages=in_reward or sampled,
         greedy="greedy" in wanted,
+        teacher=sampled,
+        teacher_model=taught and options.opd_type == "megatron",
+        teacher_server=taught and options.opd_type == "vllm",
+        divergence=taught and not sampled,
         pairs=options.loss_type == "dpo_loss",
     )
 

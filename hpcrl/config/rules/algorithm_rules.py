@@ -12,7 +12,7 @@ from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algo
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name, routing
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, failures, raise_together
 
 #: what the losses that are no policy gradient read of the algorithm's options
 READ = {
@@ -22,18 +22,22 @@ READ = {
 
 
 def check_algorithm(o: Options) -> None:
-    """UsageError for the first thing that an algorithm lacks or that excludes another."""
+    """UsageError for all that an algorithm lacks, or that excludes one another."""
     _known(o)
+    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong]
+    if o.loss_type == "dpo_loss":
+        rules.append(_pairs)
+    if o.loss_type == "policy_loss":
+        rules += [_estimator, _bounds, _old_policy]
+    raise_together(failures(rules, o))
+
+
+def _custom_loss(o: Options) -> None:
     if o.loss_type == "custom_loss" and o.custom_loss_function_path is None:
         raise UsageError("--loss-type custom_loss needs a loss", "give --custom-loss-function-path module.function")
-    if o.loss_type == "dpo_loss":
-        _pairs(o)
-    if o.loss_type == "policy_loss":
-        _estimator(o)
-        _bounds(o)
-        _old_policy(o)
-    _reference(o)
-    _reduction(o)
+
+
+def _overlong(o: Options) -> None:
     if o.overlong_buffer_len is not None and o.overlong_buffer_len > o.rollout_max_response_len:
         raise UsageError(
             f"--overlong-buffer-len {o.overlong_buffer_len} is more than --rollout-max-response-len {o.rollout_max_response_len}"
@@ -64,6 +68,8 @@ def _estimator(o: Options) -> None:
         if need == "groups" and o.n_samples_per_prompt == 1 and not raw and o.num_rollout != 0:
             hint = "give --n-samples-per-prompt 8 or more; or --advantage-estimator reinforce_plus_plus or remax"
             raise UsageError(f"{lacks}, and --n-samples-per-prompt is 1: every advantage would be 0", hint)
+        if need == "teacher" and not o.use_opd:
+            raise UsageError(f"{lacks}: every advantage would be 0", "give --use-opd; or another --advantage-estimator")
         if need == "normalize_advantages" and not o.normalize_advantages:
             raise UsageError(lacks, "give it")
 
@@ -104,11 +110,14 @@ def _old_policy(o: Options) -> None:
         )
 
 
-def _reference(o: Options) -> None:
+def _one_kl(o: Options) -> None:
     if o.kl_coef and o.kl_loss_coef:
         raise UsageError(
             f"--kl-coef {o.kl_coef:g} and --kl-loss-coef {o.kl_loss_coef:g} both weigh the KL", "leave one of them out"
         )
+
+
+def _reference(o: Options) -> None:
     if needs(o).reference and o.ref_load is None:
         why = (
             "--loss-type dpo_loss"

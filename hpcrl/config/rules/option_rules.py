@@ -13,25 +13,39 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
+from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
+from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, failures, raise_together
 
 #: each file is a way of --weight-transfer, named as the option's value
 TRANSPORTS = Path(__file__).parents[2] / "weights" / "transports"
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
-    """UsageError for the first thing that is wrong with these options.
+    """UsageError for all that is wrong with these options.
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    for rule in (_needed, _layout, _batches, _sampling, _rewards, _evaluation, _weights, check_algorithm, check_schedules):
-        rule(options)
+    layout = failures((_layout, _virtual_stages, _engines), options)
+    wrong = failures((_needed, _sampling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    batches = [] if layout else failures((_batches,), options)
+    wrong += batches + failures((_packing,), options)
+    if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
+        wrong += failures((check_algorithm, check_distillation, check_schedules), options)
+    raise_together(wrong)
     without = inert(options)
-    for name in sorted(options.model_fields_set) if given is None else given:
-        if name in without and getattr(options, name) != type(options).model_fields[name].get_default(call_default_factory=True):
-            raise UsageError(f"{flag(name)} has no effect here: {without[name]}", "leave it out")
+    names = sorted(options.model_fields_set) if given is None else given
+    raise_together([_no_effect(name, without[name]) for name in names if name in without and not _is_default(options, name)])
+
+
+def _is_default(options: Options, name: str) -> bool:
+    return getattr(options, name) == type(options).model_fields[name].get_default(call_default_factory=True)
+
+
+def _no_effect(name: str, why: str) -> UsageError:
+    return UsageError(f"{flag(name)} has no effect here: {why}", "leave it out")
 
 
 def flag(name: str) -> str:
@@ -45,7 +59,7 @@ def flag(name: str) -> str:
 def _needed(o: Options) -> None:
     if o.hf_checkpoint is None:
         raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
-    if o.prompt_data is None:
+    if o.prompt_data is None and o.load_debug_rollout_data is None:
         raise UsageError("no prompts given", "give --prompt-data, a .jsonl file")
     if o.num_rollout is None and o.num_epoch is None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
@@ -69,7 +83,9 @@ def _layout(o: Options) -> None:
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
     expert_layout(o)
-    _virtual_stages(o)
+
+
+def _engines(o: Options) -> None:
     gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
     if gpus % each:
         raise UsageError(
@@ -130,6 +146,9 @@ def _batches(o: Options) -> None:
             f"{o.micro_batch_multiple}",
             "change --global-batch-size, --pipeline-model-parallel-size or the number of ranks",
         )
+
+
+def _packing(o: Options) -> None:
     if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
         raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
     if o.log_probs_chunk_size == 0:
@@ -137,7 +156,8 @@ def _batches(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    label_key(o, evaluation=False)
+    if o.load_debug_rollout_data is None:
+        label_key(o, evaluation=False)
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
@@ -155,7 +175,8 @@ def _sampling(o: Options) -> None:
 def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
-    if not o.rm_type and o.custom_rm_path is None:
+    unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
+    if not o.grades and not unread:
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -223,11 +244,16 @@ def inert(o: Options) -> dict[str, str]:
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
+    yield from inert_in_distillation(o)
     if o.learns_labels:
+        yield (
+            "rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
+            f"--loss-type {o.loss_type} grades nothing",
+        )
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
     if o.loss_type != "dpo_loss":
         yield "rejected_key", f"--loss-type is {o.loss_type}"
-    if not o.needs_engines:
+    if not o.needs_engines and not o.trains_only:
         yield (
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
@@ -244,9 +270,11 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield (
             "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k "
             "eval_min_new_tokens eval_max_response_len "
-            "skip_eval_before_train",
+            "skip_eval_before_train custom_eval_rollout_log_function_path",
             "--eval-interval is not given",
         )
+    if o.debug_rollout_only:
+        yield "save_token_data", "--debug-rollout-only trains nothing"
     yield from _inert_in_training(o)
 
 

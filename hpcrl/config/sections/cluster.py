@@ -26,7 +26,7 @@ class ClusterOptions(Base):
         "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"
     )
     interface: str | None = opt(None, "network interface that hosts talk through, such as ib0; default: the only one they share")
-    launch_timeout: float = opt(60.0, "seconds until every host must have answered", gt=0)
+    launch_timeout: float = opt(120.0, "seconds until every host must have answered", gt=0)
     trainer_threads: int = opt(
         1,
         "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if that is more",

@@ -24,6 +24,7 @@ from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
 from hpcrl.rollout.grading.process import GradingProcess, Job
 from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.own_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
@@ -49,8 +50,12 @@ class _Group:
 class Grading:
     """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
 
-    def __init__(self, options: Options, files: Iterable[PromptFile] = ()) -> None:
-        """files: the prompts, whose metadata may name rewards of their own.  UsageError and DataError name what is wrong."""
+    def __init__(self, options: Options, files: Iterable[PromptFile] = (), hooks: RolloutHooks | None = None) -> None:
+        """files: the prompts, whose metadata may name rewards of their own; hooks: which see each sample before its reward.
+
+        UsageError and DataError name what is wrong.
+        """
+        self._hooks = hooks
         self._options = options
         self._words = _own_word(options) if options.custom_rm_path else read_words(options.rm_type)
         if not self._words:
@@ -111,10 +116,13 @@ class Grading:
 
         where: the prompt's file and line.  HpcrlError once too many gradings of the batch have failed.
         """
+        outcome = await self._before(sample, evaluation)
         words = self._words_for(sample)
-        outcome = await (
-            self._with_group(sample, tally, evaluation) if self._options.group_rm else self._alone(sample, words, evaluation)
-        )
+        if self._options.group_rm:  # the group waits for it, whatever has become of it
+            graded = await self._with_group(sample, tally, evaluation)
+            outcome = outcome or graded
+        elif outcome is None:
+            outcome = await self._alone(sample, words, evaluation)
         if not outcome.failure:
             total = math.fsum(item.weight * outcome.values[item.word] for item in words)
             sample.reward = total
@@ -127,6 +135,16 @@ class Grading:
             if outcome.trace:
                 print(outcome.trace, file=sys.stderr, flush=True)
         tally.fail(where, text)
+
+    async def _before(self, sample: Sample, evaluation: bool) -> Outcome | None:
+        """Have the sample's hooks see it; how it failed, if it did."""
+        if self._hooks is None:
+            return None
+        try:
+            await self._hooks.before_reward(sample, evaluation)
+        except BadSample as error:
+            return Outcome(failure=ERROR, text=error.text, trace=error.trace)
+        return None
 
     def _words_for(self, sample: Sample) -> tuple[RewardWord, ...]:
         if self._by_type and isinstance(name := sample.metadata.get("rm_type"), str) and name.strip():

@@ -19,9 +19,11 @@ from hpcrl.sample import Sample
 
 
 class SingleTurnSampler:
-    """Samples from the policy, graded by the reward."""
+    """Samples from the policy, graded by the reward where there is one."""
 
-    def __init__(self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
+    def __init__(
+        self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading | None
+    ) -> None:
         self._sampling = Sampling.of(options, tokenizer)
         self._seed = options.rollout_seed
         self._file, self._tokenizer, self._generator, self._grading = file, tokenizer, generator, grading
@@ -35,6 +37,7 @@ class SingleTurnSampler:
         stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens
         response = self._tokenizer.decode(completion.tokens, stops, skip)
         sample = completion.sample(group.number, index, group.prompt, response)
-        tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
-        await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
+        if self._grading is not None:
+            tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
+            await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
         return [sample]

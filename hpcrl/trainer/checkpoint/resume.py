@@ -17,11 +17,14 @@ from typing import Any, Literal, cast
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files import torch_dist
+from hpcrl.model_files.vocabulary import check_same_vocabulary
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.megatron.model import NoOptimizer, Policy, load_hf
 from hpcrl.trainer.parallel.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
+
+TEACHER = "--opd-teacher-load"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,24 @@ def load_reference(policy: Policy, ranks: Ranks, options: Options) -> Path:
 
     HpcrlError as `restore`.
     """
-    source = _agreed(agree(lambda: _reference(options), ranks.rank == 0))
+    return _load_beside(policy, ranks, _agreed(agree(lambda: _reference(options), ranks.rank == 0)))
+
+
+def load_teacher(policy: Policy, ranks: Ranks, options: Options) -> Path:
+    """The same with --opd-teacher-load.  DataError too if the teacher's tokens are not the student's."""
+
+    def look() -> WeightSource:
+        directory = Path(str(options.opd_teacher_load))
+        found = _at(directory, options.opd_teacher_ckpt_step, TEACHER) or _nothing(TEACHER, directory)
+        if found.kind == "hf":
+            check_same_vocabulary(directory, TEACHER, Path(str(options.hf_checkpoint)))
+        return found
+
+    return _load_beside(policy, ranks, _agreed(agree(look, ranks.rank == 0)))
+
+
+def _load_beside(policy: Policy, ranks: Ranks, source: WeightSource) -> Path:
+    """Fill the modules, and not the optimizer."""
     take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source)
     return source.path
 

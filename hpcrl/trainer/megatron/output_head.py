@@ -27,9 +27,13 @@ class Head:
     model: GPTModel
     hidden: torch.Tensor | None = None
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size].  Collective over TP in backward."""
-        weight = self.model.shared_embedding_or_output_weight() if self.model.share_embeddings_and_output_weights else None
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size].  Collective over TP in backward.
+
+        weight: another than the output layer's own.
+        """
+        if weight is None and self.model.share_embeddings_and_output_weights:
+            weight = self.model.shared_embedding_or_output_weight()
         with _whole_rows(self.model.output_layer) as layer:
             return layer(hidden, weight=weight)[0].squeeze(1)
 

@@ -20,6 +20,7 @@ import torch
 from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
+from hpcrl.trainer.step.divergence import TeacherRows
 from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class Packed:
     r may be 0.
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
-    reference, the reference model's; advantages; a critic's values, before any of its steps, and the returns that it learns.
+    reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes); advantages; a critic's
+    values, before any of its steps, and the returns that it learns.
+    Filled in by its optimizer step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
 
     choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded them.
     """
@@ -58,10 +61,12 @@ class Packed:
     longest: int
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    teacher: TeacherRows | None = None
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     choices: Choices | None = None
+    trainer: torch.Tensor | None = None
 
     @property
     def samples(self) -> int:

@@ -62,7 +62,8 @@ def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -
     group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
     vocabulary = Vocabulary(policy.vocab_size, group)
     rows = options.log_probs_chunk_size
-    return tokens_of(head.hidden, packed.labels, head.logits, vocabulary, options.rollout_temperature, rows)
+    temperature = options.rollout_temperature
+    return tokens_of(head.hidden, packed.labels, head.logits, vocabulary, temperature, rows, packed.teacher)
 
 
 @torch.no_grad()
@@ -77,6 +78,27 @@ def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed], 
 
     found = run(policy, micro_batches, body, forward_only=True, experts=experts)
     return found if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
+
+
+@torch.no_grad()
+def hidden_states(policy: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
+    """What goes into the output layer at the rows of each micro-batch, [r, 1, hidden size] in host memory; nothing on all
+    pipeline stages but the last."""
+
+    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        assert head.hidden is not None
+        return head.hidden.cpu()
+
+    return run(policy, micro_batches, body, forward_only=True)
+
+
+def output_weight(policy: Policy) -> torch.Tensor | None:
+    """The output layer's weight, this rank's columns; None on all pipeline stages but the last."""
+    if not policy.ranks.last_stage:
+        return None
+    (model,) = (inner(chunk) for chunk in policy.chunks if inner(chunk).post_process)
+    own = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if own else model.output_layer.weight
 
 
 def values_under(head: Head) -> torch.Tensor:

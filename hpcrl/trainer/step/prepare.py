@@ -6,9 +6,10 @@ the layout: an estimator sees all samples of the rollout, and whole responses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,14 @@ from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
+from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import STATUSES, TRUNCATED
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.own_hooks import TrainerHooks
 from hpcrl.trainer.step import passes
+from hpcrl.trainer.step.divergence import TeacherRows
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.response_columns import to_columns, to_rows
 from hpcrl.trainer.step.routing_replay import How
@@ -35,25 +39,42 @@ OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
 class OtherWeights:
     """What stands beside the policy.
 
-    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer.  critic: a model of
-    its own, trained too.
+    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.  critic: a
+    model of its own, trained too.
     """
 
     reference: HostWeights | None = None
     old: HostWeights | None = None
+    teacher: HostWeights | None = None
     critic: Policy | None = None
 
 
 NONE = OtherWeights()
+#: name of a column -> field of `Packed`
+FIELDS = {"ref_log_probs": "reference", "log_probs": "old", "values": "values"}
+
+
+class Prepared(NamedTuple):
+    """share, steps: with the loss masks that are trained on; metrics: means over all their tokens, in slime's names."""
+
+    share: Share
+    steps: list[list[Packed]]
+    metrics: dict[str, float]
 
 
 def prepare(
-    policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], others: OtherWeights
-) -> dict[str, float]:
-    """Fill in what `Packed` has None for, as far as the options need it; collective.
+    policy: Policy,
+    options: Options,
+    share: Share,
+    pack: Callable[[Share], list[list[Packed]]],
+    others: OtherWeights,
+    hooks: TrainerHooks,
+) -> Prepared:
+    """Pack the share, and fill in what `Packed` has None for, as far as the options need it; collective.
 
-    Metrics, the same on every rank: means over all trained tokens of the rollout, in slime's names.
+    The same metrics on every rank.
     """
+    steps = pack(share)
     wanted, columns = needs(options), {}
     micro_batches = list(chain.from_iterable(steps))
 
@@ -63,24 +84,41 @@ def prepare(
 
     if wanted.reference:
         assert others.reference is not None
+        hooks.before_log_probs(policy, "ref_")
         columns["ref_log_probs"] = take("reference", _under(policy, options, steps, others.reference))
     if options.use_rollout_logprobs:
         columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
+        hooks.before_log_probs(policy, "")
         columns["log_probs"] = take("old", _under(policy, options, steps, others.old, OLD_PASS[routing(options)]))
+    if wanted.divergence:
+        assert others.teacher is not None
+        _give(micro_batches, "teacher", _teacher_rows(policy, options, steps, others.teacher))
+    if wanted.teacher:
+        columns["teacher_log_probs"] = _teacher_column(policy, options, share, steps, others.teacher)
+        columns["opd_reverse_kl"] = columns["log_probs"] - columns["teacher_log_probs"]
     if wanted.critic:
         assert others.critic is not None
         columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])
+    if hooks.edits_masks:
+        share = hooks.edited(share, columns, policy.ranks.device)
+        chosen = [packed.choices for packed in micro_batches]  # of the same rows, whatever their masks
+        steps = pack(share)
+        micro_batches = list(chain.from_iterable(steps))
+        _give(micro_batches, "choices", chosen)
+        for name, column in columns.items():
+            _give(micro_batches, FIELDS[name], to_rows(column, micro_batches))
     if wanted.advantages:
         found = compute_advantages(_rollout_batch(policy, share, columns, wanted), options)
         for name, column in found._asdict().items():
             if column is not None:
                 columns[name] = column
                 _give(micro_batches, name, to_rows(column, micro_batches))
-    return {} if not columns else _means(columns, torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device))
+    mask = torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device)
+    return Prepared(share, steps, _means(columns, mask) if columns else {})
 
 
-def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[torch.Tensor]) -> None:
+def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[Any]) -> None:
     for packed, value in zip(micro_batches, values, strict=True):
         setattr(packed, name, value)
 
@@ -105,6 +143,32 @@ def _under(
         return [found for step in steps for found in passes.logprobs(policy, options, step, experts)]
 
 
+def _teacher_column(
+    policy: Policy, options: Options, share: Share, steps: Sequence[Sequence[Packed]], teacher: HostWeights | None
+) -> torch.Tensor:
+    """The teacher's log-probs of the response tokens: from its weights, or as they came with the samples."""
+    if teacher is not None:
+        found = _under(policy, options, steps, teacher)
+        return to_columns(list(chain.from_iterable(steps)), found, len(share.batch.loss_mask), policy.ranks)
+    if "teacher_logprobs" not in share.batch.extra:
+        raise DataError(f"the samples of rollout {share.rollout_id} bring no log-probs of a teacher, --use-opd needs them")
+    return torch.tensor(share.batch.extra["teacher_logprobs"], device=policy.ranks.device)
+
+
+def _teacher_rows(
+    policy: Policy, options: Options, steps: Sequence[Sequence[Packed]], teacher: HostWeights
+) -> list[TeacherRows | None]:
+    """What is needed of the teacher for its whole distribution: one layer of it, and the states that go into that."""
+    weight = passes.output_weight(policy)
+    with teacher.swapped_in():
+        hidden = [found for step in steps for found in passes.hidden_states(policy, step)]
+    if weight is None:
+        return [None] * sum(map(len, steps))
+    own, direction = teacher.counterpart(weight), options.opd_kl_type
+    assert direction != "sampled"
+    return [TeacherRows(state, own, direction) for state in hidden]
+
+
 def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:
     """What an estimator sees: the table of all samples, and this data-parallel rank's responses."""
     device, table = policy.ranks.device, share.table
@@ -117,6 +181,7 @@ def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor
         mask=torch.tensor(share.batch.loss_mask != 0, device=device),
         old=columns.get("log_probs"),
         reference=columns.get("ref_log_probs"),
+        teacher=columns.get("teacher_log_probs"),
         values=columns.get("values"),
         baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
         total=_over_data_parallel,

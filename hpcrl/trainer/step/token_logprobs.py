@@ -14,13 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from hpcrl.trainer.step.divergence import TeacherRows, divergence
+
 
 class Tokens(NamedTuple):
-    """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token."""
+    """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token, and the KL
+    to a teacher where there is one."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     greedy: torch.Tensor
+    divergence: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,28 +47,36 @@ class Vocabulary:
 def tokens_of(
     hidden: torch.Tensor,
     labels: torch.Tensor,
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    logits: Callable[..., torch.Tensor],
     vocabulary: Vocabulary,
     temperature: float,
     rows: int,
+    teacher: TeacherRows | None = None,
 ) -> Tokens:
-    """`tokens` of logits(hidden), `rows` rows at a time (0 or less: all at once).
+    """`tokens` of logits(hidden), with the `divergence` to a teacher, `rows` rows at a time (0 or less: all at once).
 
-    hidden: [r, 1, hidden size]; labels: int64 [r]; logits: gives [rows, columns of this rank].  In several pieces none
-    keeps its logits: the backward pass computes them again.
+    hidden: [r, 1, hidden size]; labels: int64 [r]; logits: gives [rows, columns of this rank], under another weight if it is given
+    one.  In several pieces none keeps its logits: the backward pass computes them again.
     """
 
-    def piece(hidden: torch.Tensor, labels: torch.Tensor) -> Tokens:
-        return tokens(logits(hidden), labels, vocabulary, temperature)
+    def piece(hidden: torch.Tensor, labels: torch.Tensor, theirs: torch.Tensor | None = None) -> Tokens:
+        own = logits(hidden)
+        found = tokens(own, labels, vocabulary, temperature)
+        if teacher is None or theirs is None:
+            return found
+        with torch.no_grad():
+            wanted = logits(theirs.to(own.device), teacher.weight)
+        return found._replace(divergence=divergence(own, wanted, vocabulary, temperature, teacher.direction))
 
+    whole = (hidden, labels) if teacher is None else (hidden, labels, teacher.hidden)
     if rows <= 0 or len(labels) <= rows:
-        return piece(hidden, labels)
-    pieces = zip(hidden.split(rows), labels.split(rows), strict=True)
+        return piece(*whole)
+    pieces = zip(*(column.split(rows) for column in whole), strict=True)
     if torch.is_grad_enabled():
-        found = [checkpoint(piece, *both, use_reentrant=False, preserve_rng_state=False) for both in pieces]
+        found = [checkpoint(piece, *parts, use_reentrant=False, preserve_rng_state=False) for parts in pieces]
     else:
-        found = [piece(*both) for both in pieces]
-    return Tokens(*map(torch.cat, zip(*found, strict=True)))
+        found = [piece(*parts) for parts in pieces]
+    return Tokens(*(None if column[0] is None else torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float = 1.0) -> Tokens:

@@ -27,6 +27,7 @@ from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
 from hpcrl.trainer.megatron.output_head import Head
+from hpcrl.trainer.own_hooks import TrainerHooks
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
@@ -53,8 +54,16 @@ class StepTotals:
     comparable: bool
 
 
-def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: OtherWeights = NONE) -> dict[str, float]:
-    """Take all optimizer steps of `share`; collective.
+def train(
+    policy: Policy,
+    ranks: Ranks,
+    options: Options,
+    share: Share,
+    others: OtherWeights = NONE,
+    record: Callable[[Share, Sequence[Packed]], None] = lambda *_: None,
+    hooks: TrainerHooks | None = None,
+) -> dict[str, float]:
+    """Take all optimizer steps of `share`; collective.  record: is given it, with its micro-batches, in the end.
 
     Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
     maximum, of the learning rate the last.  HpcrlError, before a weight changes, when the batch does not fit the model;
@@ -64,11 +73,15 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
     whose = routing(options)
-    experts = given_experts(policy, share.batch) if whose == "engine" else None
     replay = None if whose == "own" else Difference.on(ranks.device)
     split = policy.config.sequence_parallel
-    steps = [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
-    before = prepare(policy, options, share, steps, others)
+    hooks = hooks or TrainerHooks(options, {})
+
+    def pack(share: Share) -> list[list[Packed]]:
+        experts = given_experts(policy, share.batch) if whose == "engine" else None
+        return [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
+
+    share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
     found: list[dict[str, float]] = []
     for number, micro_batches in enumerate(steps):
@@ -81,11 +94,13 @@ def train(policy: Policy, ranks: Ranks, options: Options, share: Share, others: 
         )
         row: dict[str, float] = {}
         if policy_steps(options, share):
+            hooks.before_step(policy, share.rollout_id, number)
             row |= _step(policy, ranks, options, micro_batches, step, _loss, replay=replay)
         if others.critic is not None:
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
+    record(share, [packed for step in steps for packed in step])
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
     changed = {} if replay is None or not policy_steps(options, share) else {"train/routing_changed": replay.share()}
     return before | _over_steps(found) | changed | times
@@ -173,6 +188,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
     found = passes.tokens_under(policy, options, packed, head)
     own = found.logprobs.detach()
     old = own if packed.old is None else packed.old
+    packed.trainer = own if options.use_rollout_logprobs else old
     pg_weights = policy_token_weights(packed.counts, options)
     group = parallel_state.get_context_parallel_group() if policy.ranks.cp_size > 1 else None
     return TokenBatch(
@@ -184,10 +200,11 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         weights=token_weights(packed.counts, options)[packed.sample],
         pg_weights=None if pg_weights is None else pg_weights[packed.sample],
         old=old,
-        trainer=own if options.use_rollout_logprobs else old,
+        trainer=packed.trainer,
         rollout=packed.rollout,
         advantages=packed.advantages,
         reference=packed.reference,
+        divergence=found.divergence,
         group=packed.group,
         reward=packed.reward,
         comparable=step.comparable,

@@ -1,0 +1,87 @@
+"""`hpcrl import`: a run script of slime's or vime's, or its arguments, as a recipe on standard output.
+
+Invariant: the script's text is read and its variables computed; nothing that it would start is started.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import UsageError, raise_together
+from hpcrl.slime.arguments import Translation, translate
+from hpcrl.slime.recipe_text import recipe_text, summary
+from hpcrl.slime.script import Script, run_script
+from hpcrl.slime.verbatim import broken_rules, name_of, split_arguments, split_program
+
+USAGE = """\
+usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
+       hpcrl import -- ARGUMENTS > RECIPE.toml
+
+  NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me
+  --models-dir DIR   slime's scripts/models, for a script that does not find it beside itself
+
+The script is sourced in a sandbox: no network, no file outside of a scratch directory is written, and what is no tool of
+text (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what became of each
+flag stands at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some cannot be honoured."""
+
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
+
+
+def import_script(argv: list[str]) -> int:
+    """The command."""
+    before, arguments = split_arguments(argv)
+    if "-h" in before or "--help" in before:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(before, {"models-dir": Kind("str"), "help": Kind("bool")})
+    if overrides:
+        raise UsageError(
+            f"--{next(iter(overrides)).replace('_', '-')} has no effect here", "write it into the recipe, or behind --"
+        )
+    if arguments is not None:
+        if words:
+            raise UsageError(f"both a script and arguments: {words[0]}", "give one of them")
+        program, given = split_program(arguments)
+        return _write(translate(given, program), name_of(given), "The arguments of train.py, translated by hpcrl import.", ())
+    if not words:
+        raise UsageError("no script given", "name it first: hpcrl import SCRIPT.sh > RECIPE.toml")
+    variables = dict(map(_variable, words[1:]))
+    file = Path(words[0])
+    script = run_script(file, variables, Path(own["models-dir"]) if "models-dir" in own else None)
+    about = f"{file.name}, translated by hpcrl import."
+    return _write(translate(with_environment(script), script.program), name_of_script(file), about, script.notes)
+
+
+def _variable(word: str) -> tuple[str, str]:
+    if not (found := _VARIABLE.fullmatch(word)):
+        raise UsageError(f"{word} is no NAME=VALUE", "after the script come the variables that it reads")
+    return found[1], found[2]
+
+
+def with_environment(script: Script) -> list[str]:
+    """The arguments of a script, with what its environment says beyond what hpcrl sets by itself."""
+    import json
+
+    words = list(script.arguments)
+    if script.environment and "--train-env-vars" not in words:
+        words += ["--train-env-vars", json.dumps(script.environment)]
+    return words
+
+
+def name_of_script(file: Path) -> str:
+    """A name for the run: run-qwen3-4B.sh is qwen3-4b."""
+    return re.sub(r"[^a-z0-9._-]+", "-", re.sub(r"^run[-_]", "", file.stem.lower())).strip("-.") or "imported"
+
+
+def _write(translation: Translation, name: str, about: str, notes: Sequence[str]) -> int:
+    """Print the recipe, and say on standard error what is not simply kept; UsageError for what cannot be honoured."""
+    print(recipe_text(translation, name, about, notes), end="")
+    for line in [*(line for line in summary(translation) if not line.startswith("refused")), *notes]:
+        print(f"hpcrl: note: {line}", file=sys.stderr)
+    raise_together([*translation.wrong, *broken_rules(translation, {})])
+    return 0

@@ -1,0 +1,201 @@
+"""The samples of a run as files, for those who look from outside.
+
+    samples/00000012.jsonl              what was asked, answered and earned in rollout 12, written by the rollout process
+    samples/eval-NAME-12.jsonl          the same of an evaluation after it
+    samples/trained/00000012.jsonl      what the trainer made of each, in the same order: `Trained`
+    samples/trained/00000012.tokens-0.safetensors   token by token (--save-token-data), a file for each data-parallel rank
+
+Invariants: reading never fails because of what a file holds: a line that is torn or damaged is left out and counted; a file is
+read line by line, and what is kept of it does not grow with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from hpcrl.run.rundir import write_atomic
+
+T = TypeVar("T")
+
+LONGEST = 1 << 26  #: bytes of a line; a longer one counts as damaged
+LARGEST = 1 << 34  #: bytes of a file of tokens that is read
+#: name -> dtype of the columns of a file of tokens; `own` and `response_length` have one row a sample, the others one a token
+COLUMNS = {
+    "own": "int32",
+    "response_length": "int32",
+    "tokens": "int32",
+    "mask": "uint8",
+    "engine": "float32",
+    "trainer": "float32",
+    "advantage": "float32",
+}
+
+
+class Record(msgspec.Struct):
+    """One sample, as the rollout process wrote it."""
+
+    group: int = 0
+    index: int = 0
+    prompt: Any = None
+    response: str = ""
+    label: Any = None
+    reward: float = 0.0
+    rewards: dict[str, float] = {}
+    baseline: float | None = None
+    prompt_len: int = 0
+    response_len: int = 0
+    status: str = ""
+    versions: list[int] = []
+    grading: str = ""
+    grading_error: str = ""
+
+
+class Trained(msgspec.Struct, omit_defaults=True):
+    """What the trainer made of a sample, over its trained tokens; means, and the greatest difference.
+
+    tokens: how many; advantage: None where the loss has none; trainer, engine: log-probs, the engine's None where nothing was
+    sampled; differ, differ_max: absolute difference of the two.
+    """
+
+    group: int
+    index: int
+    tokens: int
+    trainer: float
+    advantage: float | None = None
+    engine: float | None = None
+    differ: float | None = None
+    differ_max: float | None = None
+
+
+@dataclass
+class Look:
+    """A sample with what the trainer made of it.  at: its place in the rollout."""
+
+    at: int
+    record: Record
+    trained: Trained | None = None
+
+
+@dataclass
+class Reading:
+    """damaged: lines that could not be read."""
+
+    damaged: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+# ---- names
+
+
+def samples_file(stage: Path, step: int, held_out: str | None = None) -> Path:
+    return stage / "samples" / (f"{step:08d}.jsonl" if held_out is None else f"eval-{held_out}-{step}.jsonl")
+
+
+def trained_file(stage: Path, step: int) -> Path:
+    return stage / "samples" / "trained" / f"{step:08d}.jsonl"
+
+
+def tokens_file(stage: Path, step: int, rank: int) -> Path:
+    return stage / "samples" / "trained" / f"{step:08d}.tokens-{rank}.safetensors"
+
+
+def steps_of(stage: Path, held_out: str | None = None) -> list[int]:
+    """The steps that there are samples of, ascending; of evaluations those of the set `held_out`."""
+    pattern = r"(\d{8,})\.jsonl" if held_out is None else rf"eval-{re.escape(held_out)}-(-?\d{{1,18}})\.jsonl"
+    try:
+        names = [path.name for path in (stage / "samples").iterdir()]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(pattern, name)))
+
+
+def held_out_sets(stage: Path) -> list[str]:
+    """The names of the evaluations that there are samples of."""
+    try:
+        names = [path.name for path in (stage / "samples").iterdir()]
+    except OSError:
+        return []
+    return sorted({match[1] for name in names if (match := re.fullmatch(r"eval-(.+)-(-?\d+)\.jsonl", name))})
+
+
+# ---- reading
+
+
+def read_looks(stage: Path, step: int, held_out: str | None = None, reading: Reading | None = None) -> Iterator[Look]:
+    """Every sample of a step, in order."""
+    beside = _lines(trained_file(stage, step), Trained) if held_out is None else iter(())
+    for at, record in enumerate(_lines(samples_file(stage, step, held_out), Record)):
+        trained = next(beside, None)
+        if record is None:
+            if reading is not None:
+                reading.damaged += 1
+            continue
+        fits = trained is not None and (trained.group, trained.index) == (record.group, record.index)
+        yield Look(at, record, trained if fits else None)
+
+
+def _lines(path: Path, kind: type[T]) -> Iterator[T | None]:
+    """A line after another, None for one that is damaged."""
+    decode = msgspec.json.Decoder(kind, strict=False).decode
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(LONGEST):
+                try:
+                    yield decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    yield None
+    except OSError:
+        return
+
+
+# ---- the trainer's side
+
+
+def write_trained(stage: Path, step: int, found: Sequence[Trained]) -> None:
+    """Write the file of a step, whole.  HpcrlError if the disk does not take it."""
+    path = trained_file(stage, step)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(path, b"".join(msgspec.json.encode(row) + b"\n" for row in found))
+
+
+def write_tokens(stage: Path, step: int, rank: int, columns: dict[str, np.ndarray]) -> None:
+    """Write a file of tokens, whole.  columns: see COLUMNS.  HpcrlError if the disk does not take it."""
+    from safetensors.numpy import save
+
+    path = tokens_file(stage, step, rank)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(path, save({name: np.ascontiguousarray(columns[name], kind) for name, kind in COLUMNS.items()}))
+
+
+def read_tokens(stage: Path, step: int, wanted: int) -> dict[str, np.ndarray] | None:
+    """The token columns of the sample at the place `wanted` of a step, without `own`; None where there are none, or they are damaged."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    rank = 0
+    while (path := tokens_file(stage, step, rank)).is_file():
+        rank += 1
+        try:
+            if path.stat().st_size > LARGEST:
+                continue
+            columns = load_file(path)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            continue
+        if {name: str(column.dtype) for name, column in columns.items()} != COLUMNS:
+            continue
+        lengths = columns["response_length"].astype(np.int64)
+        places = np.flatnonzero(columns["own"] == wanted)
+        sizes = {columns[name].shape for name in COLUMNS if name not in ("own", "response_length")}
+        whole = len(lengths) == len(columns["own"]) and (lengths >= 0).all() and sizes == {(int(lengths.sum()),)}
+        if whole and len(places):
+            end = int(lengths[: places[0] + 1].sum())
+            span = slice(end - int(lengths[places[0]]), end)
+            return {name: columns[name][span] for name in COLUMNS if name not in ("own", "response_length")}
+    return None

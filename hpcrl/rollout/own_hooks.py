@@ -1,0 +1,224 @@
+"""The rollout process's own hooks of the user's: what is called when, with slime's names and meanings.
+
+    every sample          --rollout-sample-hook-path, before its reward
+    a rollout's groups    --rollout-sample-filter-path, --rollout-all-samples-process-path
+    its numbers           --custom-rollout-log-function-path, --custom-eval-rollout-log-function-path
+    what the trainer gets --custom-reward-post-process-path, --custom-convert-samples-to-train-data-path
+
+Invariants: what the hook of a sample raises costs that sample its reward, and nothing else; what another raises is one error that
+names its option; whatever they return is checked before anybody relies on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config.dotted_path import named, said_of, settled, short, trace_of
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import spelled
+from hpcrl.errors import DataError, HpcrlError
+from hpcrl.sample import TRUNCATED, Sample, SampleBatch
+
+#: what slime's train data may hold -> whether it must
+TRAIN_DATA = {
+    "tokens": True,
+    "response_lengths": True,
+    "rewards": True,
+    "loss_masks": False,
+    "rollout_log_probs": False,
+    "raw_reward": False,
+    "truncated": False,
+    "sample_indices": False,
+}
+
+
+class BadSample(Exception):
+    """What a sample's hook has done to it.  trace: the traceback of the user's code, "" if it raised nothing."""
+
+    def __init__(self, text: str, trace: str = "") -> None:
+        super().__init__(text)
+        self.text, self.trace = text, trace
+
+
+class RolloutHooks:
+    """The hooks of a run; those that are not given do nothing.  rollout_id: the rollout that is being made."""
+
+    def __init__(self, options: Options, own: Mapping[str, list[Callable[..., Any]]]) -> None:
+        """own: of `plugin_points.load_points`."""
+        self._options, self._own = options, own
+        self.rollout_id = 0
+
+    def has(self, name: str) -> bool:
+        return name in self._own
+
+    def _shown(self, name: str) -> str:
+        return f"{spelled(name)} {getattr(self._options, name)}"
+
+    async def _call(self, name: str, *given: Any) -> Any:
+        (function,) = self._own[name]
+        with named(self._shown(name)):
+            return await settled(function(*given))
+
+    # ---- a sample
+
+    async def before_reward(self, sample: Sample, evaluation: bool) -> None:
+        """Let every hook see, change or replace the sample, in order.  BadSample if one raises or leaves no whole sample."""
+        paths = self._options.rollout_sample_hook_path
+        for path, function in zip(paths, self._own.get("rollout_sample_hook_path", ()), strict=False):
+            shown = f"--rollout-sample-hook-path {path}"
+            try:
+                found = await settled(function(self._options, sample, rollout_id=self.rollout_id, evaluation=evaluation))
+            except Exception as error:
+                raise BadSample(f"{shown} raised {said_of(error)}", trace_of(error)) from error
+            if found is not None and not isinstance(found, Sample):
+                raise BadSample(f"{shown} returned {short(found)}, a Sample or nothing is wanted")
+            if found is not None and found is not sample:
+                for field in dataclasses.fields(Sample):
+                    if field.name not in ("group", "index"):
+                        setattr(sample, field.name, getattr(found, field.name))
+            size = sample.response_length
+            if any(len(part) != size for part in (sample.loss_mask, sample.logprobs, sample.versions)) or size > len(
+                sample.tokens
+            ):
+                raise BadSample(f"{shown} left a sample of {size} response tokens whose columns have other lengths")
+
+    # ---- a rollout
+
+    async def filter(self, samples: Sequence[Sample], dropped: Sequence[Sample] = (), source: Any = None) -> None:
+        """Let the filter set `remove_sample`, and take those out of the loss; then show everything, what was dropped included."""
+        if self.has("rollout_sample_filter_path"):
+            await self._call("rollout_sample_filter_path", self._options, _groups(samples))
+        for sample in samples:
+            if sample.remove_sample:
+                sample.loss_mask = np.zeros_like(sample.loss_mask)
+        if self.has("rollout_all_samples_process_path"):
+            every = sorted([*samples, *dropped], key=lambda sample: (sample.group, sample.index))
+            await self._call("rollout_all_samples_process_path", self._options, _groups(every), source)
+
+    async def log(self, samples: list[Sample], metrics: dict[str, float], seconds: float) -> dict[str, float]:
+        """The metrics to log.  True from the function leaves out those of rollout/ that were there before it."""
+        if not self.has("custom_rollout_log_function_path"):
+            return metrics
+        before = set(metrics)
+        given = (self.rollout_id, self._options, samples, metrics, seconds)
+        instead = await self._call("custom_rollout_log_function_path", *given)
+        _numbers(metrics, self._shown("custom_rollout_log_function_path"))
+        return {
+            name: value for name, value in metrics.items() if not (instead and name in before and name.startswith("rollout/"))
+        }
+
+    async def log_evaluation(self, samples: Mapping[str, list[Sample]], found: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """The results to log, by set.  True from the function leaves of each set only how many responses there were."""
+        if not self.has("custom_eval_rollout_log_function_path"):
+            return found
+        data = {
+            name: {
+                "rewards": [sample.reward for sample in some],
+                "truncated": [sample.status == TRUNCATED for sample in some],
+                "samples": some,
+            }
+            for name, some in samples.items()
+        }
+        before = {name: set(row) for name, row in found.items()}
+        instead = await self._call("custom_eval_rollout_log_function_path", self.rollout_id, self._options, data, found)
+        for row in found.values():
+            _numbers(row, self._shown("custom_eval_rollout_log_function_path"))
+        if not instead:
+            return found
+        return {
+            name: {key: value for key, value in row.items() if key not in before.get(name, ()) or key == "n"}
+            for name, row in found.items()
+        }
+
+    # ---- what the trainer gets
+
+    async def batch(self, samples: list[Sample], metrics: dict[str, float]) -> SampleBatch:
+        """The samples as columns, with the rewards that the trainer is to see."""
+        rewards = await self._rewards(samples, metrics)
+        if rewards is not None:
+            samples = [dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)]
+        if not self.has("custom_convert_samples_to_train_data_path"):
+            return SampleBatch.of(samples)
+        found = await self._call("custom_convert_samples_to_train_data_path", self._options, samples)
+        shown = self._shown("custom_convert_samples_to_train_data_path")
+        if isinstance(found, Mapping):
+            found = _from_train_data(found, samples, shown)
+        if isinstance(found, list) and all(isinstance(sample, Sample) for sample in found):
+            found = SampleBatch.of(found)
+        if not isinstance(found, SampleBatch) or len(found) != len(samples):
+            count = f" of {len(found)}" if isinstance(found, SampleBatch | list) else ""
+            raise HpcrlError(f"{shown} returned {type(found).__name__}{count}, train data of {len(samples)} samples is wanted")
+        return found
+
+    async def _rewards(self, samples: list[Sample], metrics: dict[str, float]) -> list[float] | None:
+        name = "custom_reward_post_process_path"
+        if not self.has(name):
+            return None
+        found = await self._call(name, self._options, samples)
+        try:
+            raw, processed = ([float(value) for value in part] for part in found)
+            if len(raw) != len(samples) or len(processed) != len(samples) or not all(map(math.isfinite, [*raw, *processed])):
+                raise ValueError
+        except (TypeError, ValueError) as error:
+            what = f"two lists of {len(samples)} finite numbers are wanted: raw and processed rewards"
+            raise HpcrlError(f"{self._shown(name)} returned {short(found)}; {what}") from error
+        metrics["rollout/raw_reward"] = sum(raw) / max(len(raw), 1)
+        return processed
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples in the order of their groups as a list for each group."""
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
+
+
+def _numbers(row: dict[str, Any], shown: str) -> None:
+    """Make every value a float.  HpcrlError if one is no finite number."""
+    for name, value in row.items():
+        if value is None:
+            continue
+        try:
+            row[name] = float(value)
+        except (TypeError, ValueError):
+            row[name] = math.nan
+        if not isinstance(name, str) or not math.isfinite(row[name]):
+            raise HpcrlError(f"{shown} left metric {name!r} = {short(value)}, which is no finite number")
+
+
+def _from_train_data(data: Mapping[str, Any], samples: Sequence[Sample], shown: str) -> list[Sample]:
+    """Samples of slime's train data: a list under each name, an entry for each sample, in order."""
+    if strange := sorted(set(data) - set(TRAIN_DATA)):
+        raise HpcrlError(
+            f"{shown} returned {', '.join(map(str, strange))}, which the trainer does not read",
+            f"it reads {', '.join(TRAIN_DATA)}",
+        )
+    if missing := [name for name, must in TRAIN_DATA.items() if must and name not in data]:
+        raise HpcrlError(f"{shown} returned no {', '.join(missing)}")
+    if wrong := [name for name, part in data.items() if not hasattr(part, "__len__") or len(part) != len(samples)]:
+        raise HpcrlError(f"{shown} returned {wrong[0]} of another length than the {len(samples)} samples")
+    found = []
+    for number, sample in enumerate(samples):
+        try:
+            size = int(data["response_lengths"][number])
+            mask = data["loss_masks"][number] if "loss_masks" in data else np.ones(size)
+            logprobs = data["rollout_log_probs"][number] if "rollout_log_probs" in data else sample.logprobs
+            one = dataclasses.replace(
+                sample,
+                tokens=np.asarray(data["tokens"][number], np.int32),
+                response_length=size,
+                loss_mask=np.asarray(mask, np.uint8),
+                logprobs=np.asarray(logprobs, np.float32),
+                versions=np.full(size, sample.versions.min() if len(sample.versions) else 0, np.int32),
+                reward=float(data["rewards"][number]),
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise HpcrlError(f"{shown} returned train data of sample {number} that cannot be read: {error}") from error
+        if len(one.loss_mask) != size or len(one.logprobs) != size or not 0 <= size <= len(one.tokens):
+            raise DataError(f"{shown} returned {size} response tokens of sample {number}, and columns of other lengths")
+        found.append(one)
+    return found

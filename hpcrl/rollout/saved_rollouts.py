@@ -1,0 +1,222 @@
+"""Rollouts in files, to be trained from again: --save-debug-rollout-data and --load-debug-rollout-data.
+
+    magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole rollout
+    (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
+
+Invariants: what is read is what was written, bit for bit, so training from it gives the same losses; nothing is unpickled, and
+whatever a file holds, `read_rollout` returns whole samples or raises DataError and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DataError
+from hpcrl.queue.share_format import Share, WireError, decode, encode
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.run.rundir import write_atomic
+from hpcrl.sample import STATUSES, Sample, SampleBatch
+
+MAGIC = b"HPCRLRO1"
+LARGEST = 1 << 37  #: bytes of a file that is read
+FRAMES = 64  #: at most
+_HEAD = struct.Struct("<8sI")
+_SIZE = struct.Struct("<Q")
+
+
+class Words(msgspec.Struct, forbid_unknown_fields=True):
+    """What a sample has beside the columns of its share."""
+
+    prompt: Any = None
+    response: str = ""
+    label: Any = None
+    metadata: dict[str, Any] = {}
+    rewards: dict[str, float] = {}
+    grading: str = ""
+    grading_error: str = ""
+
+
+class SavedRollout(NamedTuple):
+    """The samples of one rollout, by group and index, meant for policy `version`."""
+
+    rollout_id: int
+    version: int
+    samples: list[Sample]
+
+
+def file_of(template: str, rollout_id: int) -> Path:
+    """The file of a rollout."""
+    return Path(template.format(rollout_id=rollout_id))
+
+
+# ---- one file
+
+
+def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[Sample]) -> None:
+    """Write the file, whole.  HpcrlError if the disk does not take it."""
+    batch = SampleBatch.of(list(samples))
+    whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
+    words = [Words(*(getattr(sample, name) for name in Words.__struct_fields__)) for sample in samples]
+    frames = [*map(bytes, encode(whole)), msgspec.msgpack.encode(words)]
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    head = _HEAD.pack(MAGIC, len(frames)) + b"".join(_SIZE.pack(len(frame)) for frame in frames)
+    write_atomic(path, b"".join([head, *frames]))
+
+
+def read_rollout(path: Path) -> SavedRollout:
+    """The rollout in a file.  DataError if it is not there, or is not what `write_rollout` writes."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise DataError(f"{path} has more than {LARGEST >> 30} GiB", "is this a file of --save-debug-rollout-data?")
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"--load-debug-rollout-data {path}: {error.strerror}") from error
+    try:
+        *frames, words = _frames(memoryview(data))
+        share = decode(frames)
+        every = msgspec.msgpack.decode(words, type=list[Words])
+        if len(every) != len(share.batch) or not np.array_equal(share.own, np.arange(len(share.table))):
+            raise ValueError(f"{len(every)} samples in words, {len(share.batch)} in columns, of {len(share.table)}")
+        samples = [_sample(share.batch.take([number]), words) for number, words in enumerate(every)]
+    except (WireError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        what = error.what if isinstance(error, WireError) else str(error)
+        raise DataError(f"{path} is damaged, or no file of --save-debug-rollout-data: {what}") from error
+    return SavedRollout(share.rollout_id, share.version, samples)
+
+
+def _frames(data: memoryview) -> list[memoryview]:
+    """The frames, which must fill the file.  ValueError otherwise."""
+    if len(data) < _HEAD.size:
+        raise ValueError("it is too short")
+    magic, count = _HEAD.unpack_from(data)
+    if magic != MAGIC or not 2 <= count <= FRAMES or len(data) < _HEAD.size + count * _SIZE.size:
+        raise ValueError("it does not begin as one")
+    sizes = [_SIZE.unpack_from(data, _HEAD.size + number * _SIZE.size)[0] for number in range(count)]
+    at = _HEAD.size + count * _SIZE.size
+    if at + sum(sizes) != len(data):
+        raise ValueError(f"it has {len(data)} bytes, its head declares {at + sum(sizes)}")
+    found = []
+    for size in sizes:
+        found.append(data[at : at + size])
+        at += size
+    return found
+
+
+def _sample(one: SampleBatch, words: Words) -> Sample:
+    """The only sample of a batch."""
+    row = one.rows[0]
+    return Sample(
+        group=int(row["group"]),
+        index=int(row["index"]),
+        tokens=one.tokens,
+        response_length=int(row["response_length"]),
+        loss_mask=one.loss_mask,
+        logprobs=one.logprobs,
+        versions=one.versions,
+        reward=float(row["reward"]),
+        baseline=float(row["baseline"]),
+        status=STATUSES[int(row["status"])],
+        extra=one.extra,
+        **msgspec.structs.asdict(words),
+    )
+
+
+# ---- a run from files
+
+
+class SavedRollouts:
+    """In place of prompts and engines: a source whose groups, and a sampler whose samples, come from files.
+
+    Rollout k of the run is the file of rollout k; its groups are numbered on through the run, in the order that they had.  A policy
+    version counts as it did, reckoned from the version that the rollout was meant for.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """DataError unless the first file can be read and fits the options."""
+        assert options.load_debug_rollout_data is not None
+        self.template, self.total = options.load_debug_rollout_data, options.num_rollout or 0
+        self._groups, self._each = options.rollout_batch_size, options.n_samples_per_prompt
+        self._next = 0  # the number of the group that is handed out next
+        self._read: dict[int, tuple[int, list[list[Sample]]]] = {}  # rollout -> version, samples of each response in order
+        self._responses(0)
+
+    def __str__(self) -> str:
+        return f"{self.total} rollouts from {self.template}"
+
+    def _responses(self, rollout_id: int) -> tuple[int, list[list[Sample]]]:
+        """(policy version, the samples of each response by group and index) of a file.  DataError if it does not fit."""
+        if rollout_id not in self._read:
+            path = file_of(self.template, rollout_id)
+            found = read_rollout(path)
+            by_key: dict[tuple[int, int], list[Sample]] = {}
+            for sample in found.samples:
+                by_key.setdefault((sample.group, sample.index), []).append(sample)
+            groups = sorted({group for group, _ in by_key})
+            if len(groups) != self._groups or set(by_key) != {(group, i) for group in groups for i in range(self._each)}:
+                each = sorted({sum(number == group for number, _ in by_key) for group in groups})
+                raise DataError(
+                    f"{path} holds {len(groups)} groups of {' or '.join(map(str, each))}, "
+                    f"the options ask for {self._groups} of {self._each}",
+                    "give --rollout-batch-size and --n-samples-per-prompt as they were",
+                )
+            self._read = {number: read for number, read in self._read.items() if number == rollout_id - 1}
+            self._read[rollout_id] = found.version, [by_key[key] for key in sorted(by_key)]
+        return self._read[rollout_id]
+
+    def _response(self, number: int, index: int) -> tuple[int, list[Sample]]:
+        """(policy version, samples) of a response of group `number`."""
+        rollout_id, place = divmod(number, self._groups)
+        version, responses = self._responses(rollout_id)
+        return version, responses[place * self._each + index]
+
+    # ---- as a source
+
+    def take(self, count: int) -> list[Group]:
+        """The next `count` groups.  DataError if a file is missing or damaged."""
+        taken = self.again(range(self._next, self._next + count))
+        self._next += count
+        return taken
+
+    def again(self, numbers: Sequence[int]) -> list[Group]:
+        """The groups that have these numbers, by number."""
+        for number in numbers:
+            self._response(number, 0)
+        return [Group(number, None) for number in sorted(numbers)]  # type: ignore[arg-type]  (nothing is asked of the prompt)
+
+    def state(self) -> dict[str, Any]:
+        """Which group is next, as plain JSON."""
+        return {"next_group": self._next}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with the file after the rollout that `state` was taken after, in a run that sampled too."""
+        self._next = (int(state["rollout_id"]) + 1) * self._groups
+
+    # ---- as a sampler
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        """The samples of one response as they were saved."""
+        if asked.index == GREEDY:
+            return [self._greedy(asked)]
+        version, found = self._response(asked.group.number, asked.index)
+        later = np.int32(asked.version - version)
+        return [replace(sample, group=asked.group.number, versions=sample.versions + later) for sample in found]
+
+    def _greedy(self, asked: Asked) -> Sample:
+        """A sample whose reward is the greedy response's.  DataError if none was saved."""
+        sample = self._response(asked.group.number, 0)[1][0]
+        if math.isnan(sample.baseline):
+            raise DataError(
+                f"{self.template}: group {sample.group} has no greedy response, which the estimator needs",
+                "save the rollouts with the same --advantage-estimator",
+            )
+        return replace(sample, group=asked.group.number, index=GREEDY, reward=sample.baseline)

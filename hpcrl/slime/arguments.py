@@ -1,0 +1,207 @@
+"""slime's and vime's arguments, verbatim -> options of hpcrl's, with a line on what became of each flag.
+
+    translate(["--hf-checkpoint", "/models/Qwen3-4B", "--sglang-mem-fraction-static", "0.7", ...])
+
+Invariant: no word is dropped without a line that says why; what cannot be honoured is told all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import build_options
+from hpcrl.config.rules.option_rules import inert
+from hpcrl.config.setting_names import own
+from hpcrl.config.unknown_names import nearest
+from hpcrl.errors import UsageError
+from hpcrl.slime.flag_table import other_defaults, says_default, verdicts
+from hpcrl.slime.readers import READERS, Given, Reading
+
+ASYNC = "train_async.py"
+SAYS_NOTHING = "it only says what holds anyway"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one flag.  flag: "" where slime's default was set; given: as it stood; options: the names that it set."""
+
+    flag: str
+    given: str
+    reading: Reading
+    options: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The line, for a person."""
+        arrow = f" -> {' '.join(self.reading.words)}" if self.reading.outcome == "translated" else ""
+        why = f": {self.reading.why}" if self.reading.why else ""
+        return f"{self.given}{arrow}{why}"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """values: options by name, as a recipe has them; lines: one for each flag, in the order given; wrong: what cannot be honoured."""
+
+    values: dict[str, Any]
+    lines: tuple[Line, ...]
+    wrong: tuple[UsageError, ...] = ()
+
+    def of(self, *outcomes: str) -> list[Line]:
+        """The lines of these outcomes."""
+        return [line for line in self.lines if line.reading.outcome in outcomes]
+
+
+@dataclass
+class _Found:
+    """What is being gathered."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    wrong: list[UsageError] = field(default_factory=list)
+
+
+def translate(words: Sequence[str], program: str = "train.py") -> Translation:
+    """The arguments of train.py, or of train_async.py if `program` says so.
+
+    Nothing is raised: `wrong` holds what cannot be honoured; rules that join options are checked where the recipe is resolved.
+    """
+    found = _Found()
+    try:
+        given = split_flags(words)
+    except UsageError as error:
+        return Translation({}, (), (error,))
+    if program == ASYNC:
+        _take(ASYNC, {ASYNC: []}, found)
+    for flag in given:
+        _take(flag, given, found)
+    for flag, value in other_defaults().items():
+        if flag not in given and own()[flag].field not in found.values:
+            _set_default(flag, value, found)
+    _drop_inert(found)
+    return Translation(found.values, tuple(found.lines), tuple(found.wrong))
+
+
+def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
+    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse."""
+    given: dict[str, list[str]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word[2:].partition("=")
+            flag = flag.replace("_", "-")
+            given.pop(flag, None)
+            given[flag] = [value] if equals else []
+        elif flag:
+            given[flag].append(word)
+        else:
+            raise UsageError(f"{word} belongs to no flag", "what follows -- are the arguments of train.py")
+    return given
+
+
+def _take(flag: str, given: Given, found: _Found) -> None:
+    """Store what one flag means, or what is wrong with it."""
+    shown = " ".join([flag if flag == ASYNC else f"--{flag}", *given[flag]])
+    reading = read_flag(flag, given)
+    values: dict[str, Any] = {}
+    if reading.words:
+        try:
+            values = _parsed(reading.words)
+        except UsageError as error:
+            reading = _refused(shown, reading, error)
+    found.lines.append(Line(flag, shown, reading, tuple(_names(values))))
+    if reading.outcome == "refused":
+        found.wrong.append(UsageError(f"{shown}: {reading.why}"))
+    for name, value in values.items():
+        found.values[name] = {**found.values.get(name, {}), **value} if name in ("megatron", "vllm") else value
+
+
+def _refused(shown: str, reading: Reading, error: UsageError) -> Reading:
+    why = "; ".join(filter(None, [error.what, error.hint]))
+    return Reading("refused", (), why.removeprefix(shown).removeprefix(reading.words[0]).removeprefix(": ").strip())
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    values, _, rest = parse_flags(words)
+    if rest:
+        raise UsageError(f"{words[0]} takes no such words: {' '.join(rest)}")
+    return values
+
+
+def _names(values: dict[str, Any]) -> Iterator[str]:
+    """Options, those of a table with its name before them."""
+    for name, value in values.items():
+        if name in ("megatron", "vllm"):
+            yield from (f"{name}.{key}" for key in value)
+        else:
+            yield name
+
+
+def read_flag(flag: str, given: Given) -> Reading:
+    """What one flag means here, by its verdict; without looking at whether its value is right."""
+    verdict, words = verdicts().get(flag), given[flag]
+    if verdict is None:
+        return _unlisted(flag, words)
+    if verdict.way == "option" or (verdict.way == "later" and flag in own()):
+        return Reading("kept", (f"--{flag}", *words))
+    if verdict.way == "reader":
+        return READERS[verdict.text](flag, given)
+    if verdict.way == "is":
+        return Reading("translated", (f"--{verdict.text}", *words))
+    if verdict.way == "needless":
+        return Reading("needless", (), verdict.text)
+    if flag == ASYNC and "loop" in Options.model_fields:
+        return Reading("translated", ("--loop", "async"))
+    if says_default(verdict, list(words)):
+        return Reading("needless", (), SAYS_NOTHING)
+    return Reading("refused", (), verdict.text)
+
+
+def _unlisted(flag: str, words: Sequence[str]) -> Reading:
+    """A flag that is none of slime's own: an option of hpcrl's, of Megatron's or of vLLM's, or unknown."""
+    if flag.startswith("sglang-") and flag not in own():
+        name = flag.removeprefix("sglang-")
+        close = nearest(f"vllm-{name}", [verdict.text for verdict in verdicts().values() if verdict.way == "is"])
+        hint = f"; did you mean --{close}?" if close else ""
+        return Reading("refused", (), f"the engines are vLLM's, whose settings are written --vllm-...{hint}")
+    return Reading("kept", (f"--{flag}", *words))
+
+
+def _set_default(flag: str, value: str, found: _Found) -> None:
+    option = own()[flag].field
+    mine = Options.model_fields[option].get_default(call_default_factory=True)
+    why = f"slime's default, set because hpcrl's is {mine}"
+    found.values |= _parsed([f"--{flag}", value])
+    found.lines.append(Line("", f"--{flag} {value}", Reading("kept", (f"--{flag}", value), why), (option,)))
+
+
+def _drop_inert(found: _Found) -> None:
+    """Leave out what has no effect in this combination: slime takes such flags, so that they pass, with a line that says why."""
+    while True:
+        try:
+            options = build_options(found.values)
+        except UsageError:
+            return
+        defaults = {name: info.get_default(call_default_factory=True) for name, info in Options.model_fields.items()}
+        without = {name: why for name, why in _inert(options).items() if name in found.values}
+        dropped = {name: why for name, why in without.items() if found.values[name] != defaults[name]}
+        if not dropped:
+            return
+        for name in dropped:
+            del found.values[name]
+        found.lines[:] = [_without(line, dropped) for line in found.lines if line.flag or not set(line.options) & set(dropped)]
+
+
+def _inert(options: Options) -> dict[str, str]:
+    try:
+        return inert(options)
+    except (KeyError, ZeroDivisionError):  # an unknown algorithm, or a layout that does not divide: the rules will say so
+        return {}
+
+
+def _without(line: Line, dropped: dict[str, str]) -> Line:
+    heads = [name.partition(".")[0] for name in line.options]
+    why = next((dropped[head] for head in heads if head in dropped), None)
+    return line if why is None else replace(line, reading=Reading("needless", (), f"no effect: {why}"), options=())

@@ -1,0 +1,182 @@
+"""Flags of slime's whose value decides what becomes of them: a function each, named in flags.toml.
+
+A reader gets the flag's words and all other flags that were given, and says what to write here instead.
+
+Invariant: pure functions of the words; what a reader cannot translate exactly it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrl.config.setting_names import own
+from hpcrl.slime.flag_table import verdicts
+
+Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the words after it
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What becomes of one flag.  words: the command line that says the same here, () if nothing needs to be said."""
+
+    outcome: Literal["kept", "translated", "needless", "refused"]
+    words: tuple[str, ...] = ()
+    why: str = ""
+
+
+def one(given: Given, flag: str, default: str = "") -> str:
+    """The one word after a flag."""
+    words = given.get(flag, ())
+    return words[0] if len(words) == 1 else default
+
+
+def eval_prompt_data(flag: str, given: Given) -> Reading:
+    """NAME PATH pairs are the same here; slime reads a single path as the set "aime"."""
+    words = tuple(given[flag])
+    if len(words) != 1:
+        return Reading("kept", (f"--{flag}", *words))
+    return Reading("translated", (f"--{flag}", "aime", words[0]), "a path without a name is the set aime, as in slime")
+
+
+def over_sampling(flag: str, given: Given) -> Reading:
+    """As many groups as a rollout needs is slime's default, and says nothing."""
+    if flag in own():
+        return Reading("kept", (f"--{flag}", *given[flag]))
+    if one(given, flag) == one(given, "rollout-batch-size"):
+        return Reading("needless", (), "it is --rollout-batch-size: no more groups are sampled than are needed")
+    return Reading("refused", (), "as many groups are sampled as a rollout needs")
+
+
+_FUNCTIONS = {
+    "rollout.sglang_rollout.generate_rollout": "it is slime's own default",
+    "rollout.vllm_rollout.generate_rollout": "it is vime's own default",
+    "rollout.sft_rollout.generate_rollout": "--loss-type sft_loss learns what the prompt file holds",
+}
+
+
+def _tail(path: str) -> str:
+    """A dotted path without the name of the package, slime or vime."""
+    return path.partition(".")[2] if path.partition(".")[0] in ("slime", "vime") else path
+
+
+def rollout_function(flag: str, given: Given) -> Reading:
+    """slime's own functions have their place here; another one waits for an option of that name."""
+    path = one(given, flag)
+    tail = _tail(path)
+    if tail == "rollout.sft_rollout.generate_rollout" and one(given, "loss-type") != "sft_loss":
+        return Reading("refused", (), "it belongs to --loss-type sft_loss")
+    if tail in _FUNCTIONS:
+        return Reading("needless", (), _FUNCTIONS[tail])
+    if flag in own():
+        return Reading("kept", (f"--{flag}", *given[flag]))
+    if tail == "rollout.fully_async_rollout.generate_rollout_fully_async":
+        return Reading("refused", (), "there is no such loop yet: rollouts are sampled one after another")
+    return Reading("refused", (), "rollouts are sampled by hpcrl itself")
+
+
+def data_source(flag: str, given: Given) -> Reading:
+    """slime's default class reads --prompt-data."""
+    if _tail(one(given, flag)) == "rollout.data_source.RolloutDataSourceWithBuffer":
+        return Reading("needless", (), "it is slime's own default")
+    if flag in own():
+        return Reading("kept", (f"--{flag}", *given[flag]))
+    return Reading("refused", (), "prompts come from --prompt-data")
+
+
+_CORRECTIONS = {
+    "icepop_function": "icepop",
+    "compute_mis_weights": "mis",
+    "compute_mis_weights_with_cp": "mis",
+}
+
+
+def correction(flag: str, given: Given) -> Reading:
+    """slime's own corrections are files of hpcrl/algorithms/corrections/."""
+    path = one(given, flag)
+    name = _CORRECTIONS.get(path.rpartition(".")[2]) if path.startswith(("slime.", "vime.", "examples.")) else None
+    if name:
+        return Reading("translated", (f"--{flag}", name))
+    return Reading("kept", (f"--{flag}", *given[flag]))
+
+
+def train_only(flag: str, given: Given) -> Reading:
+    """Supervised fine-tuning starts no engines anyway."""
+    if one(given, "loss-type") == "sft_loss":
+        return Reading("needless", (), "--loss-type sft_loss asks no engine")
+    if flag in own():
+        return Reading("kept", (f"--{flag}", *given[flag]))
+    return Reading("refused", (), verdicts()["debug-rollout-only"].text)
+
+
+_BACKENDS = {"fa3": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN", "torch_native": "TORCH_SDPA"}
+
+
+def attention_backend(flag: str, given: Given) -> Reading:
+    """sglang's names -> vLLM's."""
+    name = one(given, flag)
+    if name in _BACKENDS:
+        return Reading("translated", ("--vllm-attention-backend", _BACKENDS[name]))
+    return Reading("refused", (), f"of sglang's backends vLLM has {', '.join(_BACKENDS)}")
+
+
+def expert_parallel(flag: str, given: Given) -> Reading:
+    """vLLM spreads the experts over all GPUs of an engine, or over none."""
+    size, engine = one(given, flag), one(given, "rollout-num-gpus-per-engine", "1")
+    if size == "1":
+        return Reading("needless", (), "experts are not spread over GPUs")
+    if size == engine:
+        return Reading("translated", ("--vllm-enable-expert-parallel",), "vLLM spreads them over all GPUs of the engine")
+    return Reading("refused", (), f"vLLM spreads experts over all {engine} GPUs of an engine (--rollout-num-gpus-per-engine)")
+
+
+def data_parallel(flag: str, given: Given) -> Reading:
+    """sglang's data-parallel attention -> vLLM's."""
+    if one(given, flag) == "1":
+        return Reading("needless", (), "attention is not divided")
+    return Reading("translated", ("--vllm-data-parallel-size", *given[flag]))
+
+
+def all_to_all(flag: str, given: Given) -> Reading:
+    """Which all-to-all the experts of an engine use; with --sglang-deepep-mode, one setting of vLLM's."""
+    name = one(given, flag)
+    if name == "none":
+        return Reading("needless", (), "it is vLLM's own choice then")
+    if name != "deepep":
+        return Reading("refused", (), "deepep is the one that vLLM has too")
+    kind = "deepep_low_latency" if one(given, "sglang-deepep-mode") == "low_latency" else "deepep_high_throughput"
+    return Reading("translated", ("--vllm-all2all-backend", kind))
+
+
+def deepep_mode(flag: str, given: Given) -> Reading:
+    """See `all_to_all`."""
+    if one(given, "sglang-moe-a2a-backend") == "deepep":
+        return Reading("needless", (), "it is a part of --vllm-all2all-backend")
+    return Reading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
+
+
+def deterministic(flag: str, given: Given) -> Reading:
+    """One switch for both sides here."""
+    if "deterministic-mode" in given:
+        return Reading("needless", (), "--deterministic-mode holds for trainer and engines")
+    return Reading("refused", (), "use --deterministic-mode, which holds for trainer and engines together")
+
+
+READERS: dict[str, Callable[[str, Given], Reading]] = {
+    reader.__name__: reader
+    for reader in (
+        all_to_all,
+        attention_backend,
+        correction,
+        data_parallel,
+        data_source,
+        deepep_mode,
+        deterministic,
+        eval_prompt_data,
+        expert_parallel,
+        over_sampling,
+        rollout_function,
+        train_only,
+    )
+}

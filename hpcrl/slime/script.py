@@ -1,0 +1,291 @@
+"""A whole run script of slime's or vime's, sourced where it can do no harm: what it hands to train.py, and what else it does.
+
+Invariant: of the script's commands only tools that read and write text run; all others are noted down, and the kernel keeps
+all of it from the network and from every file outside of a scratch directory (`sandbox.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import UsageError
+from hpcrl.slime.sandbox import LANDLOCK_WITH_NETWORK, UNCONFINED
+
+HERE = Path(__file__).parent
+SECONDS = 30.0  #: that a script may take
+#: tools that a script may run: they compute with text
+TOOLS = [
+    "[",
+    "awk",
+    "basename",
+    "bash",
+    "cat",
+    "cut",
+    "date",
+    "dirname",
+    "echo",
+    "env",
+    "expr",
+    "false",
+    "grep",
+    "egrep",
+    "head",
+    "hostname",
+    "id",
+    "ls",
+    "mkdir",
+    "mktemp",
+    "nproc",
+    "paste",
+    "printf",
+    "pwd",
+    "readlink",
+    "realpath",
+    "rm",
+    "sed",
+    "seq",
+    "sort",
+    "tail",
+    "tee",
+    "test",
+    "tr",
+    "true",
+    "uname",
+    "uniq",
+    "wc",
+    "whoami",
+    "xargs",
+]
+_TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
+_MODEL = re.compile(r"(?:.*/)?models/([^/]+)\.sh\Z")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+_SET = re.compile(
+    r"(?:^|[\s;&|(])(?:export\s+|local\s+|declare\s+(?:-\S+\s+)*|readonly\s+)?([A-Za-z_]\w*)(?:\+?=|\[\d*\]=)|\bfor\s+(\w+)\s+in\b|\bread\s+(?:-\S+\s+)*(\w+)",
+    re.M,
+)
+#: what bash itself sets, and the sandbox
+_KNOWN = {
+    "HOME",
+    "PATH",
+    "PWD",
+    "USER",
+    "LOGNAME",
+    "HOSTNAME",
+    "RANDOM",
+    "BASH_SOURCE",
+    "BASH",
+    "UID",
+    "LANG",
+    "OLDPWD",
+    "SHELL",
+    "IFS",
+}
+#: a command -> why hpcrl does without it
+NEEDLESS = {
+    "ray": "there is no Ray: the allocation starts and ends all processes",
+    "pkill": "hpcrl ends only what it has started",
+    "kill": "hpcrl ends only what it has started",
+    "killall": "hpcrl ends only what it has started",
+    "ssh": "the allocation, or mpirun, starts processes on other nodes",
+    "sleep": "every wait has an event to wait for, and a deadline",
+    "nvidia-smi": "NCCL looks for NVLink itself",
+    "huggingface-cli": "model and data are fetched before a run",
+    "hf": "model and data are fetched before a run",
+    "pip": "the environment is made before a run",
+    "unset": "",
+}
+#: environment variables of `ray job submit` -> why they are needless
+_ENVIRONMENT = {
+    "PYTHONPATH": "Megatron-core is installed as a package; modules of your own are found from the directory where hpcrl is called",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "set where tensor or context parallelism needs it",
+    "NCCL_NVLS_ENABLE": "NCCL finds out itself whether there is NVLink SHARP",
+    "no_proxy": "connections of the run take no proxy",
+    "MASTER_ADDR": "the plan names the hosts",
+    "GLOO_SOCKET_IFNAME": "the plan's network, or --interface",
+    "TP_SOCKET_IFNAME": "the plan's network, or --interface",
+    "NCCL_SOCKET_IFNAME": "the plan's network, or --interface",
+    "PYTHONBUFFERED": "a misspelt variable that nothing reads",
+    "PYTHONUNBUFFERED": "logs are written line by line",
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script did.
+
+    program: train.py or train_async.py; arguments: what it got; environment: what `ray job submit` would have set for it, and
+    hpcrl does not; notes: what else the script did, and why that is needless; confined: how the sandbox was made.
+    """
+
+    program: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    notes: tuple[str, ...]
+    confined: str
+
+
+def run_script(path: Path, variables: Mapping[str, str], models: Path | None = None, seconds: float = SECONDS) -> Script:
+    """Source a script.
+
+    variables: environment variables that it gets, besides HOME and USER; models: where model files are that it does not find.
+    UsageError if it cannot be read, does not end, fails, or starts no training.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the script {path}: {getattr(error, 'strerror', None) or error}") from error
+    with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
+        scratch = Path(folder)
+        said = _run(path.resolve(), scratch, variables, models, seconds)
+        calls = _calls(scratch / "calls")
+    confined, _, rest = said.stderr.partition("\n")
+    training = [found for call in calls if (found := _training(call))]
+    if not training:
+        raise _no_training(path, said.returncode, rest)
+    program, arguments, environment = training[0]
+    notes = [*_notes(calls, environment), *_unset(text, variables)]
+    if len(training) > 1:
+        notes.append(f"it starts training {len(training)} times: this is the first")
+    if confined == LANDLOCK_WITH_NETWORK:
+        notes.append("this machine lets users make no network namespace: the script could have reached the network")
+    kept = {name: value for name, value in environment.items() if name not in _ENVIRONMENT}
+    return Script(program, tuple(arguments), kept, tuple(notes), confined)
+
+
+def _run(
+    script: Path, scratch: Path, variables: Mapping[str, str], models: Path | None, seconds: float
+) -> subprocess.CompletedProcess[str]:
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UsageError("bash is not here", "hpcrl import runs the script's own shell")
+    for name in ("bin", "calls", "models", "home", "tmp"):
+        (scratch / name).mkdir()
+    for tool in TOOLS:
+        if found := shutil.which(tool):
+            (scratch / "bin" / tool).symlink_to(found)
+    for name, family in model_families().items():
+        (scratch / "models" / f"{name}.sh").write_text("MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n")
+    environment = {
+        "HOME": os.environ.get("HOME", "/"),
+        "USER": os.environ.get("USER", ""),
+        "LANG": "C.UTF-8",
+        **variables,
+        "PATH": str(scratch / "bin"),
+        "TMPDIR": str(scratch / "tmp"),
+        "BASH_ENV": str(HERE / "prelude.sh"),
+        "HPCRL_CALLS": str(scratch / "calls"),
+        "HPCRL_MODELS": str(models.resolve()) if models else "",
+        "HPCRL_OWN_MODELS": str(scratch / "models"),
+    }
+    python = {name: os.environ[name] for name in ("PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
+    command = [sys.executable, "-P", "-m", "hpcrl.slime.sandbox", str(scratch), bash, str(script)]
+    try:
+        said = subprocess.run(
+            command,
+            cwd=script.parent,
+            env=environment | python,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{script} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?"
+        ) from None
+    if said.returncode == UNCONFINED:
+        raise UsageError(
+            f"{script} was not run: {(said.stderr.strip().splitlines() or ['no sandbox'])[-1]}",
+            "run it elsewhere, or give its arguments yourself: hpcrl import -- ARGUMENTS",
+        )
+    return said
+
+
+def _calls(folder: Path) -> list[list[str]]:
+    """The commands that were noted down, in order."""
+    files = sorted(folder.iterdir())
+    return [file.read_bytes().decode(errors="replace").split("\0")[:-1] for file in files]
+
+
+def _training(call: Sequence[str]) -> tuple[str, list[str], dict[str, str]] | None:
+    """(program, its arguments, environment) if this command starts training."""
+    for place, word in enumerate(call):
+        if place and (found := _TRAIN.match(word)):
+            return f"{found[1]}.py", list(call[place + 1 :]), _environment(call[:place])
+    return None
+
+
+def _environment(words: Sequence[str]) -> dict[str, str]:
+    """env_vars of --runtime-env-json."""
+    for place, word in enumerate(words):
+        if word.startswith("--runtime-env-json"):
+            text = word.partition("=")[2] or (words[place + 1] if place + 1 < len(words) else "")
+            try:
+                found: Any = json.loads(text).get("env_vars", {})
+                return {str(name): str(value) for name, value in found.items()}
+            except (ValueError, AttributeError):
+                return {}
+    return {}
+
+
+def _no_training(path: Path, code: int, said: str) -> UsageError:
+    last = [line for line in said.splitlines() if line and not line.startswith("+")][-1:]
+    ended = f"ended with status {code}: {last[0]}" if code and last else f"ended with status {code}"
+    return UsageError(
+        f"{path} starts neither train.py nor train_async.py; it {ended}", "is it a run script of slime's or vime's?"
+    )
+
+
+def _notes(calls: Sequence[Sequence[str]], environment: Mapping[str, str]) -> Iterator[str]:
+    """One line for each kind of command, file of a model, and variable."""
+    seen: set[str] = set()
+    for call in calls:
+        name = call[0]
+        key = " ".join(call[:2]) if name in ("ray", "source", "source-missing") else name
+        if key in seen or _training(call):
+            continue
+        seen.add(key)
+        if name in ("source", "source-missing"):
+            yield _model_note(call[1], known=name == "source")
+        else:
+            why = NEEDLESS.get(name, "it was not run")
+            yield f"{' '.join(call)[:100]}: {why}"
+    yield from (f"environment {name}: {why}" for name, why in _ENVIRONMENT.items() if name in environment)
+
+
+def _model_note(file: str, known: bool) -> str:
+    if not known:
+        return f"source {file}: no such file; --models-dir DIR names the directory of model arguments"
+    name = Path(file).stem
+    family = model_families().get(name, "")
+    if not family:
+        return f"source {file}: no such file, and {name} is of no family that hpcrl has"
+    return f"source {file}: no such file, and none needed: {name} is a {family} model, described by its config.json"
+
+
+def _unset(text: str, variables: Mapping[str, str]) -> Iterator[str]:
+    """Variables that the script reads and nothing sets: they were empty."""
+    code = re.sub(r"(?m)(^|\s)#.*$", "", text)
+    given = {*_KNOWN, *variables, *(name for found in _SET.findall(code) for name in found if name)}
+    read = dict.fromkeys(name for found in _VARIABLE.findall(code) for name in found if name)
+    if missing := [name for name in read if name not in given]:
+        yield f"nothing sets {', '.join(missing)}, which it reads: they were empty; write NAME=VALUE after the script"
+
+
+@cache
+def model_families() -> dict[str, str]:
+    """A file of slime's model arguments, without .sh -> the model_type of its family here, "" for none."""
+    return tomllib.loads((HERE / "models.toml").read_text(encoding="utf-8"))

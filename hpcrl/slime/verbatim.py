@@ -1,0 +1,101 @@
+"""The arguments of slime's or vime's train.py in place of a recipe: what stands behind `--` on hpcrl's command lines.
+
+    hpcrl submit --site S -- ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ...
+
+Invariant: the options are those of the recipe that `hpcrl import` writes for the same arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.recipe import Recipe, Stage, resolve_stages
+from hpcrl.config.setting_names import gather
+from hpcrl.errors import UsageError, parts_of, raise_together
+from hpcrl.slime.arguments import Translation, split_flags, translate
+from hpcrl.slime.recipe_text import recipe_text, summary
+
+PLACES = {"run": "{run}", "prepared": "{run}/prepared"}
+_PROGRAM = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """(the words before `--`, those behind it; None: there is no `--`)."""
+    words = list(argv)
+    if "--" not in words:
+        return words, None
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+def split_program(words: Sequence[str]) -> tuple[str, list[str]]:
+    """(train.py or train_async.py, its arguments); the words may begin with `python3 train.py`, or with the first flag."""
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            break
+        if found := _PROGRAM.match(word):
+            return f"{found[1]}.py", list(words[place + 1 :])
+    return "train.py", list(words)
+
+
+def recipe_of(words: Sequence[str], overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe that the arguments `words` stand for; what became of flags that are not simply kept goes to stderr.
+
+    overrides: what hpcrl's own flags before `--` set.  UsageError: all that does not fit, the rules that join options included.
+    """
+    recipe, wrong = recipe_and_refusals(words, overrides)
+    raise_together(wrong)
+    return recipe
+
+
+def recipe_and_refusals(words: Sequence[str], overrides: Mapping[str, Any]) -> tuple[Recipe, list[UsageError]]:
+    """The recipe of what can be honoured, and all that cannot.  UsageError if there are no arguments at all."""
+    program, arguments = split_program(words)
+    if not arguments:
+        raise UsageError(
+            "nothing stands behind --", "give the arguments of train.py there: -- ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ..."
+        )
+    translation = translate(arguments, program)
+    wrong = [*translation.wrong, *broken_rules(translation, overrides)] if translation.wrong else []
+    for line in summary(translation):
+        if not line.startswith("refused"):
+            print(f"hpcrl: note: {line}", file=sys.stderr)
+    name = str(overrides.get("name") or name_of(arguments))
+    return recipe_from(translation, name, "The arguments behind -- of the command line."), wrong
+
+
+def recipe_from(translation: Translation, name: str, about: str) -> Recipe:
+    """The recipe of a translation; its text is what its file would hold."""
+    text = recipe_text(translation, name, about)
+    values = gather(tomllib.loads(text), "the arguments")
+    values.pop("name")
+    return Recipe(name, Path.cwd() / "arguments.toml", values, (), (Stage("", {}),), text)
+
+
+def name_of(words: Sequence[str]) -> str:
+    """A name for the run: the last part of --hf-checkpoint, such as qwen3-4b."""
+    try:
+        given = split_flags(words).get("hf-checkpoint") or [""]
+    except UsageError:
+        given = [""]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(given[0]).name).strip("-.").lower()
+    return name or "arguments"
+
+
+def broken_rules(translation: Translation, overrides: Mapping[str, Any]) -> list[UsageError]:
+    """Which rules the rest breaks, where some flags cannot be honoured.
+
+    Left out are those that name such a flag: they may hold once it is mended.
+    """
+    recipe = Recipe("arguments", Path.cwd() / "arguments.toml", translation.values, (), (Stage("", {}),))
+    try:
+        resolve_stages(recipe, overrides, PLACES)
+    except UsageError as error:
+        refused = {f"--{line.flag}" for line in translation.of("refused")}
+        return [part for part in parts_of(error) if refused.isdisjoint(re.findall(r"--[a-z0-9-]+", str(part)))]
+    return []

@@ -1,0 +1,122 @@
+"""In place of the trainer where nothing is trained (--debug-rollout-only): asks for one rollout after another.
+
+    python -m hpcrl.trainer.rollout_driver RUN --attempt N
+
+    generate -> fetch -> log -> evaluate
+
+Invariants: no torch and no model; the engines keep the weights of --hf-checkpoint, as policy version 0; after each rollout its
+position is on disk, so a run that was stopped or killed goes on with the next prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from hpcrl.errors import HpcrlError
+from hpcrl.queue.auth import http_key
+from hpcrl.queue.client import QueueClient
+from hpcrl.report.metrics import MetricsLog
+from hpcrl.run.peers import EnginePeer, TrainerPeer, publish, wait_for
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.rundir import write_atomic
+from hpcrl.run.summary import Summary, write_summary
+from hpcrl.weights.engine_fleet import Fleet, FleetEngine
+from hpcrl.weights.engine_http import Address
+
+POSITION = "position.json"  #: in the run directory
+SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
+
+
+class RolloutDriver:
+    """The loop of a run without a trainer."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context, self.options = context, context.options
+        self.path = context.rundir.root / POSITION
+        at = self._position()
+        self.rollout_id: int = at["rollout_id"]
+        self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
+        self.log = MetricsLog(context.rundir)
+        self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
+        self.log.truncate(self.rollout_id)
+        self._name_weights()
+        publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total))
+
+    def _position(self) -> dict[str, Any]:
+        """Where an earlier attempt has left off.  HpcrlError if that is damaged."""
+        try:
+            at = msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any])
+            return {"rollout_id": int(at["rollout_id"]), "state": at["state"]}
+        except FileNotFoundError:
+            return {"rollout_id": 0, "state": None}
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+            raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run begins anew") from error
+
+    def _name_weights(self) -> None:
+        """Have every engine call the weights that it has loaded version 0, as it says with each token."""
+        rundir, seconds = self.context.rundir, self.options.engine_start_timeout + SLACK
+        engines = []
+        for index in range(len(self.context.plan.engines)):
+            peer = wait_for(rundir, EnginePeer, index, seconds)
+            engines.append(FleetEngine(index, Address(peer.host, peer.port, http_key(rundir))))
+        fleet = Fleet(rundir, engines, self.options.update_timeout)
+        fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
+
+    def run(self) -> None:
+        """All rollouts, or up to where the run is asked to stop."""
+        started = time.monotonic()
+        if self.rollout_id == 0 and not self.options.skip_eval_before_train:
+            self._evaluate(-1)
+        while self.rollout_id < self.total:
+            if not self._step():
+                self._finish("stopped", started)
+                return
+        self._finish("finished", started)
+
+    def _step(self) -> bool:
+        """One rollout; False if the run was asked to stop before it."""
+        rollout_id, begun = self.rollout_id, time.monotonic()
+        self._ask("generate", rollout_id=rollout_id, version=0)
+        share = self.client.fetch(rollout_id, self.options.rollout_timeout)
+        if share is None:
+            return False
+        state = self._ask("snapshot", rollout_id=rollout_id)
+        self.rollout_id += 1
+        write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}))
+        self.log.append(rollout_id, share.metrics | {"perf/step_time": time.monotonic() - begun})
+        interval = self.options.eval_interval
+        if interval and (self.rollout_id % interval == 0 or self.rollout_id == self.total):
+            self._evaluate(rollout_id)
+        return True
+
+    def _evaluate(self, rollout_id: int) -> None:
+        if not self.options.eval_prompt_data or self.options.eval_interval is None:
+            return
+        results = self._ask("evaluate", rollout_id=rollout_id, version=0)
+        if results:
+            self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
+
+    def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
+        self._ask("finish", rollout_id=self.rollout_id)
+        self.log.close()
+        rundir = self.context.rundir
+        write_summary(rundir.root, Summary(status, rundir.attempt, self.rollout_id, self.total, 0, time.monotonic() - started))
+        say(f"{status} after {self.rollout_id} of {self.total} rollouts; nothing was trained")
+
+    def _ask(self, method: str, **params: object) -> dict[str, Any]:
+        return self.client.call(method, self.options.rollout_timeout, **params)
+
+
+def main() -> int:
+    die_with_parent()
+    context = open_role()
+    return act("trainer", context, 0, lambda: RolloutDriver(context).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What a host asks of the run directory that all hosts share, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.launch import host, probe
+from hpcrl.launch.host import Looks
+from hpcrl.run.rundir import RunDir, listed
+
+
+class Clock:
+    """A clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
+
+
+def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the calls are made: one reading of a directory, and one file that is not there, every two seconds."""
+    clock, asked = Clock(), []
+    listdir, read = os.listdir, Path.read_bytes
+    monkeypatch.setattr(host, "time", clock)
+    monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: asked.append(path) or read(path))
+    looks, seconds = Looks(rundir), 600
+    for _ in range(seconds * 5):
+        assert not looks.end() and not looks.over(at_once=False)
+        clock.sleep(0.2)
+    assert seconds / 4 < len(asked) <= 1.1 * seconds
+
+
+def test_a_host_ends_when_it_is_told_and_when_the_run_goes_on_without_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(host, "time", clock)
+    told, left = Looks(rundir), Looks(rundir)
+    assert not told.end()
+    rundir.request_end()
+    assert not told.end(), "it looks every two seconds"
+    clock.sleep(host.EVERY)
+    assert told.end()
+    (rundir.here / "end").unlink()
+    RunDir(rundir.root, 1).begin()
+    for _ in range(host.SELDOM):
+        ended = left.end()
+        clock.sleep(host.EVERY)
+    assert ended
+    rundir.fail("engine", 3, "no memory")
+    with pytest.raises(PeerError, match="engine-3: no memory"):
+        left.end()
+
+
+def test_the_last_report_at_the_deadline_counts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(probe, "time", clock)
+    probe.write(rundir, "node1")
+
+    def last() -> None:
+        """Within the last look the clock passes the deadline, and the report comes."""
+        clock.sleep(899.95)
+        probe.write(rundir, "node2")
+
+    assert set(probe.gather(rundir, ["node1", "node2"], 900.0, last)) == {"node1", "node2"}
+    with pytest.raises(DeadlineError, match="no answer from node3 within"):
+        probe.gather(rundir, ["node1", "node3"], 5.0)
+
+
+def test_names_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    assert listed(tmp_path / "none") == frozenset()
+    (tmp_path / "a").touch()
+    assert listed(tmp_path) == {"a"}
