@@ -123,6 +123,7 @@ class EngineSupervisor:
             host=self.address.host,
             port=self.address.port,
             model_len=model["max_model_len"],
+            lean=True,
         )
         self.shared |= leftovers(descendants())
         publish(self.context.rundir, peer, self.context.index)

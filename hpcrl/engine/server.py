@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import sys
-from argparse import Namespace
+from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,6 +51,8 @@ def _spell(action: Action, value: Any) -> list[str]:
         return [flag] if wanted else off[:1]
     if isinstance(value, list) and action.nargs in ("+", "*"):
         return [flag, *map(str, value)]
+    if isinstance(value, list) and isinstance(action, _AppendAction):
+        return [word for one in value for word in (flag, str(one))]
     if isinstance(value, list | dict):
         return [flag, json.dumps(value)]
     return [flag, str(value)]

@@ -25,6 +25,7 @@ from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
+ROUTE = "hpcrl.engine.lean_route.LeanRoute"
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -101,7 +102,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": backend(options, plan, found.cpu)},
-        "middleware": GUARD,
+        "middleware": [ROUTE, GUARD],  # the last is the outermost
         "enable_scale_out": True,  # /inference/v1/generate: token ids in and out, with weight versions
         "disable_uvicorn_access_log": True,
     }

@@ -82,7 +82,7 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     assert cpu["max_num_seqs"] == 9 and cpu["block_size"] == 16, "the user's come last"
     assert cpu["logprobs_mode"] == "processed_logprobs"
     assert cpu["generation_config"] == "vllm"
-    assert cpu["middleware"] == "hpcrl.engine.key_guard.RunKeyGuard"
+    assert cpu["middleware"][-1] == "hpcrl.engine.key_guard.RunKeyGuard", "the outermost"
     assert cpu["weight_transfer_config"] == {"backend": "hpcrl_shm"}
     wide = options(model, rollout_num_gpus_per_engine=2)
     cuda = flags(wide, plan(wide), 0, 1, CUDA)
@@ -200,6 +200,7 @@ def test_fields_become_the_servers_own_flags() -> None:
         "weight_transfer_config": {"backend": "nccl"},
         "middleware": ["m.C"],
     }
+    assert vars(parser().parse_args(command_line(parser(), {"middleware": ["m.C", "m.D"]})))["middleware"] == ["m.C", "m.D"]
     assert command_line(parser(), {"disable_log_stats": False, "enforce_eager": "true"}) == ["--enforce-eager"]
 
 

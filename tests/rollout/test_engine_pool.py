@@ -31,6 +31,7 @@ from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
+from hpcrl.token_frames import Answer, FrameReader, frame
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
@@ -40,8 +41,8 @@ PROMPT = np.asarray([3, 20, 21], np.int32)
 class Bench:
     """Fake engines, a run directory in which they are published, and one job against them."""
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.path, self.stack = path, stack
+    def __init__(self, path: Path, stack: ExitStack, lean: bool) -> None:
+        self.path, self.stack, self.lean = path, stack, lean
         self.engines: list[FakeEngine] = []
 
     def run(
@@ -52,7 +53,7 @@ class Bench:
         make_keys(rundir, 1)
         self.engines = [self.stack.enter_context(FakeEngine(script, http_key(rundir))) for script in scripts]
         for index, engine in enumerate(self.engines):
-            publish(rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=model_len), index)
+            publish(rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=model_len, lean=self.lean), index)
         places = tuple(Place("node7", (i,)) for i in range(len(scripts)))
         plan = Plan("test", 0, (Place("node7", (0,)),), places, Place("node7", ()))
 
@@ -67,10 +68,25 @@ class Bench:
         return asyncio.run(go())
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+@pytest.fixture(params=["stock", "lean"])
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Over vLLM's route and over our own."""
     with ExitStack() as stack:
-        yield Bench(tmp_path, stack)
+        yield Bench(tmp_path, stack, request.param == "lean")
+
+
+@pytest.fixture
+def lean(tmp_path: Path) -> Iterator[Bench]:
+    """Over our own route alone."""
+    with ExitStack() as stack:
+        yield Bench(tmp_path, stack, True)
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Iterator[Bench]:
+    """Over vLLM's route alone."""
+    with ExitStack() as stack:
+        yield Bench(tmp_path, stack, False)
 
 
 def bare_pool(engines: int, limit: int) -> EnginePool:
@@ -152,8 +168,8 @@ def test_the_least_loaded_engine_is_next(bench: Bench) -> None:
     async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
         await asyncio.sleep(0.05)
 
-    bench.run(many(10), slow, slow)
-    assert [len(e.bodies) for e in bench.engines] == [5, 5]
+    bench.run(many(24), slow, slow)
+    assert [len(e.bodies) for e in bench.engines] == [12, 12]
 
 
 def test_who_waits_no_more_is_passed_over(bench: Bench) -> None:
@@ -228,7 +244,9 @@ def test_a_lasting_trouble_ends_after_a_few_attempts(bench: Bench, monkeypatch: 
 
 def test_a_refused_request_is_not_tried_again(bench: Bench) -> None:
     refuse = lambda *_: web.json_response({"error": "Token id 5000 is out of vocabulary"}, status=400)  # noqa: E731
-    with pytest.raises(PeerError, match=r"engine-0 on node7 refused /inference/v1/generate: HTTP 400.*out of vocabulary"):
+    with pytest.raises(
+        PeerError, match=r"engine-0 on node7 refused (/inference/v1|/hpcrl)/generate: HTTP 400.*out of vocabulary"
+    ):
         bench.run(one, refuse)
     assert len(bench.engines[0].bodies) == 1
 
@@ -320,10 +338,95 @@ def content(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[dict[
         (broken(finish_reason="abort", token_ids=[]), "aborted one request 3 times"),
     ],
 )
-def test_garbage_is_an_error_that_names_the_engine(bench: Bench, script: Script, words: str) -> None:
+def test_garbage_is_an_error_that_names_the_engine(stock: Bench, script: Script, words: str) -> None:
     with pytest.raises(HpcrlError) as caught:
-        bench.run(one, script)
+        stock.run(one, script)
     assert "engine-0 on node7" in str(caught.value) and words in str(caught.value), str(caught.value)
+
+
+def answer(**fields: Any) -> bytes:
+    """A frame of three good tokens with some fields of its choice replaced."""
+    tokens, logprobs = np.asarray([5, 6, 7], "<i4").tobytes(), np.asarray([-1, -2, -3], "<f4").tobytes()
+    return frame(Answer(**({"index": 0, "reason": "stop", "tokens": tokens, "logprobs": logprobs} | fields)))
+
+
+def floats(*values: float) -> bytes:
+    return np.asarray(values, "<f4").tobytes()
+
+
+def ints(*values: int) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\xff\xff\xff\xff", "no completion: ValueError: a frame of 4294967295 bytes"),
+        (b"\x01\x00\x00\x00\xc1", "no completion"),
+        (b"\x04\x00\x00\x00", "0 of the 2 samples that were asked for"),
+        (answer()[:-1], "0 of the 2 samples that were asked for"),
+        (answer() + b"\x00", "1 of the 2 samples that were asked for"),
+        (answer() + answer(), "sample 0 of 2, which was not asked for or had come before"),
+        (answer(index=2), "sample 2 of 2, which was not asked for"),
+        (answer(index=-1), "sample -1 of 2"),
+        (answer(tokens=b"12345"), "no completion: buffer size must be a multiple"),
+        (answer(tokens=ints(5, 128, 6)), "token id 128, outside the model's vocabulary of 128"),
+        (answer(tokens=ints(5, -1, 6)), "token id -1"),
+        (answer(tokens=b"", logprobs=b""), "without tokens"),
+        (answer(tokens=ints(*[5] * 9), logprobs=floats(*[-1] * 9)), "9 tokens, where 8 at most were asked for"),
+        (answer(reason="tool_calls"), "no completion"),
+        (answer(logprobs=b""), "log-probs that are not those of its 3 tokens"),
+        (answer(logprobs=floats(-1, -2)), "log-probs that are not those"),
+        (answer(logprobs=floats(-1, -9999.0, -2)), "log-prob -9999.0 for token 6 at position 1"),
+        (answer(logprobs=floats(-1, float("nan"), -2)), "log-prob nan for token 6 at position 1"),
+        (answer(spans=[("default", 0, 3)]), "weights called 'default'"),
+        (answer(spans=[("3", 0, 2)]), "weight versions for 2 of its 3 tokens"),
+        (answer(spans=[("3", 0, 2), ("4", 2, 4)]), "weight versions that do not cover"),
+    ],
+)
+def test_bytes_that_are_no_frames_of_samples_are_an_error_that_names_the_engine(lean: Bench, data: bytes, words: str) -> None:
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        asked = (generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(2))
+        *_, error = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(error, PeerError) and "engine-0 on node7 answered" in str(error) and words in str(error), str(error)
+        assert pool.engines[0].in_flight == 0
+
+    lean.run(job, lambda _, count, __: b"" if count else data)
+
+
+def test_a_group_is_one_request_and_each_sample_its_own(lean: Bench) -> None:
+    """What fails of it is asked again, not what was answered."""
+
+    def one_fails(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
+        return frame(Answer(3, "error", error="EngineGenerateError: later")) if count == 3 else None
+
+    found = lean.run(many(8), one_fails)
+    assert lean.engines[0].groups[0] == 8 and sum(lean.engines[0].groups[1:]) <= 5
+    for seed, completion in enumerate(found):
+        params = {"max_tokens": 8, "seed": seed, "logprobs": 0}
+        expected = good({"token_ids": PROMPT.tolist(), "sampling_params": params})["choices"][0]
+        assert completion.tokens.tolist() == expected["token_ids"]
+
+
+def test_some_of_a_group_may_be_given_up(lean: Bench) -> None:
+    async def job(generator: Generator, pool: EnginePool) -> None:
+        asked = [asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(4)]
+        await in_flight(lean.engines, 4)
+        asked[1].cancel()
+        while pool.engines[0].in_flight > 3:
+            await asyncio.sleep(0.01)
+        await generator.abort()
+        assert [task.result().status for task in asked if not task.cancelled()] == [ABORTED] * 3
+
+    lean.run(job, until_aborted)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 9))
+def test_frames_are_read_whatever_the_pieces(tokens: list[bytes], piece: int) -> None:
+    sent = [Answer(index, "stop", data, data[::-1], [("3", 0, len(data))]) for index, data in enumerate(tokens)]
+    data, reader = b"".join(map(frame, sent)), FrameReader()
+    assert [one for at in range(0, len(data), piece) for one in reader.feed(data[at : at + piece])] == sent
+    assert reader.rest == 0
 
 
 def test_too_few_tokens_for_the_limit_are_an_error(bench: Bench) -> None:

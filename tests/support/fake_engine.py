@@ -1,4 +1,4 @@
-"""A server that speaks /inference/v1/generate and misbehaves on request: what a real vLLM cannot be made to do.
+"""A server that speaks /inference/v1/generate and our own route, and misbehaves on request: what a real vLLM cannot be made to do.
 
 The tokens it answers depend on prompt and seed alone, as an engine's do.
 """
@@ -6,12 +6,17 @@ The tokens it answers depend on prompt and seed alone, as an engine's do.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from aiohttp import web
+
+from hpcrl import token_frames
+from hpcrl.token_frames import Answer
 
 #: an answer that closes the connection instead
 CUT = object()
@@ -51,6 +56,16 @@ def partial(body: dict[str, Any], count: int) -> dict[str, Any]:
     return answer
 
 
+def in_frame(index: int, answer: dict[str, Any]) -> bytes:
+    """One of vLLM's answers as our own route has it."""
+    choice = answer["choices"][0]
+    content = (choice["logprobs"] or {}).get("content") or []
+    spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
+    tokens = np.asarray(choice["token_ids"], "<i4").tobytes()
+    logprobs = np.asarray([entry["logprob"] for entry in content], "<f4").tobytes()
+    return token_frames.frame(Answer(index, choice["finish_reason"], tokens, logprobs, spans))
+
+
 async def until_aborted(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:
     """Work until the request is aborted, then answer with its first token."""
     await engine.aborted(body["request_id"])
@@ -63,6 +78,7 @@ class FakeEngine:
     def __init__(self, script: Script | None = None, key: str | None = None) -> None:
         self.script, self.key, self.healthy = script, key, True
         self.bodies: list[dict[str, Any]] = []
+        self.groups: list[int] = []  #: samples of each request on our own route
         self.in_flight = self.most_in_flight = 0
         self.deaf = 0  #: aborts that it takes no notice of
         self._aborts: dict[str, asyncio.Event] = {}
@@ -88,6 +104,8 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
+        app.router.add_post(token_frames.GENERATE, self._generate_group)
+        app.router.add_post(token_frames.ABORT, self._abort)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -111,15 +129,31 @@ class FakeEngine:
         if self.deaf:
             self.deaf -= 1
             return web.Response()
-        for name in (await request.json())["request_ids"]:
+        data = await request.read()
+        lean = request.path == token_frames.ABORT
+        for name in token_frames.read_names(data) if lean else json.loads(data)["request_ids"]:
             if found := self._aborts.get(name.removeprefix("generate-tokens-")):  # vLLM ignores names that it does not know
                 found.set()
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        body = await request.json()
+        answer = await self._answer(body)
+        if answer is CUT:
+            request.transport.abort()
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        return web.json_response(good(body) if answer is CUT else answer)
+
+    def _refused(self, request: web.Request) -> web.Response | None:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "the key"}, status=401)
-        body = await request.json()
+        return None
+
+    async def _answer(self, body: dict[str, Any]) -> Any:
+        """What the script says to one sample, or a good answer."""
         count = len(self.bodies)
         self.bodies.append(body)
         self.in_flight += 1
@@ -128,13 +162,41 @@ class FakeEngine:
             answer = self.script(self, count, body) if self.script else None
             if asyncio.iscoroutine(answer):
                 answer = await answer
-            if answer is CUT:
-                request.transport.abort()
-            if isinstance(answer, web.StreamResponse):
-                return answer
-            return web.json_response(good(body) if answer is None or answer is CUT else answer)
+            return good(body) if answer is None else answer
         finally:
             self.in_flight -= 1
+
+    async def _generate_group(self, request: web.Request) -> web.StreamResponse:
+        """The same for all samples of a request, each as it is done."""
+        if (refused := self._refused(request)) is not None:
+            return refused
+        group, prompt = token_frames.read_request(await request.read())
+        self.groups.append(len(group.names))
+        bodies = [
+            {"token_ids": prompt, "sampling_params": group.params | ({} if seed is None else {"seed": seed}), "request_id": name}
+            for name, seed in zip(group.names, group.seeds, strict=True)
+        ]
+        stream, done = web.StreamResponse(), asyncio.Queue()
+
+        async def one(index: int, body: dict[str, Any]) -> None:
+            done.put_nowait((index, await self._answer(body)))
+
+        working = [asyncio.create_task(one(index, body)) for index, body in enumerate(bodies)]
+        try:
+            for _ in bodies:
+                index, answer = await done.get()
+                if answer is CUT:
+                    request.transport.abort()
+                    return stream
+                if isinstance(answer, web.StreamResponse):
+                    return answer
+                if not stream.prepared:
+                    await stream.prepare(request)
+                await stream.write(answer if isinstance(answer, bytes) else in_frame(index, answer))
+        finally:
+            for task in working:
+                task.cancel()
+        return stream
 
 
 async def hang(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:

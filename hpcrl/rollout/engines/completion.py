@@ -100,15 +100,15 @@ def check(
         raise garbage(engine, f"{count} tokens, where {wanted.max_tokens} at most were asked for")
     if status == TRUNCATED and wanted.exact and count < wanted.max_tokens:
         raise garbage(engine, f"{count} tokens as the longest response, where {wanted.max_tokens} were asked for")
-    if count and (tokens.min() < 0 or tokens.max() >= wanted.vocab_size):
+    if count and not 0 <= tokens.min() <= tokens.max() < wanted.vocab_size:
         bad = int(tokens[(tokens < 0) | (tokens >= wanted.vocab_size)][0])
         raise garbage(engine, f"token id {bad}, outside the model's vocabulary of {wanted.vocab_size}")
     if not wanted.logprobs or not count:
         logprobs = np.zeros(count, np.float32)
     elif logprobs is None or len(logprobs) != count:
         raise garbage(engine, f"log-probs that are not those of its {count} tokens")
-    elif not (good := np.abs(logprobs) < -CLAMPED).all():
-        at = int(good.argmin())
+    elif not CLAMPED < logprobs.min() <= logprobs.max() < -CLAMPED:  # with a NaN both are
+        at = int((np.abs(logprobs) < -CLAMPED).argmin())
         raise garbage(engine, f"log-prob {logprobs[at]} for token {tokens[at]} at position {at}: it is not finite")
     versions = _versions(engine, count, spans, wanted.version)
     return Completion(tokens.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False), versions, status)
@@ -116,8 +116,8 @@ def check(
 
 def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, int]], version: int) -> np.ndarray:
     """The version of every token: as the engine says, or else the one that the call was made under."""
-    versions = np.full(count, version, np.int32)
-    position = 0
+    versions, position = np.empty(count, np.int32), 0
+    versions.fill(version)
     for name, start, end in spans:
         if not name.isdecimal():
             raise garbage(engine, f"tokens of weights called {name!r}, which are none that the trainer sent")

@@ -11,11 +11,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from types import ModuleType
 
 import aiohttp
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.rollout.engines import stock_route
+from hpcrl.rollout.engines import lean_route, stock_route
 from hpcrl.rollout.engines.completion import Completion, Wanted
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.request import Call, PassingTrouble, Request
@@ -40,7 +41,6 @@ class Dispatcher:
     def submit(self, key: Hashable, seed: int | None, make: Callable[[list[Call]], Request]) -> Call:
         """One sample of the request that `make` builds, together with all that are submitted under `key` in this turn."""
         call = Call(seed, asyncio.get_running_loop().create_future())
-        call.answer.add_done_callback(lambda _: self._left(call))
         request = self._gathering.get(key)
         if request is None:
             self._gathering[key] = make([call])
@@ -48,6 +48,18 @@ class Dispatcher:
         else:
             request.calls.append(call)
         return call
+
+    def give_up(self, call: Call) -> None:
+        """Whoever asked for `call` waits no more: end it at its engine; a request that nobody waits for, as a whole."""
+        call.answer.cancel()
+        if not call.flying or call.request is None or call.engine is None:
+            return
+        if not call.request.open() and call.request.task is not None:
+            call.request.task.cancel()
+        elif len(call.request.calls) > 1:
+            errand = asyncio.create_task(self._tell(call.engine, [call.ident]))
+            self._errands.add(errand)
+            errand.add_done_callback(self._errands.discard)
 
     # ---- out
 
@@ -84,12 +96,12 @@ class Dispatcher:
         self._queued += len(request.calls)
 
     def _send(self, engine: PooledEngine, request: Request) -> None:
-        for part in [request.part([call]) for call in request.calls]:
+        for part in [request] if engine.lean else [request.part([call]) for call in request.calls]:
+            part.task = asyncio.create_task(self._serve(engine, part))
             for call in part.calls:
-                call.engine, call.flying = engine, True
-            task = asyncio.create_task(self._serve(engine, part))
-            self._sent[task] = part
-            task.add_done_callback(self._sent.pop)
+                call.engine, call.request, call.flying = engine, part, True
+            self._sent[part.task] = part
+            part.task.add_done_callback(self._sent.pop)
 
     async def _serve(self, engine: PooledEngine, request: Request) -> None:
         """Send one request, and see to it that each of its calls gets its answer."""
@@ -112,13 +124,13 @@ class Dispatcher:
         wanted = Wanted(self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact)
         try:
             async with asyncio.timeout(limit):
-                await stock_route.ask(engine, request, wanted, self._deliver)
+                await _route(engine).ask(engine, request, wanted, self._deliver)
         except PassingTrouble as error:
             return str(error)
         except aiohttp.ClientError as error:
             return f"{type(error).__name__}: {error}"
         except TimeoutError as error:
-            what = f"{engine} did not answer {stock_route.PATH} within --request-timeout {limit:g} s"
+            what = f"{engine} did not answer {_route(engine).PATH} within --request-timeout {limit:g} s"
             raise DeadlineError(what, f"see {engine.log}") from error
         return ""
 
@@ -146,19 +158,10 @@ class Dispatcher:
     def _release(self, call: Call) -> None:
         """`call` is in flight no more."""
         if call.flying and call.engine is not None:
-            call.flying = False
+            call.flying, call.request = False, None  # or else each would hold the other until a collection
             self._pool.give_back(call.engine)
             if self._waiting:
                 self._wake()
-
-    def _left(self, call: Call) -> None:
-        """If whoever asked for `call` waits no more, end it at its engine; a request that nobody waits for, as a whole."""
-        if not call.answer.cancelled() or not call.flying:
-            return
-        for task, request in self._sent.items():
-            if call in request.calls and not request.open():
-                task.cancel()
-                return
 
     # ---- ends before the end
 
@@ -184,9 +187,14 @@ class Dispatcher:
 
     async def _tell(self, engine: PooledEngine, idents: list[str]) -> None:
         try:
-            await stock_route.abort(engine, idents)
+            await _route(engine).abort(engine, idents)
         except (aiohttp.ClientError, TimeoutError):
             return  # the request itself finds out what is wrong there; and it is told again
+
+
+def _route(engine: PooledEngine) -> ModuleType:
+    """How to speak to `engine`: `ask`, `abort` and a PATH."""
+    return lean_route if engine.lean else stock_route
 
 
 def _by_engine(calls: list[Call]) -> dict[PooledEngine, list[str]]:

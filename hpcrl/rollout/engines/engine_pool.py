@@ -26,6 +26,7 @@ PROBE = 5.0  #: seconds that an engine has to say that it lives
 CONNECT = 10.0  #: seconds for a TCP connection
 HOMES = 65536  #: keys whose engine is remembered
 SLACK, RATIO = 10, 1.2  #: a key stays where it is until its engine has so many more in flight than the least loaded
+WHOLE = 8  #: so many samples of a group are never cut into parts: an engine computes them nearly as fast as one
 PARTS = 8  #: an engine without room for all of a group is given a part of it if it has this share of its limit free
 
 
@@ -64,8 +65,8 @@ class EnginePool:
     """All engines of the run, and which of them is asked next.
 
     A group goes whole to the least loaded engine, where its prompt is computed once, as long as it is no more than an engine's
-    fair share of what is in flight and waiting; else it is cut into parts of that share.  So engines differ by one group at
-    most.  What brings an affinity key (a conversation, whose earlier turns lie in one engine's prefix cache) goes where that key
+    fair share of what is in flight and waiting, or than WHOLE; else it is cut into parts of that size.  So engines differ by one
+    group at most.  What brings an affinity key (a conversation, whose earlier turns lie in one engine's prefix cache) goes where that key
     went before, until that engine has both SLACK and RATIO more in flight than the least loaded, is full, or dies; then the key
     moves.
     """
@@ -78,6 +79,8 @@ class EnginePool:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self.engines: list[PooledEngine] = []
+        #: tokens of prompt and response together that every engine can hold; None if none has said
+        self.model_len: int | None = None
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
@@ -105,6 +108,7 @@ class EnginePool:
                 found.append(peer)
             key = http_key(self._rundir)
             self.engines = [self._engine(index, peer, key) for index, peer in enumerate(found)]
+            self.model_len = min((e.model_len for e in self.engines if e.model_len), default=None)
             for engine in self.engines:
                 self._loads.add(engine.index)
 
@@ -119,11 +123,6 @@ class EnginePool:
 
     def _log(self, index: int) -> str:
         return str(self._rundir.logs / f"engine-{index}.log")
-
-    @property
-    def model_len(self) -> int | None:
-        """Tokens of prompt and response together that every engine can hold; None if none has said."""
-        return min((e.model_len for e in self.engines if e.model_len), default=None)
 
     def __str__(self) -> str:
         """Who is alive and how busy, for a message."""
@@ -142,7 +141,7 @@ class EnginePool:
             dead = ", ".join(f"{e} {e.death}" for e in self.engines)
             raise PeerError(f"no engine is left: {dead}", f"see {self.engines[-1].log}")
         share = -(-(self._loads.total + waiting) // len(self._loads))
-        wanted = min(count, share, self._limit)
+        wanted = min(count, max(share, WHOLE), self._limit)
         engine = self._home(affinity, wanted) or self.engines[self._loads.least()]
         room = self._limit - engine.in_flight
         if room < min(wanted, max(1, self._limit // PARTS)):

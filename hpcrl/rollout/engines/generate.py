@@ -6,6 +6,8 @@ early goes on from its exact tokens, each with the log-prob and the version that
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from hpcrl.errors import DataError, PeerError
@@ -68,7 +70,11 @@ class Generator:
         key = (prompt.tobytes(), sampling, left, version, affinity)
         for _ in range(ABORTS):
             call = self._dispatcher.submit(key, seed, request)
-            completion = await call.answer
+            try:
+                completion = await call.answer
+            except asyncio.CancelledError:
+                self._dispatcher.give_up(call)
+                raise
             if completion.status != ABORTED or call.ended:
                 return completion.after(begun)
         where = call.engine

@@ -25,7 +25,7 @@ _NUMBERS = itertools.count()
 class Call:
     """One sample that somebody waits for.
 
-    ident: its name at engines; engine: that it was sent to last; flying: whether it is in flight there; ended: somebody asked for
+    ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight there; ended: somebody asked for
     its early end.
     """
 
@@ -33,6 +33,7 @@ class Call:
     answer: asyncio.Future[Completion]
     ident: str = field(default_factory=lambda: f"{os.getpid():x}-{next(_NUMBERS):x}")
     engine: PooledEngine | None = None
+    request: Request | None = None
     flying: bool = False
     ended: bool = False
 
@@ -42,7 +43,7 @@ class Request:
     """Samples of one prompt (int32 [n]) under one way of sampling.
 
     begun: tokens at the end of `prompt` that are the response's own; max_tokens: that may still come; exact: whether nothing
-    else bounds the response; tries: how often it was sent.
+    else bounds the response; tries: how often it was sent before; task: that serves it.
     """
 
     prompt: np.ndarray
@@ -54,6 +55,7 @@ class Request:
     affinity: str | None
     calls: list[Call]
     tries: int = 0
+    task: asyncio.Task[None] | None = None
 
     def part(self, calls: list[Call], tries: int | None = None) -> Request:
         """The same, for some of its calls."""

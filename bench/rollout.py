@@ -1,0 +1,316 @@
+"""What a sample costs beside its computing: in the rollout process, with simulated engines, and in a real engine's server.
+
+    python bench/rollout.py [--rounds 5] [--groups 500] [--long 100000] [--skip-real]
+
+Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8 are kept in
+flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own route, the same over
+vLLM's, and raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.
+Then our own route with 8 to 1,024 engines, and the memory of this process over --long groups.
+
+The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the engine core,
+which computes) for each sample: over either route, and of the engine's client alone, to which the same is given from within the
+server.  Rounds are interleaved; figures are medians over the rounds, ratios medians of the rounds' ratios.  Prints tables (also to
+bench/results/rollout.md) and, as its last line, one JSON object of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import psutil
+
+REPO = Path(__file__).parent.parent
+sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
+
+from hpcrl.config.options import Options  # noqa: E402
+from hpcrl.plan import Place, Plan  # noqa: E402
+from hpcrl.queue.auth import make_keys  # noqa: E402
+from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
+from hpcrl.rollout.engines.generate import Generator, Sampling  # noqa: E402
+from hpcrl.rollout.engines.stock_route import PATH  # noqa: E402
+from hpcrl.run.peers import EnginePeer, publish  # noqa: E402
+from hpcrl.run.rundir import RunDir  # noqa: E402
+
+EACH, IN_FLIGHT = 8, 1000
+FLEETS = (8, 64, 1024)
+Ways = dict[str, list[float]]
+Job = Callable[[], Awaitable[None]]
+
+
+@contextlib.contextmanager
+def simulated(count: int, tokens: int) -> Iterator[list[int]]:
+    """Ports of `count` simulated engines."""
+    command = [sys.executable, "-m", "bench.rollout_roles.simulated", str(count), str(tokens)]
+    process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.stdin.close()
+        process.wait(30)
+
+
+@contextlib.asynccontextmanager
+async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[Generator]:
+    """What the rollout process has, for engines on these ports."""
+    rundir = RunDir.create(root)
+    rundir.begin()
+    make_keys(rundir, 1)
+    for index, port in enumerate(ports):
+        publish(rundir, EnginePeer(host="127.0.0.1", port=port, model_len=65536, lean=lean), index)
+    place = Place("localhost", (0,))
+    pool = EnginePool(rundir, Plan("bench", 0, (place,), tuple(place for _ in ports), Place("localhost", ())), Options())
+    try:
+        await pool.connect()
+        yield Generator(pool, 128)
+    finally:
+        await pool.close()
+
+
+async def closed_loop(groups: int, in_flight: int, one: Callable[[int], Awaitable[None]]) -> None:
+    """`groups` calls of `one`, so many at a time that `in_flight` samples are in flight."""
+    numbers = iter(range(groups))
+
+    async def worker() -> None:
+        for number in numbers:
+            await one(number)
+
+    await asyncio.gather(*(worker() for _ in range(max(1, in_flight // EACH))))
+
+
+def complete(found: Generator, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
+    """A group of EACH samples, as the samplers ask for them."""
+    how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,))
+
+    async def one(number: int) -> None:
+        ids = np.full(prompt, 5 + number % 90, np.int32)
+        asked = [found.complete(ids, how, number * EACH + index, 0) for index in range(EACH)]
+        for completion in await asyncio.gather(*asked):
+            assert len(completion.tokens) == tokens
+
+    return one
+
+
+def raw(session: aiohttp.ClientSession, ports: list[int], tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
+    """The same requests by aiohttp alone, one a sample; nothing is decoded."""
+    how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,)).params(tokens)
+
+    async def post(number: int) -> None:
+        body = {"token_ids": [5 + number % 90] * prompt, "sampling_params": how | {"seed": number}, "request_id": str(number)}
+        url = f"http://127.0.0.1:{ports[number % len(ports)]}{PATH}"
+        async with session.post(url, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}) as answer:
+            await answer.read()
+
+    async def one(number: int) -> None:
+        await asyncio.gather(*(post(number * EACH + index) for index in range(EACH)))
+
+    return one
+
+
+async def seconds(groups: int, one: Callable[[int], Awaitable[None]]) -> float:
+    """Processor time of this process for each sample."""
+    begun = time.process_time()
+    await closed_loop(groups, IN_FLIGHT, one)
+    return (time.process_time() - begun) / (groups * EACH)
+
+
+async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
+    """Processor seconds a sample, 8 engines."""
+    ways: Ways = {"raw aiohttp": [], "vLLM's route": [], "our route": []}
+    with simulated(8, tokens) as ports:
+        async with (
+            generator(root / f"lean-{tokens}", ports, True) as lean,
+            generator(root / f"stock-{tokens}", ports, False) as stock,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        ):
+            jobs = {
+                "raw aiohttp": raw(session, ports, tokens),
+                "vLLM's route": complete(stock, tokens),
+                "our route": complete(lean, tokens),
+            }
+            for one in jobs.values():
+                await closed_loop(IN_FLIGHT // EACH, IN_FLIGHT, one)
+            for _ in range(rounds):
+                for name, one in jobs.items():
+                    ways[name].append(await seconds(groups, one))
+    return ways
+
+
+async def over_fleets(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
+    """Processor seconds a sample over our route, by the number of engines."""
+    ways: Ways = {str(count): [] for count in FLEETS}
+    async with contextlib.AsyncExitStack() as stack:
+        jobs = {}
+        for count in FLEETS:
+            ports = stack.enter_context(simulated(count, tokens))
+            found = await stack.enter_async_context(generator(root / f"fleet-{count}", ports, True))
+            jobs[str(count)] = complete(found, tokens)
+            await closed_loop(
+                max(4 * count, 500), max(IN_FLIGHT, 2 * count * EACH), jobs[str(count)]
+            )  # every connection is there
+        for _ in range(rounds):
+            for name, one in jobs.items():
+                ways[name].append(await seconds(groups, one))
+    return ways
+
+
+async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
+    """MiB of this process after a tenth, a half and all of `groups`."""
+    found, process = {}, psutil.Process()
+    with simulated(8, tokens) as ports:
+        async with generator(root / "long", ports, True) as lean:
+            done = 0
+            for part in (groups // 10, groups // 2, groups):
+                await closed_loop(part - done, IN_FLIGHT, complete(lean, tokens))
+                done = part
+                found[part] = process.memory_info().rss / 2**20
+    return found
+
+
+# ---- a real engine
+
+
+async def real(root: Path, rounds: int) -> dict[str, Ways]:
+    """Processor seconds a sample of a real engine's server, by load and way."""
+    from tests.support.engines import Engines
+    from tests.support.tiny import make_model
+
+    engines = Engines(
+        root / "run", make_model(root / "model", tied=True), module="bench.rollout_roles.engine", deterministic_mode=False
+    )
+    found: dict[str, Ways] = {}
+    try:
+        await asyncio.to_thread(engines.wait)
+        server = psutil.Process(psutil.Process(engines.processes[0].pid).children()[0].pid)
+        for tokens in (8, 64):
+            found[f"{tokens} tokens"] = await _real(engines, server, rounds, tokens)
+    finally:
+        engines.stop()
+    return found
+
+
+async def _real(engines: Any, server: psutil.Process, rounds: int, tokens: int) -> Ways:
+    ways: Ways = {"the engine's client alone": [], "our route": [], "vLLM's route": []}
+    pool = EnginePool(engines.rundir, engines.plan, engines.options)
+    try:
+        await pool.connect()
+        (engine,) = pool.engines
+        found = Generator(pool, 128)
+        groups, size = (64, 24) if tokens == 8 else (32, 24)
+
+        async def own() -> None:
+            body = msgspec.json.encode([groups, EACH, size, tokens])
+            async with engine.session.post(f"{engine.url}/bench/own", data=body) as answer:
+                assert answer.status == 200, await answer.text()
+
+        async def ours(lean: bool) -> None:
+            engine.lean = lean
+            await closed_loop(groups, groups * EACH, complete(found, tokens, size))
+
+        jobs = {"the engine's client alone": own, "our route": lambda: ours(True), "vLLM's route": lambda: ours(False)}
+        for round_ in range(rounds + 1):
+            for name, job in jobs.items():
+                before = sum(server.cpu_times()[:2])
+                await job()
+                if round_:  # the first warms up
+                    ways[name].append((sum(server.cpu_times()[:2]) - before) / (groups * EACH))
+    finally:
+        await pool.close()
+    return ways
+
+
+# ---- what is shown
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def table(head: str, rows: list[tuple[str, ...]]) -> str:
+    columns = len(rows[0])
+    return f"{head}\n|{'---|' * columns}\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def micro(values: list[float]) -> str:
+    return f"{1e6 * statistics.median(values):.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=500)
+    parser.add_argument("--long", type=int, default=100_000)
+    parser.add_argument("--skip-real", action="store_true")
+    args = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        found: dict[str, Any] = {
+            "ways": {tokens: asyncio.run(beside_aiohttp(root, args.rounds, args.groups, tokens)) for tokens in (8, 256)},
+            "fleets": asyncio.run(over_fleets(root, args.rounds, args.groups, 8)),
+            "memory": asyncio.run(memory(root, args.long, 8)) if args.long else {},
+            "real": {} if args.skip_real else asyncio.run(real(root, args.rounds)),
+        }
+    report(found, args.rounds, args.groups)
+
+
+def report(found: dict[str, Any], rounds: int, groups: int) -> None:
+    """The tables, and one JSON object as the last line."""
+    ratios: dict[str, float] = {}
+    parts = [
+        f"The cost of a sample, {os.cpu_count()} cores, {rounds} rounds of {groups} groups of {EACH}, {IN_FLIGHT} samples in flight.\n"
+    ]
+    rows = []
+    for tokens, ways in found["ways"].items():
+        for name, values in ways.items():
+            rows.append((str(tokens), name, micro(values), f"{ratio(values, ways['raw aiohttp']):.2f}"))
+        ratios[f"ours_over_aiohttp_{tokens}_tokens"] = round(ratio(ways["our route"], ways["raw aiohttp"]), 3)
+        ratios[f"us_a_sample_{tokens}_tokens"] = round(1e6 * statistics.median(ways["our route"]), 1)
+    parts.append("The rollout process, 8 simulated engines:\n")
+    parts.append(table("| tokens | way | processor time a sample, us | over raw aiohttp |", rows))
+    fleets = found["fleets"]
+    rows = [(name, micro(values), f"{ratio(values, fleets['8']):.2f}") for name, values in fleets.items()]
+    parts.append(table("| engines | processor time a sample, us | over 8 engines |", rows))
+    ratios["1024_engines_over_8"] = round(ratio(fleets["1024"], fleets["8"]), 3)
+    if found["memory"]:
+        parts.append(
+            table("| groups done | MiB of the rollout process |", [(str(n), f"{m:.1f}") for n, m in found["memory"].items()])
+        )
+        first, *_, last = found["memory"].values()
+        ratios["memory_all_over_a_tenth"] = round(last / first, 3)
+    rows = []
+    for load, ways in found["real"].items():
+        own = ways["the engine's client alone"]
+        for name, values in ways.items():
+            beyond = statistics.median(a - b for a, b in zip(values, own, strict=True))
+            rows.append((load, name, micro(values), f"{1e6 * beyond:.0f}" if values is not own else ""))
+            if values is not own:
+                ratios[f"server_us_beyond_{name.split()[0].rstrip(chr(39) + 's')}_{load.split()[0]}_tokens"] = round(1e6 * beyond)
+    if rows:
+        parts.append("The server process of a real engine (vLLM, tiny model), the engine core not counted:\n")
+        parts.append(table("| load | way | processor time a sample, us | beyond the engine's client, us |", rows))
+    text = "\n".join(parts)
+    print(text)
+    (REPO / "bench" / "results" / "rollout.md").write_text(text)
+    print(json.dumps(ratios))
+
+
+if __name__ == "__main__":
+    main()

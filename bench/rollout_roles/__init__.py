@@ -1,0 +1,1 @@
+"""What bench/rollout.py starts beside itself."""

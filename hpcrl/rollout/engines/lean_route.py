@@ -1,0 +1,67 @@
+"""Our own route to an engine (`hpcrl.token_frames`): samples of one prompt in one request, delivered as they finish.
+
+Invariant: what comes back is checked before it is delivered; a refusal, and bytes that are no answer, are errors that name the
+engine.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+
+from hpcrl import token_frames
+from hpcrl.rollout.engines.completion import Wanted, check, garbage
+from hpcrl.rollout.engines.engine_pool import PooledEngine
+from hpcrl.rollout.engines.request import Deliver, PassingTrouble, Request
+from hpcrl.rollout.engines.stock_route import refuse
+from hpcrl.token_frames import Answer, FrameReader, GroupRequest, encode
+
+PATH = token_frames.GENERATE
+_BYTES = {"Content-Type": "application/octet-stream"}
+_TIMEOUT = aiohttp.ClientTimeout(total=30)
+
+
+async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: Deliver) -> None:
+    """Ask `engine` for all samples of `request`.
+
+    PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
+    """
+    calls = request.calls
+    body = GroupRequest(
+        [call.ident for call in calls],
+        [call.seed for call in calls],
+        request.prompt.astype("<i4", copy=False).tobytes(),
+        request.sampling.params(request.max_tokens, request.begun),
+    )
+    reader, there = FrameReader(), [False] * len(calls)
+    async with engine.session.post(f"{engine.url}{PATH}", data=encode(body), headers=_BYTES) as answer:
+        if answer.status != 200:
+            refuse(engine, PATH, answer.status, await answer.read())
+        while data := await answer.content.readany():
+            try:
+                found = list(reader.feed(data))
+            except ValueError as error:
+                raise garbage(engine, f"what is no completion: {type(error).__name__}: {error}") from error
+            for one in found:
+                if not 0 <= one.index < len(calls) or there[one.index]:
+                    raise garbage(engine, f"sample {one.index} of {len(calls)}, which was not asked for or had come before")
+                there[one.index] = True
+                _deliver(engine, request, one, wanted, deliver)
+    if reader.rest or not all(there):
+        raise garbage(engine, f"{sum(there)} of the {len(calls)} samples that were asked for")
+
+
+def _deliver(engine: PooledEngine, request: Request, answer: Answer, wanted: Wanted, deliver: Deliver) -> None:
+    if answer.reason == "error":
+        raise PassingTrouble(answer.error)
+    try:
+        tokens, logprobs = answer.arrays()
+    except ValueError as error:
+        raise garbage(engine, f"what is no completion: {error}") from error
+    deliver(request.calls[answer.index], check(engine, wanted, answer.reason, tokens, logprobs, answer.spans))
+
+
+async def abort(engine: PooledEngine, idents: list[str]) -> None:
+    """Have `engine` end the samples with these names; those that it does not know, it ignores."""
+    url, body = f"{engine.url}{token_frames.ABORT}", encode(idents)
+    async with engine.session.post(url, data=body, headers=_BYTES, timeout=_TIMEOUT) as answer:
+        await answer.read()
