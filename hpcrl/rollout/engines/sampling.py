@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcrl.config.options import Options
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.token_frames import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Sampling:
     max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted; top_p in
     (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all; skip_special_tokens: leave
     special tokens out of the text (that stop strings are looked for in, and that rewards read); evaluation: its requests
-    are not ended by `Generator.abort`.
+    are not ended by `Generator.abort`; routing: of a model whose choice of experts is wanted.
     """
 
     temperature: float
@@ -36,6 +39,7 @@ class Sampling:
     min_tokens: int = 0
     skip_special_tokens: bool = False
     evaluation: bool = False
+    routing: Routing | None = None
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
@@ -50,6 +54,7 @@ class Sampling:
             top_k=options.rollout_top_k,
             min_p=options.rollout_min_p,
             skip_special_tokens=options.rollout_skip_special_tokens,
+            routing=find_routing(options, read_config(tokenizer.directory)) if options.use_rollout_routing_replay else None,
         )
         if not evaluation:
             return training
@@ -61,7 +66,7 @@ class Sampling:
             "min_tokens": options.eval_min_new_tokens,
         }
         given = {name: value for name, value in own.items() if value is not None}
-        return replace(training, logprobs=False, evaluation=True, **given)
+        return replace(training, logprobs=False, evaluation=True, routing=None, **given)
 
     def params(self, max_tokens: int, begun: int = 0) -> dict[str, Any]:
         """vLLM's SamplingParams, but for the seed; max_tokens: that are still to come; begun: tokens that are there."""
@@ -85,6 +90,8 @@ class Sampling:
             params["min_tokens"] = self.min_tokens - begun
         if self.logprobs:
             params["logprobs"] = 0  # of the sampled token alone
+        if self.routing is not None:
+            params["extra_args"] = {EXPERTS: True}
         return params
 
 
