@@ -125,12 +125,9 @@ def _expert_flags(options: Options, given: Mapping[str, Any], cpu: bool) -> dict
     why = f"{R3}: vLLM's CPU build keeps no experts of cached tokens" if cpu else f"{R3}: vLLM returns no experts"
     if cpu and given.get("enable_prefix_caching"):
         raise UsageError(f"{why}, --vllm-enable-prefix-caching is given", "leave it out")
-    if not cpu:
-        if options.deterministic_mode or given.get("enable_prefix_caching") is False:
-            flag = "--deterministic-mode" if options.deterministic_mode else "--no-vllm-enable-prefix-caching"
-            raise UsageError(f"{why} without its prefix cache, which {flag} turns off", f"leave {flag} out, or {R3}")
-        if (stages := int(given.get("pipeline_parallel_size") or 1)) > 1:
-            raise UsageError(f"{why} of a pipeline, --vllm-pipeline-parallel-size is {stages}", "leave it out")
+    if not cpu and (options.deterministic_mode or given.get("enable_prefix_caching") is False):
+        flag = "--deterministic-mode" if options.deterministic_mode else "--no-vllm-enable-prefix-caching"
+        raise UsageError(f"{why} without its prefix cache, which {flag} turns off", f"leave {flag} out, or {R3}")
     return {"enable_prefix_caching": False} if cpu else {"enable_return_routed_experts": True}
 
 
