@@ -72,22 +72,21 @@ def write_lines(path: Path, rows: Iterable[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_tokenizer():
-    """One character, one token; chat markers and \\boxed{ are single tokens."""
+def make_tokenizer(special=SPECIAL, characters=string.digits + "+=,}", markers=("<|user|>", "<|assistant|>")):
+    """One character, one token; chat markers, \\boxed{ and what else is in `special` are single tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = string.digits + "+=,}"
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
+    vocabulary = {token: number for number, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|<call>|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
         unk_token="<|unk|>",
-        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        additional_special_tokens=list(markers),
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
@@ -95,12 +94,12 @@ def make_tokenizer():
     return fast
 
 
-def make_model(directory: Path, seed: int, experts: int = 0) -> None:
+def make_model(directory: Path, seed: int, tokenizer=None, experts: int = 0) -> None:
     """Tokenizer and a small Qwen3 with random weights and tied embeddings; with experts, a token goes to two of them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     sparse = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     config = AutoConfig.for_model(
         "qwen3_moe" if experts else "qwen3",
@@ -133,7 +132,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_prompts(args.out, args.seed)
-    make_model(args.out / "model", args.seed, args.experts)
+    make_model(args.out / "model", args.seed, experts=args.experts)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hpcrl.errors import UsageError
 
@@ -32,6 +32,7 @@ def make_schedule(
     dp: int,
     cp: int = 1,
     num_steps: int = 1,
+    step_samples: Sequence[int] | None = None,
     max_tokens_per_gpu: int | None = None,
     micro_batch_size: int = 1,
     multiple: int = 1,
@@ -39,24 +40,26 @@ def make_schedule(
 ) -> Schedule:
     """Schedule samples of `lengths` tokens: step i takes the i-th part of them, in order.
 
+    step_samples: how many each step takes, where that is not the same for all.
     max_tokens_per_gpu None: micro-batches of micro_batch_size samples at most.  multiple: what divides the micro-batches
     of a rank in a step (virtual pipeline stages need it).  balance False: samples go to the ranks in turn, whatever their
     length, instead of so that all ranks have about as many tokens.
     UsageError if the samples do not divide into steps, a step's samples into ranks, or a rank's samples by `multiple`.
     """
-    size, rest = divmod(len(lengths), num_steps)
-    if rest or size == 0 or size % dp:
+    size = len(lengths) // num_steps
+    counts = [size] * num_steps if step_samples is None else list(step_samples)
+    if sum(counts) != len(lengths) or any(count == 0 or count % dp for count in counts):
         raise UsageError(
             f"{len(lengths)} samples in {num_steps} optimizer steps over {dp} data-parallel ranks do not divide",
             "choose --rollout-batch-size x --n-samples-per-prompt as a multiple of steps x ranks",
         )
-    if size // dp % multiple:
+    if any(count // dp % multiple for count in counts):
         raise UsageError(
-            f"{size // dp} samples of a data-parallel rank in one optimizer step cannot be divided by {multiple}",
+            f"{counts[0] // dp} samples of a data-parallel rank in one optimizer step cannot be divided by {multiple}",
             "virtual pipeline stages need a multiple of --pipeline-model-parallel-size",
         )
     steps = []
-    for first in range(0, len(lengths), size):
+    for first, size in zip(accumulate(counts, initial=0), counts, strict=False):
         sizes = lengths[first : first + size]
         if max_tokens_per_gpu is None:
             ranks = _fixed(sizes, dp, micro_batch_size, multiple, balance)

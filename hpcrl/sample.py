@@ -81,7 +81,8 @@ ROW = np.dtype(
         ("index", "<i4"),
         ("length", "<i4"),  # prompt + response
         ("response_length", "<i4"),
-        ("status", "<i4"),  # position in STATUSES
+        ("trained", "<i8"),  # trained tokens (mask sum) of the response that it is of, all its samples together
+        ("status", "<i4"),  # position in STATUSES; PENDING: it fills an optimizer step up and counts nowhere
         ("reward", "<f8"),
         ("baseline", "<f8"),  # NaN: none
     ]
@@ -110,10 +111,20 @@ class SampleBatch:
     def of(cls, samples: list[Sample]) -> SampleBatch:
         """Columns of `samples`, in their order.  DataError if some have an optional column and others have not."""
         rows = [
-            (s.group, s.index, len(s.tokens), s.response_length, STATUSES.index(s.status), s.reward, s.baseline) for s in samples
+            (
+                s.group,
+                s.index,
+                len(s.tokens),
+                s.response_length,
+                int(s.loss_mask.sum()),
+                STATUSES.index(s.status),
+                s.reward,
+                s.baseline,
+            )
+            for s in samples
         ]
         return cls(
-            np.array(rows, ROW),
+            _whole_responses(np.array(rows, ROW)),
             _join([s.tokens for s in samples], np.int32),
             _join([s.loss_mask for s in samples], np.uint8),
             _join([s.logprobs for s in samples], np.float32),
@@ -147,6 +158,19 @@ class SampleBatch:
     def offsets_of(self, name: str) -> np.ndarray:
         """int64 [n + 1]: where each sample's part of an optional column begins and ends."""
         return _offsets(self.rows[OPTIONAL[name].of])
+
+
+def responses_of(rows: np.ndarray) -> np.ndarray:
+    """int64 [n], numbered from 0: which response each row is of.  The samples of one response stand together."""
+    keys = rows[["group", "index"]]
+    return np.cumsum(np.concatenate([[False], keys[1:] != keys[:-1]])[: len(rows)], dtype=np.int64)
+
+
+def _whole_responses(rows: np.ndarray) -> np.ndarray:
+    """Rows whose `trained` are of single samples, with those of whole responses."""
+    numbers = responses_of(rows)
+    rows["trained"] = np.bincount(numbers, rows["trained"])[numbers] if len(rows) else 0
+    return rows
 
 
 def _optional(samples: list[Sample]) -> list[str]:

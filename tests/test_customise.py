@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from hpcrl.algorithms.interface import RolloutBatch, TokenBatch
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, load_own, load_points, spelled
 from hpcrl.errors import UsageError
+from hpcrl.rollout.samplers.conversation import Arguments
+from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sample import COMPLETED, Sample
 
 PAGE = Path(__file__).parents[1] / "docs" / "customise.md"
@@ -73,10 +77,62 @@ TOKENS = TokenBatch(
     advantages=torch.tensor([1.0, -1.0]),
 )
 
+
+class Speaker:
+    """In the place of the tokenizer and the engine of a custom function: says token 7, then 8, and so on."""
+
+    eos_ids, said = frozenset((1,)), 6
+
+    async def generate(self, tokens: Any, params: dict[str, Any]) -> Turn:
+        self.said += 1
+        ids = np.asarray([self.said, 1], np.int32)
+        return Turn(ids, np.full(2, -0.5, np.float32), np.zeros(2, np.int32), "stop", str(self.said))
+
+    def render(self, messages: list[dict[str, Any]], generation: bool, tools: Any = None) -> str:
+        return "".join(f"{m['content']}|" for m in messages)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray([1, *(50 + len(word) for word in text.strip("|").split("|"))], np.int32) for text in texts]
+
+    def decode(self, tokens: Any) -> str:
+        return "-".join(map(str, tokens.tolist()))
+
+
+def makes(function: Callable[..., Any], path: str) -> bool:
+    """All of the page's functions of this kind: what they make of a prompt of two tokens."""
+    speaker = Speaker()
+    asked = sample("")
+    asked.tokens = np.asarray([2, 3], np.int32)
+    args = Arguments(OPTIONS, speaker, speaker, "http://x/v1", "key", False, 4)  # type: ignore[arg-type]
+    params = {"max_new_tokens": 16}
+    found = asyncio.run(function(args, asked, params))
+    module = importlib.import_module(path)
+    both = asyncio.run(module.best_of_two(args, asked, params))
+    alone = asyncio.run(module.by_hand(args, asked, params))
+    return (
+        found.tokens.tolist() == [2, 3, 7, 1, 63, 8, 1]
+        and found.loss_mask.tolist() == [1, 1, 0, 1, 1]
+        and [one.response for one in both] == ["9-1", "10-1"]
+        and list(alone.tokens) == [2, 3, 11, 1]
+    )
+
+
 #: option -> (the page's function, a call of it that returns whether it did what the page says)
 CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
     "custom_rm_path": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("abc")) == 0.25),
+    "custom_generate_function_path": (
+        "examples_of_generating.asked_again",
+        lambda f: makes(f, "examples_of_generating"),
+    ),
     "rm_type": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("")) == 1),
+    "dynamic_sampling_filter_path": (
+        "examples_of_filters.not_too_easy",
+        lambda f: f(OPTIONS, [sample(reward=1.0), sample(reward=0.0)]).keep and f(OPTIONS, [sample()]).reason == "none_solved",
+    ),
+    "buffer_filter_path": (
+        "examples_of_filters.longest_first",
+        lambda f: f(OPTIONS, 0, [[sample("a")], [sample("abc")], [sample("ab")]], 1)[0][0].response == "abc",
+    ),
     "advantage_estimator": ("examples_of_algorithms.raw", lambda f: f(BATCH, OPTIONS).advantages.tolist() == [1, 3, 3]),
     "pg_loss_type": ("examples_of_algorithms.score", lambda f: f(TOKENS, OPTIONS).loss.tolist() == [1, -2]),
     "custom_tis_function_path": ("examples_of_algorithms.half", lambda f: f(TOKENS, OPTIONS).weights.tolist() == [1, 0.5]),

@@ -28,7 +28,7 @@ def compute_advantages(batch: RolloutBatch, options: Options) -> Advantages:
     """
     name = options.advantage_estimator
     estimate = find("estimators", name, "--advantage-estimator")
-    batch = replace(batch, reward=batch.reward.double() - overlong_penalty(batch.length, options))
+    batch = replace(batch, reward=batch.reward.double() - overlong_penalty(batch.response_sum(batch.length), options))
     batch = _with_kl(batch, options, name)
     found = estimate(batch, options)
     for what, values in found._asdict().items():
@@ -74,7 +74,7 @@ def _with_kl(batch: RolloutBatch, options: Options, name: str) -> RolloutBatch:
         return replace(batch, kl_penalty=penalty)
     owner = torch.repeat_interleave(batch.own, batch.lengths)
     sums = batch.total(torch.zeros_like(batch.reward).index_add_(0, owner, penalty))
-    return replace(batch, reward=batch.reward - sums, kl_penalty=none)
+    return replace(batch, reward=batch.reward - batch.response_sum(sums), kl_penalty=none)
 
 
 def teacher_kl(batch: RolloutBatch) -> Tensor:

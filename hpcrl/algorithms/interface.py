@@ -27,6 +27,8 @@ class RolloutBatch:
         reward: float64 [n].  group: int64 [n], the number of the prompt.
         length: int64 [n], tokens of the response (0: empty).  truncated: bool [n].
         baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
+        response: int64 [n], which response each sample is of, -1 for one that counts nowhere; None where each is its own.
+    A response of several samples counts once in its group, as the mean of them.
     The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP ranks of a
     data-parallel rank hold the same:
         own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
@@ -49,13 +51,16 @@ class RolloutBatch:
     teacher: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
+    response: Tensor | None = None
     kl_penalty: Tensor | None = None
     total: Callable[[Tensor], Tensor] = _alone
 
     # ---- from groups to samples, [n] -> [n]
 
     def group_sum(self, values: Tensor) -> Tensor:
-        """For each sample the sum of `values` over its group."""
+        """For each sample the sum of `values` over the responses of its group, each the mean of its samples."""
+        if self.response is not None:
+            values = values * self._share
         _, place = torch.unique(self.group, return_inverse=True)
         sums = values.new_zeros(int(place.max()) + 1 if len(place) else 0).index_add_(0, place, values)
         return sums[place]
@@ -68,6 +73,22 @@ class RolloutBatch:
     def group_mean(self, values: Tensor) -> Tensor:
         """For each sample the mean of `values` over its group."""
         return self.group_sum(values) / self.group_size
+
+    # ---- from responses of several samples to samples, [n] -> [n]
+
+    def response_sum(self, values: Tensor) -> Tensor:
+        """For each sample the sum of `values` over its response."""
+        if self.response is None:
+            return values
+        place, real = self.response.clamp(min=0), self.response >= 0
+        return values.new_zeros(len(values)).index_add_(0, place, values.where(real, torch.zeros_like(values)))[place]
+
+    @property
+    def _share(self) -> Tensor:
+        """float64 [n]: what part of its response each sample is; 0 for one that counts nowhere."""
+        assert self.response is not None
+        real = (self.response >= 0).double()
+        return real / self.response_sum(real).clamp(min=1)
 
     # ---- from samples to tokens
 
@@ -115,6 +136,7 @@ class TokenBatch:
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
         group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
         comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of mismatch.
+        fresh: bool [r], whether they must agree on a token: False where an older policy sampled it; None: on all.
     sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward also
         sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
         rank has the samples whole.
@@ -136,6 +158,7 @@ class TokenBatch:
     group: Tensor | None = None
     reward: Tensor | None = None
     comparable: bool = True
+    fresh: Tensor | None = None
     sum_over_sample: Callable[[Tensor], Tensor] | None = None
 
     def sums(self, values: Tensor) -> Tensor:

@@ -36,9 +36,11 @@ def mismatch_report(tokens: TokenBatch) -> dict[str, Tensor]:
 
 
 def add_difference(report: Report, tokens: TokenBatch) -> None:
-    """Add |t - e| to a report, as a token mean and a maximum, where both are known and comparable."""
+    """Add |t - e| to a report, as a token mean and a maximum, where both are known and comparable; 0 for tokens that are not fresh."""
     if tokens.comparable and tokens.trainer is not None and tokens.rollout is not None:
         difference = (tokens.trainer - tokens.rollout).abs()
+        if tokens.fresh is not None:
+            difference = difference * tokens.fresh
         report.token_means[DIFFERENCE] = difference.sum().double()
         report.maxima[f"{DIFFERENCE}_max"] = (difference.max() if difference.numel() else difference.new_zeros(())).double()
 

@@ -18,6 +18,8 @@ from hpcrl.report.status_text import on_terminal, strip_control
 if TYPE_CHECKING:
     import argparse
 
+    import numpy as np
+
     from hpcrl.report.sample_records import Look, Reading
     from hpcrl.report.sample_view import Line, Which
 
@@ -148,19 +150,19 @@ def _tokens(place: Place, look: Look) -> Iterator[Line]:
     columns = read_tokens(place.stage.root, place.step, look.at)
     if columns is None:
         raise UsageError(f"{place.title} has no token data", "run with --save-token-data N to keep it every N rollouts")
-    yield from token_lines(columns, _pieces(place.stage, columns["tokens"].tolist()))
+    yield from token_lines(columns, _pieces(place.stage, columns["tokens"]))
 
 
-def _pieces(stage: StageFiles, tokens: list[int]) -> list[str]:
-    """The text of each token; its number where the run's tokenizer is not there."""
+def _pieces(stage: StageFiles, tokens: np.ndarray) -> list[str]:
+    """The text of each token (int32 [t]); its number where the run's tokenizer is not there."""
     settings = load_json(stage.root / "options.json", dict[str, object], []) or {}
     from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(str(settings.get("hf_checkpoint")))
-        return [tokenizer.decode([token]) for token in tokens]
+        return [tokenizer.decode(tokens[at : at + 1]) for at in range(len(tokens))]
     except HpcrlError:
-        return [str(token) for token in tokens]
+        return [str(token) for token in tokens.tolist()]
 
 
 def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.sections.agents import AgentOptions
 from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
 from hpcrl.config.sections.cluster import ClusterOptions
@@ -32,6 +33,7 @@ class Options(
     ModelOptions,
     DataOptions,
     RolloutOptions,
+    AgentOptions,
     RewardOptions,
     EvalOptions,
     AlgorithmOptions,
@@ -124,6 +126,17 @@ class Options(
     def samples_per_rollout(self) -> int:
         """Samples of one rollout: prompts x responses."""
         return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """Policy versions that a trained token may lag behind; None: any."""
+        return self.max_staleness if self.partial_rollout else 0
+
+    @property
+    def leaves_groups_over(self) -> bool:
+        """Whether more groups may be issued than a batch takes."""
+        more = self.over_sampling_batch_size is not None and self.over_sampling_batch_size > self.rollout_batch_size
+        return more or self.dynamic_sampling_filter_path is not None
 
     @property
     def steps_per_rollout(self) -> int:

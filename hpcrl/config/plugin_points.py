@@ -15,7 +15,7 @@ from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.dotted_path import load_class, load_function
 from hpcrl.config.options import Options
 
-Role = Literal["rollout", "grading", "trainer"]
+Role = Literal["rollout", "grading", "generating", "trainer"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,11 @@ class Point:
 
 #: option -> how it is called; where an option may also be a name, a dotted path alone is meant here
 POINTS: dict[str, Point] = {
+    "dynamic_sampling_filter_path": Point("rollout", ("options", "samples")),
+    "buffer_filter_path": Point("rollout", ("options", "rollout_id", "buffer", "count")),
     "custom_rm_path": Point("grading", ("options", "sample"), own=True),
     "rm_type": Point("grading", ("options", "sample")),
+    "custom_generate_function_path": Point("generating", ("args", "sample", "sampling_params"), own=True),
     "rollout_sample_hook_path": Point("rollout", ("options", "sample"), ("rollout_id", "evaluation"), own=True),
     "rollout_sample_filter_path": Point("rollout", ("options", "groups"), own=True),
     "rollout_all_samples_process_path": Point("rollout", ("options", "groups", "data_source"), own=True),

@@ -97,8 +97,7 @@ _NOWHERE: dict[str, str] = {
     "frequency-penalty rollout-repetition-penalty",
     "engine and trainer are always compared, there is nothing to switch on": "get-mismatch-metrics",
     "advantages are computed where a loss has them: there is nothing to switch off": "disable-compute-advantages-and-returns",
-    "there is no such way to fill a batch yet": "partial-rollout over-sampling-batch-size over-sampling-filter-input-size "
-    "dynamic-sampling-filter-path buffer-filter-path mask-offpolicy-in-partial-rollout",
+    "there is no such way to fill a batch yet": "over-sampling-filter-input-size",
     "all weights are trained: there are no adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its like": "fsdp fsdp-config deepspeed zero-stage "
     "train-backend accelerator",

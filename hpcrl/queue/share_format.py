@@ -30,7 +30,7 @@ from hpcrl.sample import OPTIONAL, ROW, STATUSES, SampleBatch
 #: bytes, bytearray, memoryview, zmq.Frame: anything with the buffer protocol
 Buffer = Any
 #: number of the wire format; both sides must speak the same
-FORMAT = 3
+FORMAT = 4
 #: so many tokens in a row, of one policy version
 RUN = np.dtype([("version", "<i8"), ("length", "<i8")])
 #: name and dtype of each column on the wire, in frame order; loss_mask: 8 tokens an element, the first in the highest bit

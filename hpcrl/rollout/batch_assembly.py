@@ -16,6 +16,7 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
+from hpcrl.rollout.fan_out import in_steps
 from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
@@ -69,15 +70,20 @@ class Rollout:
             raise ValueError(f"{self.missing} samples of rollout {self.rollout_id} are missing")
         return [sample for key in sorted(self._found) for sample in self._found[key]]
 
+    def rewards(self) -> list[float]:
+        """The reward of every response, by group and index: the mean of its samples'."""
+        return [float(np.mean([sample.reward for sample in self._found[key]])) for key in sorted(self._found)]
 
-def check_staleness(samples: Sequence[Sample], version: int, bound: int = 0) -> None:
-    """HpcrlError if a token is older than `bound` policy versions, or newer than the trainer, at consumption."""
+
+def check_staleness(samples: Sequence[Sample], version: int, bound: int | None = 0) -> None:
+    """HpcrlError if a token is older than `bound` policy versions (None: any age), or newer than the trainer, at consumption."""
+    allowed = "by any number" if bound is None else f"by {bound} at most"
     for sample in samples:
         oldest, newest = int(sample.versions.min()), int(sample.versions.max())
-        if version - oldest > bound or newest > version:
+        if (bound is not None and version - oldest > bound) or newest > version:
             raise HpcrlError(
                 f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to {newest}, "
-                f"the trainer is at {version} and may lag by {bound} at most"
+                f"the trainer is at {version} and may lag {allowed}"
             )
 
 
@@ -93,28 +99,30 @@ def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float], b
 
 def shares_of(batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]) -> list[Share]:
     """The same for samples in the order of group and index."""
-    steps = options.steps_per_rollout
-    size = len(batch) // steps
+    multiple = options.data_parallel_size * options.micro_batch_multiple
+    batch, sizes = in_steps(batch, options.steps_per_rollout, multiple)
     masked = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
-    tokens = np.diff(masked[batch.response_offsets[::size]]).tolist()  # trained tokens of each optimizer step
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    tokens = np.diff(masked[batch.response_offsets[ends]]).tolist()  # trained tokens of each optimizer step
     shares = []
-    for parts in _schedule(batch.rows["length"], options).steps:
+    for parts in _schedule(batch.rows["length"], sizes, options).steps:
         rows = [index for step in parts for micro in step for index in micro]
         local = iter(range(len(rows)))
         micros = [[[next(local) for _ in micro] for micro in step] for step in parts]
-        of_all = {"step_samples": [size] * steps, "step_tokens": tokens, "metrics": metrics, "table": batch.rows}
+        of_all = {"step_samples": sizes, "step_tokens": tokens, "metrics": metrics, "table": batch.rows}
         shares.append(Share(rollout_id, version, batch.take(rows), micros, **of_all, own=np.asarray(rows, np.int32)))
     return shares
 
 
-def _schedule(lengths: np.ndarray, options: Options) -> Schedule:
+def _schedule(lengths: np.ndarray, sizes: list[int], options: Options) -> Schedule:
     """Which sample goes where; where a loss compares the two samples of a group, these stay together."""
     each = 2 if needs(options).pairs else 1
     schedule = make_schedule(
         lengths.reshape(-1, each).sum(1).tolist(),
         dp=options.data_parallel_size,
         cp=options.context_parallel_size,
-        num_steps=options.steps_per_rollout,
+        num_steps=len(sizes),
+        step_samples=[size // each for size in sizes],
         max_tokens_per_gpu=options.max_tokens_per_gpu if options.use_dynamic_batch_size else None,
         micro_batch_size=max(1, options.micro_batch_size // each),
         multiple=options.micro_batch_multiple,
@@ -142,7 +150,7 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
     }
     if not sampled:
         return found
-    rewards = np.asarray([s.reward for s in samples]).reshape(-1, rollout.each)
+    rewards = np.asarray(rollout.rewards()).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
     if "teacher_logprobs" in samples[0].extra:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,12 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.grading.tally import Tally, grading_metrics
+from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.custom import CustomSampler
+from hpcrl.rollout.samplers.sampler import Asked, HeldOutSet
 from hpcrl.sample import TRUNCATED, Sample
 
 
@@ -49,24 +52,40 @@ def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
 class Evaluator:
     """Evaluates the engines' current weights."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading) -> None:
+    def __init__(
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        grading: Grading | None,
+        custom: CustomSampler | None = None,
+    ) -> None:
+        """custom: makes the responses where the training's are made by the user's function."""
+        assert grading is not None or custom is not None
+        self._custom = custom
         self._seed, self._each = options.rollout_seed, options.n_samples_per_eval_prompt
         self._sampling = Sampling.of(options, tokenizer, evaluation=True)
         self._tokenizer, self._generator, self._grading = tokenizer, generator, grading
 
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """--n-samples-per-eval-prompt graded responses to every prompt, in the order of the file."""
-        what = f"evaluation {held.name} of policy version {version}"
-        tally = self._grading.tally(what, len(held.file) * self._each, self._each)
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._one(held, number, prompt, index, version, tally))
+                tasks.create_task(self._one(held, number, prompt, index, version))
                 for number, prompt in enumerate(held.file.prompts)
                 for index in range(self._each)
             ]
         return [task.result() for task in running]
 
-    async def _one(self, held: HeldOut, number: int, prompt: Prompt, index: int, version: int, tally: Tally) -> Sample:
+    async def _one(self, held: HeldOut, number: int, prompt: Prompt, index: int, version: int) -> Sample:
+        if self._custom is not None:
+            whole = HeldOutSet(held.name, held.file.path, len(held.file) * self._each, self._each)
+            found = await self._custom.make(Asked(Group(number, prompt), index, -1, version, whole))
+            return replace(found[-1], reward=float(np.mean([sample.reward for sample in found])))
+        assert self._grading is not None
+        tally = self._grading.tally(
+            f"evaluation {held.name} of policy version {version}", len(held.file) * self._each, self._each
+        )
         seed = seed_of("evaluate", self._seed, held.name, number, index) if self._sampling.temperature > 0 else None
         completion = await self._generator.complete(prompt.tokens, self._sampling, seed, version)
         stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens

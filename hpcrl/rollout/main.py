@@ -21,21 +21,25 @@ from typing import Any
 from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.queue import sockets
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
-from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
 from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.making.maker import Maker
+from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.own_hooks import RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
-from hpcrl.rollout.prompts.prompt_source import Group, PromptSource, count_rollouts
+from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
+from hpcrl.rollout.samplers.custom import CustomSampler, started
 from hpcrl.rollout.samplers.label import LabelSampler
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
+from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
@@ -57,6 +61,7 @@ class Work:
         self.tokenizer = load_tokenizer(options.hf_checkpoint)
         self.held_out: list[HeldOut] = []
         self.grading: Grading | None = None
+        self.custom: CustomSampler | None = None  # makes samples with the user's function
         self.file: PromptFile | None = None
         if options.load_debug_rollout_data is not None:
             self.source: PromptSource | SavedRollouts = SavedRollouts(options)
@@ -75,8 +80,11 @@ class Work:
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
         graded = [self.file] if self.samples and options.grades else []
         graded += [held.file for held in self.held_out]
-        if graded:
+        if graded and (options.grades or not options.custom_generate_function_path):
             self.grading = Grading(options, graded, self.hooks)
+        if options.custom_generate_function_path and (self.samples or self.held_out):
+            host = sockets.bind_address(context.plan)
+            self.custom = CustomSampler(options, self.file, self.tokenizer, self.grading, host)
 
 
 class RolloutRole:
@@ -86,18 +94,24 @@ class RolloutRole:
         self.context, self.options, self.work = context, context.options, work
         self.pool = EnginePool(context.rundir, context.plan, context.options)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
-        self.maker: Sampler = LabelSampler()
+        self.sampler: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
+        if work.custom is not None:
+            work.custom.use(generator, lambda: self.pool.model_len)
         if isinstance(work.source, SavedRollouts):
-            self.maker = work.source
+            self.sampler = work.source
+        elif work.samples and work.custom is not None:
+            self.sampler = work.custom
         elif work.samples and work.file is not None:
-            self.maker = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+            self.sampler = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
         asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
-            self.maker = TaughtSampler(self.maker, self.teacher, str(work.file.path))
-        if work.grading is not None and work.held_out:
-            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading)
+            self.sampler = TaughtSampler(self.sampler, self.teacher, str(work.file.path))
+        if work.held_out:
+            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
+        self.shelf = Shelf(self.options, work.source, context.rundir)
+        self.maker = Maker(self.options, self.shelf, self.sampler, generator.abort)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
@@ -113,13 +127,12 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        starting = None if self.work.grading is None else asyncio.create_task(self.work.grading.start())
+        starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
-            if starting is not None:
-                await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
-                if self._end.done():
-                    return await self._end
-                await starting
+            await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                return await self._end
+            await starting
             if self.teacher is not None:
                 await self.teacher.check()
             await self.server.start()
@@ -133,11 +146,11 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
             await self.pool.close()
-            if self.teacher is not None:
-                await self.teacher.close()
-            if self.work.grading is not None:
-                await self.work.grading.close()
+            for part in (self.teacher, self.work.custom, self.work.grading):
+                if part is not None:
+                    await part.close()
             await self.server.close()
+            self.shelf.close()
 
     # ---- what the trainer calls
 
@@ -148,9 +161,9 @@ class RolloutRole:
                 raise DataError(
                     f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run goes on at {rollout_id}"
                 )
-            self.work.source.restore(state)
         elif rollout_id:
             raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
+        self.shelf.restore(rollout_id, state)
         self._next = rollout_id
         if self._stopping:
             await self.server.stop_at(rollout_id)
@@ -164,21 +177,22 @@ class RolloutRole:
             await asyncio.wait([self._making])
         if self._stopping:
             return {}
-        groups = self.work.source.take(self.options.rollout_batch_size)
         self._next = rollout_id + 1
         self.work.hooks.rollout_id = rollout_id
-        self._states = {rollout_id: self.work.source.state() | {"rollout_id": rollout_id}}
-        rollout = Rollout(rollout_id, version, groups, self.options.n_samples_per_prompt)
-        self._making = asyncio.create_task(self._make(rollout))
+        self._making = asyncio.create_task(self._make(rollout_id, version))
         self._making.add_done_callback(self._made)
         return {}
 
-    async def snapshot(self, rollout_id: int) -> dict[str, Any]:
-        """Where the data stands after the groups of `rollout_id`; its samples are on disk by then."""
-        if rollout_id not in self._states:
-            raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
+    async def snapshot(self, rollout_id: int, saved: int = 0) -> dict[str, Any]:
+        """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
+
+        saved: the policy version of the newest checkpoint.
+        """
         if self._making is not None:
             await asyncio.wait([self._making])
+        if rollout_id not in self._states:
+            raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
+        await asyncio.to_thread(self.shelf.train, rollout_id, saved)
         return self._states[rollout_id]
 
     async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
@@ -205,48 +219,28 @@ class RolloutRole:
 
     # ---- the work
 
-    async def _make(self, rollout: Rollout) -> None:
+    async def _make(self, rollout_id: int, version: int) -> None:
         await self.pool.connect()
         begun = time.monotonic()
-        await within(
-            self._patience, self._sample(rollout), lambda: self._late(f"{rollout.missing} of {rollout.size} samples of {rollout}")
-        )
-        samples = rollout.samples()
-        await self.work.hooks.filter(samples, source=self.work.source)
-        check_staleness(samples, rollout.version)
+        late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
+        made = await within(self._patience, self.maker.make(rollout_id, version), late)
+        self._states = {rollout_id: self.shelf.state(rollout_id)}
+        samples = made.rollout.samples()
+        await self.work.hooks.filter(samples, made.dropped, source=self.work.source)
+        check_staleness(samples, version, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
-            path = file_of(self.options.save_debug_rollout_data, rollout.rollout_id)
-            await asyncio.to_thread(write_rollout, path, rollout.rollout_id, rollout.version, samples)
+            path = file_of(self.options.save_debug_rollout_data, rollout_id)
+            await asyncio.to_thread(write_rollout, path, rollout_id, version, samples)
         seconds = time.monotonic() - begun
-        metrics = batch_metrics(rollout, rollout.version, seconds, sampled=self.work.samples)
+        metrics = made.metrics | batch_metrics(made.rollout, version, seconds, sampled=self.work.samples)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
         batch = await self.work.hooks.batch(samples, metrics)
-        shares = make_shares(rollout, self.options, metrics, batch)
-        self._handed_over = rollout.rollout_id
-        await self.server.put(rollout.rollout_id, shares)
-        await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout.rollout_id:08d}.jsonl", samples)
+        shares = make_shares(made.rollout, self.options, metrics, batch)
+        self._handed_over = rollout_id
+        await self.server.put(rollout_id, shares)
+        await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
-        say(f"rollout {rollout.rollout_id}: {', '.join(words)}")
-
-    async def _sample(self, rollout: Rollout) -> None:
-        """All samples of a rollout, side by side."""
-        baselines: dict[int, asyncio.Task[float]] = {}
-        async with asyncio.TaskGroup() as tasks:
-            for group, index in rollout.wanted():
-                tasks.create_task(self._one(rollout, group, index))
-            if needs(self.options).greedy:
-                baselines = {group.number: tasks.create_task(self._baseline(rollout, group)) for group in rollout.groups}
-        for sample in rollout.samples() if baselines else ():
-            sample.baseline = baselines[sample.group].result()
-
-    async def _one(self, rollout: Rollout, group: Group, index: int) -> None:
-        asked = Asked(group, index, rollout.rollout_id, rollout.version)
-        rollout.add(await self.maker.make(asked))
-
-    async def _baseline(self, rollout: Rollout, group: Group) -> float:
-        """The reward of the greedy response to a prompt."""
-        (sample,) = await self.maker.make(Asked(group, GREEDY, rollout.rollout_id, rollout.version))
-        return sample.reward
+        say(f"rollout {rollout_id}: {', '.join(words)}")
 
     @property
     def _patience(self) -> float:

@@ -11,6 +11,8 @@
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/end              exists when every process of the attempt is to end now
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
+      bank/N.group                groups that are finished, or begun, and not yet trained
+      ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       position.json               where a run without a trainer stands
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 

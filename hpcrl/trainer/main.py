@@ -54,6 +54,7 @@ class Crank:
         save_load.writable(self.checkpoints)
         self.patient = make_patient(context.options)
         self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
+        self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         if self.driver:
             say(said)
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
@@ -105,20 +106,22 @@ class Crank:
         share = self.shares.exchange(fetched)
         if share is None:
             return False
-        check_staleness(share, self.at.version)
+        check_staleness(share, self.at.version, self.options.staleness_bound)
         others = self.others.of_share(share.version, self.at.version)
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks)
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
-        data = self._ask("snapshot", rollout_id=rollout_id)
+        data = self._ask("snapshot", rollout_id=rollout_id, saved=self.saved)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
         metrics = share.metrics | metrics | (self._publish() if steps else {})
         metrics["perf/step_time"] = time.monotonic() - begun
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
-        if (path := self.saver.poll()) and self.driver:
-            say(f"saved {path}")
+        if path := self.saver.poll():
+            self.saved = self.saving
+            if self.driver:
+                say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
         if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
@@ -159,6 +162,7 @@ class Crank:
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
         path = self.saver.save(self.at, wait=last)
+        self.saved, self.saving = self.saving if self.saver.pending else self.at.version, self.at.version
         if self.log:
             self.log.append(self.at.rollout_id - 1, {"perf/save_time": time.monotonic() - begun})
         if self.driver:

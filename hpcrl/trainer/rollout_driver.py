@@ -85,7 +85,7 @@ class RolloutDriver:
         share = self.client.fetch(rollout_id, self.options.rollout_timeout)
         if share is None:
             return False
-        state = self._ask("snapshot", rollout_id=rollout_id)
+        state = self._ask("snapshot", rollout_id=rollout_id, saved=0)
         self.rollout_id += 1
         write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}))
         self.log.append(rollout_id, share.metrics | {"perf/step_time": time.monotonic() - begun})

@@ -218,6 +218,37 @@ def test_every_estimator_is_tested() -> None:
     assert {case["advantage_estimator"] for case in CASES} == set(algorithm_files("estimators"))
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_a_response_of_several_samples_counts_once_in_its_group(name: str) -> None:
+    """One response cut into three samples, and one that fills the step up: the advantages of its tokens are those of the whole."""
+    o = options(advantage_estimator=name, normalize_advantages=name == "reinforce_plus_plus_baseline")
+    reward, length = [1.0, 0.0, 0.5, 2.0], [4, 9, 3, 5]
+    chance = torch.Generator().manual_seed(1)
+    columns = {"old": torch.rand(21, generator=chance), "reference": torch.rand(21, generator=chance)}
+
+    def batch(rewards: list[float], lengths: list[int], response: list[int] | None, filling: int) -> RolloutBatch:
+        count = len(lengths)
+        mask = torch.ones(sum(lengths), dtype=torch.bool)
+        mask[len(mask) - filling :] = False
+        return RolloutBatch(
+            reward=torch.tensor(rewards, dtype=torch.float64),
+            group=torch.zeros(count, dtype=torch.int64),
+            length=torch.tensor(lengths),
+            truncated=torch.zeros(count, dtype=torch.bool),
+            own=torch.arange(count),
+            mask=mask,
+            response=None if response is None else torch.tensor(response),
+            **{name: torch.cat([column, torch.zeros(filling)]) for name, column in columns.items()},
+        )
+
+    whole = compute_advantages(batch(reward, length, None, 0), o).advantages
+    cut = batch([1.0, 0.0, 0.0, 0.0, 0.5, 2.0, 7.0], [4, 2, 3, 4, 3, 5, 1], [0, 1, 1, 1, 2, 3, -1], 1)
+    found = compute_advantages(cut, o).advantages
+    assert torch.allclose(found[:-1], whole, atol=1e-12, rtol=0) and found[-1] == 0
+    naive = compute_advantages(batch([1.0, 0.0, 0.0, 0.0, 0.5, 2.0], [4, 2, 3, 4, 3, 5], None, 0), o).advantages
+    assert name in ("opo", "reinforce_plus_plus_baseline") or not torch.allclose(naive, whole), "else this shows nothing"
+
+
 def test_equal_rewards_are_no_advantage() -> None:
     samples = random_samples(0)
     for s in samples:

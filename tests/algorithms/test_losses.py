@@ -375,6 +375,11 @@ def test_the_mismatch_of_trainer_and_engine_is_always_measured(seed: int) -> Non
         assert float(report.means[name]) == pytest.approx(value, abs=1e-6), name
     assert float(report.token_means["train_rollout_logprob_abs_diff"]) == pytest.approx(math.fsum(differences))
     assert float(report.maxima["train_rollout_logprob_abs_diff_max"]) == pytest.approx(max(differences))
+    older = token_batch(samples)
+    first = compute_loss(replace(older, fresh=torch.arange(len(older.sample)) == 0), o).report
+    assert float(first.token_means["train_rollout_logprob_abs_diff"]) == pytest.approx(
+        abs(float(older.trainer[0] - older.rollout[0]))
+    )
     apart = compute_loss(replace(token_batch(samples), comparable=False), o).report
     assert set(apart.means) == {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"}
     assert not apart.token_means

@@ -17,6 +17,7 @@ from hpcrl.report.sample_records import COLUMNS, Trained, read_looks, read_token
 from hpcrl.report.sample_view import visible
 from tests.support.rundirs import make
 from tests.support.screens import run_on_terminal, screen
+from tests.support.tiny import make_tokenizer
 
 REPO = Path(__file__).parents[2]
 EVIL = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxet\u2066 back\rspace\x08 [bold]x[/] :smile: line\nnext\ttab \x00 👩\u200d🚀"
@@ -188,6 +189,17 @@ def test_tokens_are_shown_one_a_line(run: Path, capsys: pytest.CaptureFixture[st
     assert [line.split() for line in lines[at + 1 : at + 4]] == [
         [str(n), f"{n:.4f}", f"{-n / 2:.4f}", f"{n * 1.5:.4f}", f"{n:.4f}"] for n in (2, 3, 4)
     ], "the second of the file's samples; numbers where there is no tokenizer"
+
+
+def test_tokens_are_shown_as_text_where_the_tokenizer_is(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": 1}))
+    (run / "options.json").write_text(json.dumps({"hf_checkpoint": str(tmp_path / "model")}))
+    ids = tokenizer("a7+").input_ids[-3:]
+    write_tokens(run, 7, 0, columns([0], [3]) | {"tokens": np.array(ids)})
+    lines = said(capsys, str(run), "--tokens", "-n", "1").splitlines()
+    assert [line.split()[0] for line in lines[-4:-1]] == ["a", "7", "+"]
 
 
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=9), st.booleans())

@@ -418,6 +418,15 @@ def test_what_differs_from_the_defaults() -> None:
         ),
         ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
+        ({"over_sampling_batch_size": 3}, "--over-sampling-batch-size 3 is less than --rollout-batch-size"),
+        (
+            {"dynamic_sampling_filter_path": "nonzero"},
+            "nonzero is no filter; there are check_reward_nonzero_std, .*module.function",
+        ),
+        (
+            {"dynamic_sampling_filter_path": "check_reward_nonzero_std", "partial_rollout": True, "deterministic_mode": True},
+            "--partial-rollout and --deterministic-mode exclude each other",
+        ),
         ({"eval_interval": 2}, "give --eval-prompt-data NAME PATH"),
         ({"eval_interval": 2, "eval_prompt_data": ["a"]}, "takes pairs of NAME PATH, here are 1 words"),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "a", "q"]}, "gives a name twice"),
@@ -474,6 +483,10 @@ def test_what_supervised_tuning_cannot_use(change: dict[str, Any], message: str)
         {"sequence_parallel": True},
         {"skip_eval_before_train": True},
         {"eval_prompt_data": ["a", "p"]},
+        {"partial_rollout": True},
+        {"mask_offpolicy_in_partial_rollout": True},
+        {"max_staleness": 2},
+        {"buffer_filter_path": "pop_first", "over_sampling_batch_size": 999},
         {"disable_grpo_std_normalization": True, "disable_rewards_normalization": True},
     ],
 )

@@ -203,3 +203,50 @@ def test_shares_are_balanced_unless_told_otherwise() -> None:
     lengths, each = [12, 1] * 4, {"actor_num_gpus_per_node": 2, "micro_batch_size": 8}
     loads = {balance: [sum(rank) for rank in _shapes(lengths, balance_data=balance, **each)] for balance in (True, False)}
     assert loads[True][0] == loads[True][1] and loads[False][0] > 2 * loads[False][1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=8, max_size=8),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+    st.sampled_from([None, 12, 40]),
+)
+def test_responses_of_several_samples_stay_whole_and_are_counted_once(
+    lengths: list[list[int]], layout: tuple[int, int], cap: int | None
+) -> None:
+    """8 responses, 4 of a group, each of one to four samples; every step gets as many responses, and every rank samples."""
+    dp, steps = layout
+    rollout = Rollout(3, 5, groups(2), 4)
+    for i, several in enumerate(lengths):
+        rollout.add([make(i // 4, i % 4, length, reward=float(i)) for length in several])
+    options = Options(
+        actor_num_gpus_per_node=dp,
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        num_steps_per_rollout=steps,
+        use_dynamic_batch_size=cap is not None,
+        max_tokens_per_gpu=cap,
+        micro_batch_size=2,
+    )
+    shares = make_shares(rollout, options, batch_metrics(rollout, 5, 1.0))
+    table, real = shares[0].table, shares[0].table["status"] != 0
+    assert sum(real) == sum(map(len, lengths)) and sorted(np.concatenate([s.own for s in shares])) == list(range(len(table)))
+    assert shares[0].metrics["rollout/reward"] == 3.5, "the mean over responses"
+    first = 0
+    for step, size in enumerate(shares[0].step_samples):
+        rows = table[first : first + size]
+        mine = lengths[step * 8 // steps : (step + 1) * 8 // steps]
+        found = rows[real[first : first + size]]
+        assert [(r["group"] * 4 + r["index"]) for r in found] == [
+            step * 8 // steps + i for i, several in enumerate(mine) for _ in several
+        ]
+        assert found["trained"].tolist() == [sum(several) for several in mine for _ in several]
+        assert shares[0].step_tokens[step] == sum(map(sum, mine)) and size - len(found) < dp and size % dp == 0
+        first += size
+    for share in shares:
+        assert cap or [sum(map(len, step)) for step in share.micro_batches] == [size // dp for size in share.step_samples]
+        assert len({len(s.micro_batches[0]) for s in shares}) == 1
+        filling = share.batch.rows["status"] == 0
+        at = share.batch.response_offsets[:-1][filling]
+        assert not share.batch.loss_mask[at].any() and (share.batch.rows["length"][filling] == 2).all()
+        assert share.batch.rows["trained"].sum() >= share.batch.loss_mask.sum()

@@ -386,7 +386,7 @@ def test_no_reward_is_an_error() -> None:
 
 
 def test_processes_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rollout.grading.process.sys.executable", "/bin/false")
+    monkeypatch.setattr("hpcrl.rollout.worker_process.sys.executable", "/bin/false")
     with pytest.raises(HpcrlError, match="the process that grades with math did not start: exit status 1"):
         graded(sample("x"), rm_type="math")
 

@@ -76,18 +76,20 @@ class Attempt:
             "eval_interval": 1,
         }
         self.options = Options(**(defaults | values))
-        self.rundir = RunDir.create(path)
+        number = len(list((path / "attempts").iterdir())) if path.exists() else 0
+        self.rundir = RunDir(path, number) if number else RunDir.create(path)
         self.rundir.begin()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
         write_atomic(self.rundir.options_file, self.options.model_dump_json().encode())
         write_atomic(self.rundir.plan_file, msgspec.json.encode(self.plan))
-        make_keys(self.rundir, 2)
+        if not number:
+            make_keys(self.rundir, 2)
         self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
             if published:
                 publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)
-        command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", "0"]
-        self.log = path / "rollout.log"
+        command = [sys.executable, "-m", "hpcrl.rollout.main", str(path), "--attempt", str(number)]
+        self.log = path / f"rollout{number or ''}.log"
         with self.log.open("wb") as out:
             env = os.environ | {"PYTHONPATH": str(REPO)}
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=out, stderr=out)
@@ -115,12 +117,12 @@ class Attempt:
     def fetch(self, rollout_id: int) -> list[Share | None]:
         return [client.fetch(rollout_id, 20) for client in self.clients]
 
-    def step(self, rollout_id: int) -> tuple[list[Share], dict[str, Any]]:
+    def step(self, rollout_id: int, saved: int = 0) -> tuple[list[Share], dict[str, Any]]:
         """What the trainer does with one rollout: its shares, and the state to save after it."""
         self.call("generate", rollout_id=rollout_id, version=rollout_id)
         shares = self.fetch(rollout_id)
         assert None not in shares
-        return shares, json.loads(json.dumps(self.call("snapshot", rollout_id=rollout_id)))  # type: ignore[return-value]
+        return shares, json.loads(json.dumps(self.call("snapshot", rollout_id=rollout_id, saved=saved)))  # type: ignore[return-value]
 
     def end(self, seconds: float = 15) -> int:
         return self.process.wait(seconds)
@@ -305,7 +307,7 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         (
             hang,
             {"rollout_timeout": 1},
-            ["24 of 24 samples of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
+            ["6 of 6 groups of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
         ),
         (wrong_token, {}, ["engine-0 on 127.0.0.1", "token id 999"]),
         (old_weights, {}, ["policy versions 3 to 3", "the trainer is at 4"]),
@@ -454,3 +456,35 @@ def test_it_ends_when_another_role_has_failed(tmp_path: Path, model: Path) -> No
         attempt.rundir.fail("trainer", 1, "rank 1 is dead")
         assert attempt.end(5) == 1
         assert attempt.rundir.failure().message == "rank 1 is dead"
+
+
+def test_an_own_function_makes_the_samples_of_rollouts_and_evaluations(tmp_path: Path, model: Path) -> None:
+    """Fan-out: even responses are two samples; both are in the shares, the table and the sample files."""
+    own = {"custom_generate_function_path": "tests.support.own_generates.fans_out", "num_steps_per_rollout": 2}
+    with Attempt(tmp_path / "run", model, None, None, **own) as attempt:
+        deadline = time.monotonic() + 90
+        while (
+            "prompts in" not in attempt.log.read_text() and time.monotonic() < deadline
+        ):  # the function's process loads a tokenizer
+            time.sleep(0.1)
+        attempt.begin()
+        evaluation = attempt.call("evaluate", rollout_id=-1, version=0)["held"]
+        shares, _ = attempt.step(0)
+        attempt.call("finish", rollout_id=1)
+        assert attempt.end() == 0, attempt.log.read_text()
+        rows = attempt.samples()["00000000.jsonl"]
+    assert evaluation["n"] == 5 and evaluation["reward_errors"] == 0
+    assert [(row["group"], row["index"]) for row in rows] == [(g, i) for g in range(GROUPS) for i in (0, 0, 1, 2, 2, 3)]
+    assert shares[0].step_samples == [18, 18] and shares[0].table["reward"].tolist() == [row["reward"] for row in rows]
+    assert {row["reward"] for row in rows} <= {0.0, 1.0, 2.0} and all(0 < row["response_len"] <= 3 for row in rows)
+    assert len({row["response"] for row in rows}) > 12, "every request has noise of its own"
+
+
+@pytest.mark.parametrize(("name", "words"), [("two", "takes (args, sample)"), ("plain", "is not async")])
+def test_a_function_that_cannot_be_called_ends_the_run_before_an_engine_is_waited_for(
+    tmp_path: Path, model: Path, name: str, words: str
+) -> None:
+    path = f"tests.support.own_generates.{name}"
+    with Attempt(tmp_path / "run", model, None, published=False, custom_generate_function_path=path) as attempt:
+        assert attempt.end(60) == 2
+        assert words in attempt.error() and f"--custom-generate-function-path {path}" in attempt.error()

@@ -80,6 +80,7 @@ class FakeEngine:
         self.bodies: list[dict[str, Any]] = []
         self.groups: list[int] = []  #: samples of each request on our own route
         self.in_flight = self.most_in_flight = 0
+        self.version = "default"  #: what its weights are called
         self.deaf = 0  #: aborts that it takes no notice of
         self._aborts: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
@@ -104,6 +105,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
+        app.router.add_post("/update_weight_version", self._name)
         app.router.add_post(token_frames.GENERATE, self._generate_group)
         app.router.add_post(token_frames.ABORT, self._abort)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -120,6 +122,10 @@ class FakeEngine:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _name(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
 
     async def aborted(self, ident: str) -> None:
         """Return once the request with this name is aborted."""

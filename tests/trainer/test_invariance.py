@@ -495,6 +495,43 @@ def test_neither_do_they_to_further_losses(model: Path, other: Path, layout: str
         agree(found, reference(model, loss, other if loss in WITH_TEACHER else None))
 
 
+def pairs() -> SampleBatch:
+    """The batch in groups of two."""
+    data, numbers = deepcopy(batch()), np.arange(SAMPLES)
+    data.rows["group"], data.rows["index"] = numbers // 2, numbers % 2
+    return data
+
+
+@cache
+def expected_of_pairs(model: Path, other: Path, beta: float) -> tuple[float, float]:
+    """DPO's loss and the norm of its gradient; a response without trained tokens does not count itself."""
+    opts, data, hf, frozen = options(model), pairs(), transformers_model(model), transformers_model(other)
+    ratios, masks = [], []
+    for i in range(SAMPLES):
+        ids, mask, _ = sample(data, i)
+        with torch.no_grad():
+            wanted = logprobs_and_entropy(frozen, ids, len(mask), opts)[0]
+        ratios.append(((logprobs_and_entropy(hf, ids, len(mask), opts)[0] - wanted) * mask).sum())
+        masks.append(mask)
+    total, rewards = torch.zeros(()), data.rows["reward"]
+    for i in range(SAMPLES):
+        margin = beta * (ratios[i] - ratios[i ^ 1]) * (1 if rewards[i] > rewards[i ^ 1] else -1)
+        total = total - torch.nn.functional.logsigmoid(margin) * float(masks[i].any()) / SAMPLES
+    total.backward()
+    return float(total.detach()), float(torch.stack([p.grad.norm() for p in hf.parameters()]).norm())
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp2 pp2", "dp2 cp2"])
+def test_neither_do_they_to_pairs(model: Path, other: Path, layout: str) -> None:
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    dpo = {"loss_type": "dpo_loss", "n_samples_per_prompt": 2, "dpo_beta": 0.3, "ref_load": str(other)}
+    opts = options(model, n, **PACKINGS["64 tokens"], **fields, **dpo)
+    loss, norm = expected_of_pairs(model, other, 0.3)
+    (found,) = same_everywhere(run_ranks(n, train_on_rank, [opts], pairs()))
+    assert found["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
 @cache
 def on_one_rank(model: Path, loss: str, other: Path) -> dict[str, float]:
     return run_ranks(1, train_on_rank, [options(model, **PACKINGS["64 tokens"], **fields_of(loss, other))])[0][0]
@@ -524,6 +561,30 @@ def test_uneven_and_virtual_pipeline_stages_do_not_matter(deep: Path, layout: st
     n, fields = DEEP[layout]
     more = {**fields.get("megatron", {}), **(RECOMPUTE["block"] if "uneven" in layout else {})}
     equal(gradients(deep, n, fields | LOSSES["grpo"] | {"megatron": more}), gradients(deep, 1, LOSSES["grpo"]))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "dp2"])
+def test_a_response_of_two_alike_samples_counts_as_one(model: Path, other: Path, layout: str) -> None:
+    """Samples twice in their responses, so that 19 are filled up to 20 for two ranks: the same advantages, loss and gradient."""
+    data = batch()
+    twice = data.take(sorted([*range(SAMPLES), 0, 5, 5]))
+    sums = np.add.reduceat(twice.loss_mask.astype(np.int64), twice.response_offsets[:-1])
+    keys = twice.rows["group"] * 4 + twice.rows["index"]
+    twice.rows["trained"] = [sums[keys == key].sum() for key in keys]
+    n, fields = LAYOUTS.get(layout, (1, {}))
+    opts = options(model, n, **PACKINGS["64 tokens"], **fields, **LOSSES["grpo"])
+    [found] = same_everywhere(run_ranks(n, train_on_rank, [opts], twice))
+    one = on_one_rank(model, "grpo", other)
+    for name in (
+        "train/loss",
+        "train/pg_loss",
+        "train/grad_norm",
+        "train/entropy_loss",
+        "second/train/loss",
+        "second/train/grad_norm",
+    ):
+        if name in one:
+            assert found[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
 
 
 def test_virtual_pipeline_stages_forward_only(deep: Path) -> None:

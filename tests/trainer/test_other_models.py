@@ -9,9 +9,10 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.trainer.step.share_exchange import ShareExchange
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
-from tests.trainer.test_invariance import LAYOUTS, PACKINGS, VOCAB, options, shares, start
+from tests.trainer.test_invariance import LAYOUTS, PACKINGS, VOCAB, batch, options, shares, start
 
 pytestmark = pytest.mark.process
 
@@ -125,6 +126,25 @@ def old_actor_on_rank(opts: Options, directory: Path) -> tuple[dict[str, float],
     return first, late, resumed, error
 
 
+def peaks_on_rank(every: list[Options]) -> tuple[list[int], int]:
+    """Most bytes alive at once while a rollout is trained on with each of the options, and bytes of the policy's weights."""
+    from hpcrl.trainer.megatron import host_weights
+    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.step import train_batch
+
+    host_weights.PIECE = 2**16
+    ranks, found = None, []
+    for opts in every:
+        policy = start(opts, ranks)
+        ranks = policy.ranks
+        others, (mine,) = OtherModels(policy, ranks, opts, None).of_share(0, 0), shares(opts)
+        train_batch.train(policy, ranks, opts, mine, others)  # the optimizer's state is made
+        with LiveBytes() as live:
+            train_batch.train(policy, ranks, opts, mine, others)
+        found.append(live.peak)
+    return found, sum(value.nbytes for value in host_weights.weights(policy).values())
+
+
 # ---- tests
 
 
@@ -167,6 +187,24 @@ def test_a_reference_that_is_only_measured_changes_nothing(model: Path, other: P
         assert {name: row[name] for name in one} == one
         assert set(row) - set(one) == {"train/kl_loss", "rollout/ref_log_probs"}
     assert abs(beside[0]["train/kl_loss"]) > 1e-3
+
+
+def test_a_reference_and_a_teacher_are_no_second_copy_on_the_device(model: Path, other: Path) -> None:
+    """Nor is a teacher of whole distributions, but for its output layer."""
+    common = {"log_probs_chunk_size": 16, **PACKINGS["64 tokens"]}
+    teacher = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(other)}
+    every = [
+        options(model, **common),
+        options(model, use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(other), **common),
+        options(model, **teacher, **common),
+        options(model, opd_kl_type="forward", **teacher, **common),
+    ]
+    (alone, *beside), whole = run_ranks(1, peaks_on_rank, every)[0]
+    layer = 4 * VOCAB * 64  # the output layer, which is the embedding
+    assert whole > 8 * layer
+    states = 4 * 64 * int(batch().loss_mask.sum())  # in host memory, which here is the device's
+    for name, peak, room in zip(("reference", "teacher", "forward"), beside, (0, 0, layer + states), strict=True):
+        assert peak - alone <= room + 0.1 * whole, name
 
 
 def test_an_old_actor_says_what_the_weights_that_sampled_said(tmp_path: Path, model: Path) -> None:

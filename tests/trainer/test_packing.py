@@ -125,6 +125,7 @@ def test_padding_is_what_the_layout_needs(tp: int, cp: int, multiple: int, whole
 def test_a_masked_sample_has_no_rows() -> None:
     data = batch([(3, 4), (2, 5)])
     data.loss_mask[:4] = 0
+    data.rows["trained"][0] = 0
     packed = pack(data, [0], layout(), sequence_parallel=False)
     assert packed.samples == 1
     assert [len(c) for c in (packed.rows, packed.labels, packed.sample, packed.source, packed.rollout)] == [0] * 5

@@ -16,7 +16,7 @@ NEEDS = ("groups",)
 
 def estimate(batch: RolloutBatch, options: Options) -> Advantages:
     """OPO's advantages, the same for every token of a response."""
-    length = batch.length.to(batch.reward.dtype)
+    length = batch.response_sum(batch.length.to(batch.reward.dtype))
     total = batch.group_sum(length)
     weighted = batch.group_sum(length * batch.reward) / total.clamp(min=1)
     return Advantages(batch.to_tokens(batch.reward - weighted.where(total > 0, batch.group_mean(batch.reward))))

@@ -168,7 +168,7 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
     if routing(o) == "old" and not needs(o).old_logprobs:
         why = "one optimizer step a rollout is its own old policy: --num-steps-per-rollout 2 or more, or --use-rollout-routing-replay"
         yield "use_routing_replay", why
-    yield "keep_old_actor", "every sample is trained on with the weights that sampled it"
+    yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"
     if o.overlong_buffer_len is None:

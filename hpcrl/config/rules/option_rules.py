@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
@@ -21,6 +22,8 @@ from hpcrl.errors import UsageError, failures, raise_together
 
 #: each file is a way of --weight-transfer, named as the option's value
 TRANSPORTS = Path(__file__).parents[2] / "weights" / "transports"
+#: each file is a built-in filter, named as the option's value
+FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
@@ -29,7 +32,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
     layout = failures((_layout, _virtual_stages, _engines), options)
-    wrong = failures((_needed, _sampling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
@@ -172,11 +175,33 @@ def _sampling(o: Options) -> None:
         )
 
 
+def _filling(o: Options) -> None:
+    if o.over_sampling_batch_size is not None and o.over_sampling_batch_size < o.rollout_batch_size:
+        raise UsageError(
+            f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size {o.rollout_batch_size}",
+            "it is how many groups are issued at a time",
+        )
+    for name, room in (("dynamic_sampling_filter_path", "dynamic"), ("buffer_filter_path", "buffer")):
+        value, built_in = getattr(o, name), _files(FILTERS / room)
+        if value is not None and not is_path(value) and value not in built_in:
+            raise UsageError(f"{flag(name)} {value} is no filter", f"there are {', '.join(built_in)}, or give module.function")
+    if o.partial_rollout and o.deterministic_mode:
+        raise UsageError(
+            "--partial-rollout and --deterministic-mode exclude each other: how far a response has come when it is ended depends on the clock",
+            "leave one of them out",
+        )
+
+
+def _files(room: Path) -> list[str]:
+    """The names that a file each stands for."""
+    return sorted(path.stem for path in room.glob("*.py") if not path.stem.startswith("_"))
+
+
 def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
     unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
-    if not o.grades and not unread:
+    if not o.grades and not unread and o.custom_generate_function_path is None:
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -223,7 +248,7 @@ def label_key(o: Options, evaluation: bool) -> str | None:
 
 
 def _weights(o: Options) -> None:
-    ways = ["auto", *sorted(path.stem for path in TRANSPORTS.glob("*.py") if not path.stem.startswith("_"))]
+    ways = ["auto", *_files(TRANSPORTS)]
     if o.weight_transfer not in ways:
         close = nearest(o.weight_transfer, ways)
         raise UsageError(
@@ -258,7 +283,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
-            "reward_memory_gb reward_max_failed update_weight_buffer_size "
+            "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
             "weight_transfer check_weight_update_equal vllm",
             _NO_ENGINE,
         )
@@ -266,6 +291,11 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             yield "rollout_num_gpus", _NO_ENGINE
     if o.custom_rm_path is None:
         yield "group_rm", "--custom-rm-path is not given"
+    if o.custom_generate_function_path is None:
+        yield (
+            "custom_generate_num_workers custom_generate_timeout custom_generate_max_failed",
+            "--custom-generate-function-path is not given",
+        )
     if o.eval_interval is None:
         yield (
             "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k "
@@ -273,6 +303,19 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "skip_eval_before_train custom_eval_rollout_log_function_path",
             "--eval-interval is not given",
         )
+    if o.learns_labels:
+        yield (
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path "
+            "max_staleness",
+            f"--loss-type {o.loss_type} learns what the prompt file holds",
+        )
+    elif not o.leaves_groups_over:
+        yield (
+            "partial_rollout",
+            "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
+        )
+    if not o.partial_rollout:
+        yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
     yield from _inert_in_training(o)

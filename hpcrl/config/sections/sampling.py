@@ -24,4 +24,36 @@ class RolloutOptions(Base):
     rollout_skip_special_tokens: bool = opt(
         False, "leave special tokens out of the text in which stop strings are looked for, and that rewards read", "slime"
     )
+    over_sampling_batch_size: int | None = opt(
+        None,
+        "groups that are issued at a time while the batch is not full; it is full with the first --rollout-batch-size that the "
+        "filter keeps, and the rest is ended; default --rollout-batch-size",
+        "slime",
+        ge=1,
+    )
+    dynamic_sampling_filter_path: str | None = opt(
+        None,
+        "which finished groups are kept: check_reward_nonzero_std, check_reward_nonzero_std_with_fallback, or module.function of an "
+        "own one: (options, samples) -> bool",
+        "slime",
+    )
+    partial_rollout: bool = opt(
+        False,
+        "keep what a full batch leaves over: unfinished responses go on later from their tokens, finished groups wait",
+        "slime",
+    )
+    mask_offpolicy_in_partial_rollout: bool = opt(
+        False, "loss mask 0 for tokens that an older policy sampled, in responses that were gone on with", "slime"
+    )
+    buffer_filter_path: str | None = opt(
+        None,
+        "which groups that were left over are gone on with: pop_first, the oldest (default), or module.function of an own one: "
+        "(options, rollout_id, buffer, count) -> groups",
+        "slime",
+    )
+    max_staleness: int | None = opt(
+        None,
+        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as slime has it, else 0",
+        ge=0,
+    )
     rollout_server_concurrency: int = opt(512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)

@@ -1,12 +1,10 @@
-"""What the rollout process and a grading process say to each other: MessagePack in frames with a length before them.
+"""What the rollout process and a grading process say to each other: MessagePack, a frame a message (see `worker_process.py`).
 
 Invariant: plain data alone, decoded into these types; nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import asyncio
-import struct
 from typing import Any
 
 import msgspec
@@ -14,7 +12,6 @@ import numpy as np
 
 from hpcrl.sample import Sample
 
-_LENGTH = struct.Struct("<Q")
 _ARRAYS = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading fails
@@ -79,17 +76,6 @@ class Reply(msgspec.Struct):
 
     id: int
     outcomes: list[Outcome]
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-async def receive(reader: asyncio.StreamReader) -> bytes:
-    """The body of the next frame.  asyncio.IncompleteReadError at the end."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return await reader.readexactly(length)
 
 
 def send_sample(sample: Sample, arrays: bool) -> SentSample:

@@ -1,25 +1,20 @@
-"""One grading process, seen from the rollout process.
+"""One grading process, seen from the rollout process: what it works on, and what it uses.
 
-Invariant: it is ended with everything it started, by process group, and never waited for without a deadline.
+Invariant: gradings that share a process run side by side; of others the first runs, and the rest wait in their order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 import psutil
 
-from hpcrl.rollout.grading.frames import Outcome, Ready, Reply, Setup, Task, frame, receive
+from hpcrl.rollout.grading.frames import Outcome, Ready, Reply, Setup, Task
+from hpcrl.rollout.worker_process import WorkerProcess
 
 
 @dataclass
@@ -39,53 +34,32 @@ class Job:
     cpu: float = 0.0
 
 
-@dataclass
-class GradingProcess:
-    """A worker.  ready: whether it has loaded the rewards; starting: seconds since it was started, until then; gone: whether it has ended."""
+class GradingProcess(WorkerProcess):
+    """A worker.  ready: whether it has loaded the rewards; starting: seconds since it was started, until then."""
 
-    setup: Setup
-    jobs: dict[int, Job] = field(default_factory=dict)
-    ready: bool = False
-    starting: float = 0.0
-    base: int = 0  #: bytes resident at its start
-    gone: bool = False
-
-    def __post_init__(self) -> None:
-        self._ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "hpcrl.rollout.grading.worker", str(theirs.fileno())]
-            env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env, process_group=0
-            )
-        self._writer: asyncio.StreamWriter | None = None
-        self._seen = psutil.Process(self._process.pid)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__("hpcrl.rollout.grading.worker", setup, {"PYTHONHASHSEED": "0"})
+        self.jobs: dict[int, Job] = {}
+        self.ready, self.starting = False, 0.0
+        self.base = 0  # bytes resident at its start
+        self._seen = psutil.Process(self.pid)
 
     async def listen(self) -> Ready:
         """Send what it needs and wait until it is ready.  ConnectionError if it ends before."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._ours, limit=1 << 22)
-        self._writer.write(frame(self.setup))
-        try:
-            found = msgspec.msgpack.decode(await receive(self._reader), type=Ready)
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionError from error
+        found = msgspec.msgpack.decode(await self.open(), type=Ready)
         with contextlib.suppress(psutil.Error):
             self.base = self._seen.memory_info().rss
         return found
 
     async def reply(self) -> Reply:
         """The next answer.  ConnectionError when the process has ended."""
-        try:
-            return msgspec.msgpack.decode(await receive(self._reader), type=Reply)
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionError from error
+        return msgspec.msgpack.decode(await self.receive(), type=Reply)
 
     def send(self, job: Job) -> None:
-        assert self._writer is not None
         self.jobs[job.task.id] = job
         if job.shares or len(self.jobs) == 1:
             self._begin(job)
-        self._writer.write(frame(job.task))
+        self.write(job.task)
 
     def finish(self, task: int) -> Job:
         """The job that has been answered; the next in the queue begins."""
@@ -117,7 +91,7 @@ class GradingProcess:
     def cpu_seconds(self) -> float:
         """CPU time that it has used, its threads included (clock_getcpuclockid(3))."""
         with contextlib.suppress(OSError):
-            return time.clock_gettime((~self._process.pid << 3) | 2)
+            return time.clock_gettime((~self.pid << 3) | 2)
         return 0.0
 
     def memory(self) -> int:
@@ -126,29 +100,3 @@ class GradingProcess:
             return self._seen.memory_info().rss - self.base
         except psutil.Error:
             return 0
-
-    def kill(self) -> None:
-        """End it and what it started, at once.  `reaped` says when it is gone."""
-        self.gone = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        if self._writer is not None:
-            self._writer.close()
-        else:
-            self._ours.close()
-
-    def reaped(self) -> bool:
-        return self._process.poll() is not None
-
-    async def ended(self) -> str:
-        """How it ended by itself; what it has left behind is ended too."""
-        self.gone = True
-        for _ in range(50):
-            if self.reaped():
-                break
-            await asyncio.sleep(0.01)  # its socket closes a little before it is gone
-        self.kill()
-        status: Any = self._process.poll()
-        if status is None:
-            return "it closed its socket"
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -168,7 +168,11 @@ class Grading:
             for position, outcome in zip(order, outcomes, strict=True):
                 if not group.futures[position].done():
                     group.futures[position].set_result(outcome)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:  # the rest of the group may never come
+            self._groups.pop(key, None)
+            raise
 
     async def _submit(self, samples: list[Sample], words: list[str], evaluation: bool) -> list[Outcome]:
         if self._broken is not None:

@@ -19,8 +19,8 @@ from hpcrl.sample import Sample
 class Tally:
     """The failed gradings of one batch.
 
-    what: the batch, for the error; size: gradings of the batch; each: samples of a group; limit: --reward-max-failed;
-    prompts: the prompts whose grading has failed in this run, shared by all its tallies.
+    what: the batch, for the error; size: gradings of the batch; each: samples of a group; limit: of the option `flag`;
+    prompts: the prompts whose grading has failed in this run, shared by all its tallies; counted: what is counted.
     """
 
     what: str
@@ -28,6 +28,8 @@ class Tally:
     each: int
     limit: float
     prompts: set[str]
+    flag: str = "--reward-max-failed"
+    counted: str = "gradings"
     failed: int = 0
 
     def fail(self, prompt: str, text: str) -> None:
@@ -37,7 +39,7 @@ class Tally:
             self.prompts.add(prompt)
         if self.failed > self.limit * self.size and (len(self.prompts) > 1 or not self.limit):
             raise HpcrlError(
-                f"{self.failed} of the {self.size} gradings of {self.what} failed, more than --reward-max-failed {self.limit:g} "
+                f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than {self.flag} {self.limit:g} "
                 f"allows; the last: {text}",
                 "the rollout's log has the tracebacks",
             )

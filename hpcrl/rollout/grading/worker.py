@@ -21,8 +21,9 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.grading.frames import Ready, Reply, Setup, Task, frame, receive, receive_sample
+from hpcrl.rollout.grading.frames import Ready, Reply, Setup, Task, receive_sample
 from hpcrl.rollout.grading.rewards import Reward, grade, load_reward
+from hpcrl.rollout.worker_process import frame, receive
 from hpcrl.run.process import die_with_parent
 
 

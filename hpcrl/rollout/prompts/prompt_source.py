@@ -7,6 +7,7 @@ taken before; `state` says the latter, so a source that `restore`s it goes on ex
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,19 @@ class PromptSource:
             self._offset += 1
             self._next += 1
         return groups
+
+    def again(self, numbers: Sequence[int]) -> list[Group]:
+        """The groups that were handed out under these numbers, by number."""
+        found: list[Group] = []
+        other = PromptSource(self.file, self._seed, self._shuffle)
+        for number in sorted(numbers):
+            epoch, other._offset = divmod(number, len(other._order))
+            if epoch != other._epoch:
+                other._epoch = epoch
+                other._order = other._permutation()
+            other._next = number
+            found += other.take(1)
+        return found
 
     def state(self) -> dict[str, Any]:
         """Where the source stands, as plain JSON."""

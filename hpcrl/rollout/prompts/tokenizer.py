@@ -57,13 +57,13 @@ class Tokenizer:
                 "leave the flag out, or add chat_template.jinja there",
             )
 
-    def render(self, messages: Messages, generation: bool) -> str:
-        """Chat messages as the model's text; `generation` opens the assistant's turn.
+    def render(self, messages: Messages, generation: bool, tools: Messages | None = None) -> str:
+        """Chat messages as the model's text; `generation` opens the assistant's turn; tools: that it may call, as JSON schemas.
 
         ValueError with the template's own words if it refuses the messages.
         """
         try:
-            return self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+            return self._hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation)
         except Exception as error:  # a template is a program of the model's authors: it raises what it likes
             raise ValueError(f"the chat template refuses it: {error}") from error
 

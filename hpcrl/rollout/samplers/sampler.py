@@ -5,7 +5,8 @@ Invariant: a sampler knows nothing of batches, filters or the ledger; whoever as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -16,17 +17,39 @@ GREEDY = -1
 
 
 @dataclass(frozen=True)
+class HeldOutSet:
+    """The held-out set that a response is asked for: its name, its file, how many responses it wants in all and to a prompt."""
+
+    name: str
+    path: Path
+    size: int
+    each: int
+
+
+@dataclass(frozen=True)
 class Asked:
-    """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`."""
+    """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
+
+    held_out: in an evaluation, whose groups are numbered by the lines of the set.
+    begun: what an earlier call returned of it, to be gone on with: unfinished (ABORTED), or finished and not graded; a sampler that
+    cannot go on begins again.  made: where the sampler leaves what is finished before it waits for the reward, so that it is kept
+    if the wait is given up.
+    """
 
     group: Group
     index: int
     rollout_id: int
     version: int
+    held_out: HeldOutSet | None = None
+    begun: tuple[Sample, ...] = ()
+    made: list[Sample] = field(default_factory=list, compare=False)
 
 
 class Sampler(Protocol):
     """Makes samples."""
 
     async def make(self, asked: Asked) -> list[Sample]:
-        """The samples of one response, rewards set: one, or, where a conversation is cut into several, all of them."""
+        """The samples of one response, rewards set: one, or, where a conversation is cut into several, all of them.
+
+        ABORTED, and without a reward, if the engine was told to end it: then with the tokens that it has so far.
+        """

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
-from hpcrl.sample import Sample
+from hpcrl.sample import ABORTED, Sample
 
 
 class SingleTurnSampler:
@@ -33,11 +33,26 @@ class SingleTurnSampler:
         group, index = asked.group, asked.index
         seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
-        completion = await self._generator.complete(group.prompt.tokens, sampling, seed, asked.version)
+        completion = _begun(asked)
+        if completion is None or completion.status == ABORTED:
+            completion = await self._generator.complete(group.prompt.tokens, sampling, seed, asked.version, begun=completion)
         stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens
         response = self._tokenizer.decode(completion.tokens, stops, skip)
         sample = completion.sample(group.number, index, group.prompt, response)
+        if sample.status == ABORTED:
+            return [sample]
+        asked.made.append(sample)
         if self._grading is not None:
             tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
             await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
         return [sample]
+
+
+def _begun(asked: Asked) -> Completion | None:
+    """What there is of the response already."""
+    if not asked.begun:
+        return None
+    (sample,) = asked.begun
+    return Completion(
+        sample.tokens[len(sample.tokens) - sample.response_length :], sample.logprobs, sample.versions, sample.status
+    )

@@ -33,8 +33,8 @@ class Packed:
 
     tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
     them labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
-    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of each
-    sample, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
+    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of the
+    response that each sample is of, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
     sequence ends with its padding, over all CP ranks; ends: the same on the host; longest: rows of the longest, with padding.
     r may be 0.
 
@@ -106,7 +106,7 @@ def pack(
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
     columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
-    counts = np.bincount(sample, minlength=len(rows))
+    counts = batch.rows["trained"][rows].astype(np.int64)
     if ranks.cp_size > 1:
         part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
         at = np.full(len(tokens), -1)  # which of this rank's rows a row is

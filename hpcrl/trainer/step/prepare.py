@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,7 +22,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
-from hpcrl.sample import STATUSES, TRUNCATED
+from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.own_hooks import TrainerHooks
@@ -183,9 +184,18 @@ def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor
         reference=columns.get("ref_log_probs"),
         teacher=columns.get("teacher_log_probs"),
         values=columns.get("values"),
+        response=_responses(table, device),
         baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
         total=_over_data_parallel,
     )
+
+
+def _responses(table: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    """Which response each sample is of; None where every response is one sample."""
+    numbers = responses_of(table)
+    if len(numbers) == 0 or numbers[-1] + 1 == len(numbers):
+        return None
+    return torch.tensor(np.where(table["status"] == STATUSES.index(PENDING), -1, numbers), device=device)
 
 
 def _over_data_parallel(sums: torch.Tensor) -> torch.Tensor:

@@ -50,17 +50,20 @@ def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, mic
 def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -> np.ndarray:
     """float64 [n, 6] for the n samples of the table: of this share's the trained tokens, sums over them of advantage and of the
     trainer's and the engine's log-probs and their absolute difference, and the greatest difference; 0 for the others."""
-    batch, mask = share.batch, share.batch.loss_mask != 0
-    differ = np.abs(trainer.astype(np.float64) - batch.logprobs) * mask
-    parts = (mask, 0.0 if advantage is None else advantage * mask, trainer * mask, batch.logprobs * mask, differ)
-    bounds = batch.response_offsets
+    batch, mask = share.batch, share.batch.loss_mask
+    differ = np.abs(trainer - batch.logprobs)
+    parts: list[np.ndarray | None] = [advantage, trainer, batch.logprobs, differ]
+    if not mask.all():
+        parts = [None if part is None else part * mask for part in parts]
     found = np.zeros((len(share.table), 6))
-    for number, part in enumerate(parts):
-        sums = np.concatenate([[0.0], np.cumsum(np.broadcast_to(part, mask.shape), dtype=np.float64)])
-        found[share.own, number] = np.diff(sums[bounds])
-    filled = np.flatnonzero(np.diff(bounds))  # reduceat would give an empty sample its neighbour's
+    filled = np.flatnonzero(batch.rows["response_length"])  # reduceat would give an empty sample its neighbour's
     if len(filled):
-        found[share.own[filled], 5] = np.maximum.reduceat(differ, bounds[filled])
+        starts, rows = batch.response_offsets[filled], share.own[filled]
+        found[rows, 0] = np.add.reduceat(mask, starts, dtype=np.int64)
+        for number, part in enumerate(parts, 1):
+            if part is not None:
+                found[rows, number] = np.add.reduceat(part, starts, dtype=np.float64)
+        found[rows, 5] = np.maximum.reduceat(parts[3], starts)  # type: ignore[arg-type]
     return found
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 
@@ -24,6 +25,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
+from hpcrl.sample import responses_of
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
 from hpcrl.trainer.megatron.output_head import Head
@@ -46,12 +48,18 @@ NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoi
 
 @dataclass(frozen=True)
 class StepTotals:
-    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree."""
+    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree; fresh:
+    bool, on which of the share's response tokens, those of the current policy (None: on all).
+
+    spread: samples a response.  The loss is divided by the samples, and its weights multiplied by this: a response counts once.
+    """
 
     where: str
     samples: int
     tokens: int
     comparable: bool
+    fresh: torch.Tensor | None = None
+    spread: float = 1.0
 
 
 def train(
@@ -83,7 +91,10 @@ def train(
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
+    current = torch.from_numpy(share.batch.versions == share.version)
+    fresh = None if bool(current.all()) else current.to(ranks.device)
     found: list[dict[str, float]] = []
+    spreads = _samples_a_response(share)
     for number, micro_batches in enumerate(steps):
         step = StepTotals(
             f"rollout {share.rollout_id}, optimizer step {number}",
@@ -91,6 +102,8 @@ def train(
             share.step_tokens[number],
             # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
             comparable=number == 0 or not options.use_rollout_logprobs,
+            fresh=fresh,
+            spread=spreads[number],
         )
         row: dict[str, float] = {}
         if policy_steps(options, share):
@@ -167,13 +180,24 @@ def _loss(
     return _counted(policy, options, packed, compute_loss(_token_batch(policy, options, step, packed, head), options))
 
 
+def _counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch.Tensor:
+    """Weights of a loss that is divided by samples, so that it is one by responses."""
+    return weights if divides_by_tokens(options) or step.spread == 1 else weights * step.spread
+
+
+def _samples_a_response(share: Share) -> list[float]:
+    """Of every optimizer step its samples by its responses."""
+    numbers, ends = responses_of(share.table), np.cumsum(share.step_samples)
+    return [count / len(np.unique(numbers[end - count : end])) for count, end in zip(share.step_samples, ends, strict=True)]
+
+
 def _value_loss(
     critic: Policy, options: Options, step: StepTotals, packed: Packed, head: Head, _: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Report]:
     """The same for a critic."""
     if packed.values is None or packed.returns is None:
         raise UsageError(f"--advantage-estimator {options.advantage_estimator} gives a critic no returns to learn")
-    weights = token_weights(packed.counts, options)[packed.sample]
+    weights = _counting(token_weights(packed.counts, options), options, step)[packed.sample]
     found = compute_value_loss(passes.values_under(head), packed.values, packed.returns, weights, options)
     return _counted(critic, options, packed, found)
 
@@ -197,8 +221,8 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         greedy=found.greedy,
         sample=packed.sample,
         samples=packed.samples,
-        weights=token_weights(packed.counts, options)[packed.sample],
-        pg_weights=None if pg_weights is None else pg_weights[packed.sample],
+        weights=_counting(token_weights(packed.counts, options), options, step)[packed.sample],
+        pg_weights=None if pg_weights is None else _counting(pg_weights, options, step)[packed.sample],
         old=old,
         trainer=packed.trainer,
         rollout=packed.rollout,
@@ -208,6 +232,7 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         group=packed.group,
         reward=packed.reward,
         comparable=step.comparable,
+        fresh=None if step.fresh is None else step.fresh[packed.source],
         sum_over_sample=lambda values: sums_over_samples(values, packed.sample, packed.samples, group),
     )
 

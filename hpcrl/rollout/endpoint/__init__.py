@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint of the rollout process: agents ask here, and what they are answered becomes samples."""

@@ -1,0 +1,96 @@
+"""The filters of a run: built-ins by name, own ones by dotted path, called so that none of them can end it by chance.
+
+Invariants: a dynamic filter that fails on a group costs that group, dropped for `filter_error`, and ends the run only when most groups
+of a rollout cost it; a buffer filter that fails is replaced by the front of the buffer, this once; each failure is in the log.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcrl.config.algorithm_files import is_path
+from hpcrl.config.dotted_path import said_of, settled, short, trace_of
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import load_own, spelled
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.filters.verdict import Verdict, read_verdict
+from hpcrl.rollout.ledger.held import Held
+from hpcrl.run.role import say
+from hpcrl.sample import Sample
+
+ERROR = "filter_error"
+FEW = 2  #: groups of a rollout whose filter may fail, whatever share of them they are
+SAID = 3  #: failures that are logged with their traceback
+
+
+def _load(options: Options, name: str, room: str, function: str) -> Callable[..., Any]:
+    value = getattr(options, name)
+    if is_path(value):
+        return load_own(name, value)
+    return getattr(importlib.import_module(f"hpcrl.rollout.filters.{room}.{value}"), function)
+
+
+class DynamicFilter:
+    """--dynamic-sampling-filter-path."""
+
+    def __init__(self, options: Options) -> None:
+        """UsageError for an own one that cannot be used."""
+        self._options, self._shown = options, f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
+        self._keep = _load(options, "dynamic_sampling_filter_path", "dynamic", "keep")
+        self._rollout, self._judged, self._failed, self._said = -1, 0, 0, 0
+
+    async def judge(self, rollout_id: int, number: int, samples: Sequence[Sample]) -> Verdict:
+        """What it says of a finished group.  HpcrlError once it has failed on most groups of a rollout."""
+        if rollout_id != self._rollout:
+            self._rollout, self._judged, self._failed = rollout_id, 0, 0
+        self._judged += 1
+        try:
+            return read_verdict(await settled(self._keep(self._options, list(samples))))
+        except Exception as error:
+            self._failed += 1
+            text = said_of(error)
+            if self._failed > FEW and self._failed > self._judged / 2:
+                raise HpcrlError(
+                    f"{self._shown} failed on {self._failed} of the {self._judged} groups of rollout {rollout_id}; the last: {text}",
+                    "its traceback is in the log",
+                ) from error
+            self._said += 1
+            if self._said <= SAID:
+                say(f"group {number} is dropped: {self._shown} failed: {text}")
+                print(trace_of(error), file=sys.stderr, flush=True)
+            return Verdict(False, ERROR)
+
+
+class BufferFilter:
+    """--buffer-filter-path."""
+
+    def __init__(self, options: Options) -> None:
+        """UsageError for an own one that cannot be used."""
+        self._options, self._shown = options, f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
+        self._choose = _load(options, "buffer_filter_path", "buffer", "choose")
+        self.failed = 0
+
+    async def choose(self, rollout_id: int, waiting: Sequence[Held], count: int) -> tuple[list[Held], list[Held]]:
+        """(at most `count` groups to go on with, groups to drop: those that it took out of the list and did not return)."""
+        samples = [held.all_samples() for held in waiting]
+        held_of = {id(group): held for group, held in zip(samples, waiting, strict=True)}
+        buffer = list(samples)
+        try:
+            returned = await settled(self._choose(self._options, rollout_id, buffer, count))
+            if not isinstance(returned, list | tuple) or any(id(group) not in held_of for group in returned):
+                raise TypeError(f"returned {short(returned)}, which is no list of groups of the buffer")
+            left = {id(group) for group in buffer}
+            if not left <= held_of.keys() or len({id(group) for group in returned}) < len(returned):
+                raise TypeError("put a group into the buffer, or returned one twice")
+        except Exception as error:  # noqa: BLE001  (the user's code)
+            self.failed += 1
+            if self.failed <= SAID:
+                say(f"the groups at the front of the buffer are taken: {self._shown} failed: {said_of(error)}")
+                print(trace_of(error), file=sys.stderr, flush=True)
+            return list(waiting[:count]), []
+        chosen = {id(group) for group in returned}
+        taken = [held_of[id(group)] for group in returned[:count]]
+        return taken, [held for key, held in held_of.items() if key not in left and key not in chosen]

@@ -1,0 +1,158 @@
+"""Groups on disk, one file each: RUN/bank/NUMBER.group.
+
+Invariants: a file is whole or absent (written beside, flushed, renamed); reading one runs nothing that it says (msgpack into declared
+types); a file that is damaged, or of another prompt, counts as absent, and its group is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.ledger.held import Held
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.run.role import say
+from hpcrl.run.rundir import write_atomic
+from hpcrl.sample import Sample
+
+SUFFIX = ".group"
+#: the columns of a sample and their dtypes
+COLUMNS = {"tokens": "<i4", "loss_mask": "u1", "logprobs": "<f4", "versions": "<i4"}
+
+
+class _Column(msgspec.Struct):
+    """A column of `Sample.extra`."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class _Sample(msgspec.Struct):
+    """A sample; columns: bytes of COLUMNS; fields: what else it holds, by name."""
+
+    group: int
+    index: int
+    response_length: int
+    columns: dict[str, bytes]
+    status: str
+    fields: dict[str, Any]
+    extra: dict[str, _Column]
+
+
+class _File(msgspec.Struct):
+    """prompt: BLAKE2b of its token ids; finished, begun: index of a response -> its samples."""
+
+    number: int
+    prompt: bytes
+    finished: dict[int, list[_Sample]]
+    begun: dict[int, list[_Sample]]
+    baseline: float | None
+
+
+#: what else a sample holds, as it is
+FIELDS = {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *COLUMNS}
+
+
+class Bank:
+    """The files of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._unwritable: set[str] = set()  # said once each
+
+    def path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}{SUFFIX}"
+
+    def numbers(self) -> list[int]:
+        """Of all files, in order."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
+
+    def write(self, held: Held) -> bool:
+        """Have the group on disk; False if it holds what cannot be written (an own sampler's metadata).  HpcrlError if the disk does not take it."""
+        try:
+            data = encode(held)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            if (text := f"{type(error).__name__}: {error}") not in self._unwritable:
+                self._unwritable.add(text)
+                say(f"group {held.number} is not kept for a restart: {text}")
+            return False
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self.path(held.number), data)
+        return True
+
+    def read(self, group: Group) -> Held | None:
+        """What is on disk of a group; None if there is nothing, or nothing that can be read."""
+        path = self.path(group.number)
+        try:
+            return decode(path.read_bytes(), group)
+        except FileNotFoundError:
+            return None
+        except (HpcrlError, OSError) as error:
+            say(f"{path} is left out: {error}")
+            return None
+
+    def remove(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.path(number).unlink(missing_ok=True)
+
+
+def encode(held: Held) -> bytes:
+    """A group as a file.  TypeError and the like for what msgpack does not know."""
+    pack = lambda several: {index: [_pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
+    baseline = None if math.isnan(held.baseline) else held.baseline
+    return msgspec.msgpack.encode(_File(held.number, _name(held.group), pack(held.finished), pack(held.begun), baseline))
+
+
+def decode(data: bytes, group: Group) -> Held:
+    """The group of a file.  HpcrlError if it is damaged, or of another group or prompt."""
+    try:
+        file = msgspec.msgpack.decode(data, type=_File)
+        if (file.number, file.prompt) != (group.number, _name(group)):
+            raise HpcrlError(f"it is of group {file.number} with another prompt")
+        unpack = lambda several: {i: [_unpack(sample) for sample in samples] for i, samples in several.items()}  # noqa: E731
+        begun = {index: tuple(samples) for index, samples in unpack(file.begun).items()}
+        return Held(group, unpack(file.finished), begun, math.nan if file.baseline is None else file.baseline)
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+        raise HpcrlError(f"it is damaged: {type(error).__name__}: {error}") from error
+
+
+def _name(group: Group) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(group.prompt.tokens, "<i4").tobytes(), digest_size=16).digest()
+
+
+def _pack(sample: Sample) -> _Sample:
+    columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in COLUMNS.items()}
+    extra = {
+        name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
+        for name, array in sample.extra.items()
+    }
+    fields = {name: getattr(sample, name) for name in sorted(FIELDS)}
+    return _Sample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
+
+
+def _unpack(packed: _Sample) -> Sample:
+    columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in COLUMNS.items()}
+    count = packed.response_length
+    if not len(columns["loss_mask"]) == len(columns["logprobs"]) == len(columns["versions"]) == count <= len(columns["tokens"]):
+        raise ValueError(f"the columns of sample {packed.index} have other lengths than its response of {count} tokens")
+    fields = {name: value for name, value in packed.fields.items() if name in FIELDS}
+    extra = {name: _array(column) for name, column in packed.extra.items()}
+    return Sample(packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra)
+
+
+def _array(column: _Column) -> np.ndarray:
+    dtype = np.dtype(column.dtype)
+    if dtype.hasobject:
+        raise ValueError(f"a column of {dtype}")
+    return np.frombuffer(column.data, dtype).reshape(column.shape).copy()

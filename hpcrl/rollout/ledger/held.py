@@ -1,0 +1,122 @@
+"""What is held of a group: its finished responses, and what there is of the others.  Pure.
+
+Invariant: `fit` leaves nothing that a trainer at `version` may not consume: no token of a later policy (the run has gone back to an
+older checkpoint), none older than the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.sample import ABORTED, Sample
+
+
+@dataclass
+class Held:
+    """finished: index of a response -> its graded samples; begun: index -> samples of one to be gone on with: unfinished (ABORTED), or
+    finished and not graded.  baseline: the reward of the greedy response, NaN if there is none yet."""
+
+    group: Group
+    finished: dict[int, list[Sample]] = field(default_factory=dict)
+    begun: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
+    baseline: float = math.nan
+
+    @property
+    def number(self) -> int:
+        return self.group.number
+
+    @property
+    def empty(self) -> bool:
+        return not self.finished and not self.begun
+
+    def complete(self, each: int, greedy: bool) -> bool:
+        """Whether all `each` responses are finished, and the greedy one too where it is wanted."""
+        return len(self.finished) == each and not (greedy and math.isnan(self.baseline))
+
+    def samples(self) -> list[Sample]:
+        """Those of the finished responses, in order of index."""
+        return [sample for index in sorted(self.finished) for sample in self.finished[index]]
+
+    def all_samples(self) -> list[Sample]:
+        """The same with those that are begun."""
+        every = self.finished | {index: list(samples) for index, samples in self.begun.items()}
+        return [sample for index in sorted(every) for sample in every[index]]
+
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest policy version of its tokens; None without tokens."""
+        spans = [(int(s.versions.min()), int(s.versions.max())) for s in self.all_samples() if len(s.versions)]
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
+
+
+def fit(held: Held, version: int, bound: int | None, parts: bool) -> tuple[Held, int]:
+    """(what a trainer at `version` may consume of it, how many responses have to be made again, from their start or from a cut).
+
+    bound: versions that a token may lag behind, None: any; parts: whether a response that lost its end is gone on with.  A response
+    with a token that is too old is made again, since its later tokens follow from it; of one with tokens of a later policy the
+    part before them stays.
+    """
+    finished, begun, lost = {}, {}, 0
+    for index, samples in held.finished.items():
+        if all(_fits(sample, version, bound) for sample in samples):
+            finished[index] = samples
+            continue
+        lost += 1
+        if parts and (cut := _cut(samples, version, bound)) is not None:
+            begun[index] = (cut,)
+    for index, several in held.begun.items():
+        if parts and all(_fits(sample, version, bound) for sample in several):
+            begun[index] = several
+            continue
+        lost += 1
+        if parts and (cut := _cut(list(several), version, bound)) is not None:
+            begun[index] = (cut,)
+    # the greedy response was given by whatever policy the others were
+    baseline = held.baseline if lost == 0 else math.nan
+    return replace(held, finished=finished, begun=begun, baseline=baseline), lost
+
+
+def _fits(sample: Sample, version: int, bound: int | None) -> bool:
+    if not len(sample.versions):
+        return True
+    return int(sample.versions.max()) <= version and (bound is None or version - int(sample.versions.min()) <= bound)
+
+
+def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | None:
+    """The part of a plain response (one sample, all of its tokens the policy's) up to the first token of a later policy."""
+    if len(samples) != 1 or not samples[0].loss_mask.all() or samples[0].extra:
+        return None
+    (sample,) = samples
+    later = sample.versions > version
+    count = int(later.argmax()) if later.any() else len(later)
+    if count == 0 or count == len(later):
+        return None
+    prompt = len(sample.tokens) - sample.response_length
+    part = replace(
+        sample,
+        tokens=sample.tokens[: prompt + count],
+        response_length=count,
+        loss_mask=sample.loss_mask[:count],
+        logprobs=sample.logprobs[:count],
+        versions=sample.versions[:count],
+        status=ABORTED,
+        response="",
+        reward=0.0,
+        rewards={},
+        grading="",
+        grading_error="",
+    )
+    return part if _fits(part, version, bound) else None
+
+
+def mask_older(samples: list[Sample], version: int) -> list[Sample]:
+    """The same samples, with loss mask 0 for every token of an older policy than `version`."""
+    return [
+        replace(sample, loss_mask=(sample.loss_mask * (sample.versions >= version)).astype(np.uint8))
+        if (sample.versions < version).any()
+        else sample
+        for sample in samples
+    ]

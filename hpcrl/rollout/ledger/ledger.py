@@ -1,0 +1,174 @@
+"""The ledger: where every group is that was ever issued.  Pure: numbers in, numbers out; no clock, no disk, no sample.
+
+The law.  The source numbers groups from 0 in the order in which it hands them out.  At any moment every number below `following` is
+in exactly one place, and every other is in the source:
+
+    in flight   engines work on it
+    buffer      it is not finished, and nobody works on it
+    bank        it is finished and not trained; `claimed` says which rollout it is for, if for any
+    trained
+    dropped     for a named reason
+
+A group goes from place to place by the steps below alone, and leaves the last two never.  Hence, always,
+
+    following = in flight + buffer + bank + trained + dropped
+
+What is trained or dropped is only counted, so a ledger is as large as what is alive, however long the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.errors import DataError
+
+REASONS = 100  #: kinds of reasons that are told apart; a filter that invents more has the rest counted as OTHER
+OTHER = "other"
+
+
+@dataclass
+class Ledger:
+    """The places.  claimed: groups of the bank -> the rollout that they are for.  ValueError for a step that is none."""
+
+    following: int = 0
+    in_flight: set[int] = field(default_factory=set)
+    buffer: set[int] = field(default_factory=set)
+    bank: set[int] = field(default_factory=set)
+    claimed: dict[int, int] = field(default_factory=dict)
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    # ---- the steps
+
+    def issue(self, number: int) -> None:
+        """The source has handed out `number`, the next: source -> in flight."""
+        if number != self.following:
+            raise ValueError(f"group {number} was issued, {self.following} is next")
+        self.following += 1
+        self.in_flight.add(number)
+
+    def resume(self, number: int) -> None:
+        """buffer -> in flight."""
+        self._move(number, self.buffer, self.in_flight)
+
+    def put_back(self, number: int) -> None:
+        """in flight -> buffer."""
+        self._move(number, self.in_flight, self.buffer)
+
+    def finish(self, number: int, rollout_id: int) -> None:
+        """in flight -> bank, for `rollout_id`."""
+        self._move(number, self.in_flight, self.bank)
+        self.claimed[number] = rollout_id
+
+    def claim(self, number: int, rollout_id: int) -> None:
+        """A group of the bank that no rollout has is for this one."""
+        self._free(number)
+        self._in(number, self.bank)
+        self.claimed[number] = rollout_id
+
+    def release(self, number: int) -> None:
+        """The rollout that has this group does not need it: it stays in the bank."""
+        if self.claimed.pop(number, None) is None:
+            raise ValueError(f"group {number} is for no rollout")
+
+    def reopen(self, number: int) -> None:
+        """bank -> buffer, of what no rollout has: a response of it has to be made again."""
+        self._free(number)
+        self._move(number, self.bank, self.buffer)
+
+    def train(self, rollout_id: int) -> list[int]:
+        """bank -> trained, of all that was for rollouts up to `rollout_id`; those groups."""
+        done = [number for number, rollout in self.claimed.items() if rollout <= rollout_id]
+        for number in done:
+            del self.claimed[number]
+            self.bank.remove(number)
+        self.trained += len(done)
+        return done
+
+    def drop(self, number: int, reason: str) -> None:
+        """in flight, buffer, or bank without a rollout -> dropped."""
+        self._free(number)
+        for place in (self.in_flight, self.buffer, self.bank):
+            if number in place:
+                place.remove(number)
+                break
+        else:
+            raise ValueError(f"group {number} cannot be dropped for {reason}: it is nowhere")
+        if reason not in self.dropped and len(self.dropped) >= REASONS:
+            reason = OTHER
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def _move(self, number: int, here: set[int], there: set[int]) -> None:
+        self._in(number, here)
+        here.remove(number)
+        there.add(number)
+
+    def _in(self, number: int, place: set[int]) -> None:
+        if number not in place:
+            raise ValueError(f"group {number} is not where it is taken from")
+
+    def _free(self, number: int) -> None:
+        if number in self.claimed:
+            raise ValueError(f"group {number} is for rollout {self.claimed[number]}")
+
+    # ---- looking
+
+    @property
+    def waiting(self) -> list[int]:
+        """What can be taken before the source: in the bank without a rollout, or in the buffer; in order."""
+        return sorted((self.bank - self.claimed.keys()) | self.buffer)
+
+    def holds(self) -> bool:
+        """Whether the law holds."""
+        alive = len(self.in_flight) + len(self.buffer) + len(self.bank)
+        apart = len(self.in_flight | self.buffer | self.bank) == alive and self.claimed.keys() <= self.bank
+        return apart and self.following == alive + self.trained + sum(self.dropped.values())
+
+    # ---- across a restart
+
+    def state(self, rollout_id: int) -> dict[str, Any]:
+        """As plain JSON, how it stands once `rollout_id` is trained; what is in flight is then in the buffer."""
+        done = {number for number, rollout in self.claimed.items() if rollout <= rollout_id}
+        return {
+            "following": self.following,
+            "buffer": sorted(self.buffer | self.in_flight),
+            "bank": sorted(self.bank - done),
+            "trained": self.trained + len(done),
+            "dropped": dict(self.dropped),
+        }
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> Ledger:
+        """A ledger as `state` has it.  DataError if it breaks the law."""
+        try:
+            buffer, bank = (set(map(int, state[name])) for name in ("buffer", "bank"))
+            dropped = {str(reason): int(count) for reason, count in state["dropped"].items()}
+            found = cls(int(state["following"]), set(), buffer, bank, {}, int(state["trained"]), dropped)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"the checkpoint's ledger is damaged: {error!r}", "resume from another checkpoint") from error
+        if not found.holds() or any(not 0 <= number < found.following for number in buffer | bank):
+            raise DataError("the checkpoint's ledger does not account for every group", "resume from another checkpoint")
+        return found
+
+    @classmethod
+    def after(cls, trained: int) -> Ledger:
+        """A ledger of a run whose first `trained` groups were trained, and no others issued."""
+        return cls(following=trained, trained=trained)
+
+
+def numbers_in(ranges: Iterable[Iterable[int]]) -> list[int]:
+    """[[first, last], ...] -> every number in them."""
+    return [number for first, last in ranges for number in range(first, last + 1)]
+
+
+def ranges_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers as [[first, last], ...], in order."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found

@@ -1,0 +1,134 @@
+"""The groups that are being made, side by side, from `start` to `next`; and what there is of them when the rest is not needed.
+
+Invariants: whatever a sampler raises comes out of `next` or `stop`, and nothing is at work after `close`; a response that was ended
+early keeps its tokens, and so does one that was finished and not yet graded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
+from hpcrl.rollout.ledger.held import Held
+from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
+from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+
+ENDS = 3  #: how often a response that ends early unasked is gone on with
+RETURN = 5.0  #: seconds that a sampler may take to return what its engine has ended
+
+
+class Crew:
+    """The groups of one rollout.  each: responses to a prompt; greedy: whether the likeliest response is wanted too."""
+
+    def __init__(self, sampler: Sampler, rollout_id: int, version: int, each: int, greedy: bool) -> None:
+        self._sampler, self._rollout_id, self._version = sampler, rollout_id, version
+        self._each, self._greedy = each, greedy
+        self._running: dict[asyncio.Task[None], Held] = {}
+        self._asked: dict[int, list[Asked]] = {}  # by group, what is asked for now
+        self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._ending = False
+
+    def start(self, held: Held) -> None:
+        """Make what the group lacks."""
+        task = asyncio.create_task(self._make(held))
+        self._running[task] = held
+        task.add_done_callback(self._done.put_nowait)
+
+    async def next(self) -> Held:
+        """A group that is finished, waited for."""
+        return self._finished(await self._done.get())
+
+    def _finished(self, task: asyncio.Task[None]) -> Held:
+        held = self._running.pop(task)
+        self._asked.pop(held.number, None)
+        if (error := task.exception()) is not None:
+            raise as_hpcrl_error(error)
+        return held
+
+    async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[Held]:
+        """End what is in flight: the groups, finished or not.  abort: how engines are told, so that what they have is kept."""
+        self._ending = True
+        if abort is not None and self._running:
+            await abort()
+            await self._returned()
+        await cancel(*self._running)
+        groups = list(self._running.values())
+        for task in list(self._running):
+            if not task.cancelled():
+                self._finished(task)
+        for held in groups:
+            for asked in self._asked.pop(held.number, ()):
+                if asked.made and asked.index not in held.finished and asked.index != GREEDY:
+                    held.begun[asked.index] = tuple(asked.made)
+        self._running.clear()
+        return groups
+
+    async def _returned(self) -> None:
+        """Wait, RETURN at most, until samplers have returned what engines have ended."""
+        deadline = time.monotonic() + RETURN
+        while time.monotonic() < deadline:
+            working = [task for task, held in self._running.items() if self._generates(task, held)]
+            if not working:
+                return
+            await asyncio.wait(working, timeout=0.02)
+
+    def _generates(self, task: asyncio.Task[None], held: Held) -> bool:
+        """Whether a response of the group may still be at an engine: what only waits for its reward is graded another time."""
+        open_ = [asked for asked in self._asked.get(held.number, ()) if asked.index not in held.finished]
+        return not task.done() and any(not asked.made for asked in open_)
+
+    async def close(self) -> None:
+        """Cancel whatever is at work."""
+        await cancel(*self._running)
+        self._running.clear()
+
+    # ---- one group
+
+    async def _make(self, held: Held) -> None:
+        asked = [
+            Asked(held.group, index, self._rollout_id, self._version, begun=held.begun.get(index, ()))
+            for index in range(self._each)
+            if index not in held.finished
+        ]
+        if self._greedy and math.isnan(held.baseline):
+            asked.append(Asked(held.group, GREEDY, self._rollout_id, self._version))
+        self._asked[held.number] = asked
+        async with asyncio.TaskGroup() as tasks:
+            for one in asked:
+                tasks.create_task(self._one(held, one))
+        if self._greedy:
+            for sample in held.samples():
+                sample.baseline = held.baseline
+
+    async def _one(self, held: Held, asked: Asked) -> None:
+        for _ in range(ENDS):
+            samples = await self._sampler.make(asked)
+            if any(sample.status == ABORTED for sample in samples):
+                if asked.index != GREEDY and any(sample.response_length for sample in samples):
+                    held.begun[asked.index] = tuple(samples)
+                if self._ending:
+                    return
+                begun = held.begun.get(asked.index, ()) if asked.index != GREEDY else ()
+                again = Asked(asked.group, asked.index, asked.rollout_id, asked.version, begun=begun)
+                self._asked[held.number] = [again if other is asked else other for other in self._asked[held.number]]
+                asked = again
+                continue
+            self._take(held, asked.index, samples)
+            return
+        raise HpcrlError(f"response {asked.index} of group {held.number} ended early {ENDS} times, and nobody had asked for it")
+
+    def _take(self, held: Held, index: int, samples: list[Sample]) -> None:
+        for sample in samples:
+            if sample.status not in (COMPLETED, TRUNCATED) or sample.group != held.number:
+                raise HpcrlError(
+                    f"the sampler returned a {sample.status} sample of group {sample.group} as response {index} of group {held.number}"
+                )
+        if index == GREEDY:
+            held.baseline = sum(sample.reward for sample in samples) / len(samples)
+            return
+        held.begun.pop(index, None)
+        held.finished[index] = samples

@@ -1,0 +1,243 @@
+"""Where groups come from and where they are kept: the source, the ledger, what is held of unfinished ones, and the files on disk.
+
+Invariants: every step of the ledger is taken here, beside what it means for samples and files; a group that counts as finished is on
+disk already; a snapshot says where everything stands once its rollout is trained; after going back to an older checkpoint a
+group is made of what is on disk only as far as the trainer may consume it.  In deterministic mode nothing is kept on disk: what comes
+after a checkpoint is made again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.rollout.filters.own import BufferFilter
+from hpcrl.rollout.ledger.account import Begun, HandedOver, Trained
+from hpcrl.rollout.ledger.bank import Bank
+from hpcrl.rollout.ledger.held import Held, fit
+from hpcrl.rollout.ledger.journal import Journal
+from hpcrl.rollout.ledger.ledger import Ledger, ranges_of
+from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
+from hpcrl.rollout.saved_rollouts import SavedRollouts
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir
+
+FOLDER = "bank"
+FILTERED = "buffer_filter"  #: the reason of groups that a buffer filter drops
+
+
+class Shelf:
+    """The groups of one attempt that are not at work."""
+
+    def __init__(self, options: Options, source: PromptSource | SavedRollouts, rundir: RunDir) -> None:
+        self._options, self._source, self._rundir = options, source, rundir
+        replayed = options.load_debug_rollout_data is not None
+        self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
+        self._parts = options.partial_rollout
+        self._greedy = needs(options).greedy
+        self.ledger = Ledger()
+        self._bank = Bank(rundir.root / FOLDER)
+        self._journal: Journal | None = None
+        self._choose = BufferFilter(options) if options.buffer_filter_path else None
+        self._held: dict[int, Held] = {}  # of the buffer, and of the bank until a rollout has it
+        self._on_disk: set[int] = set()  # of what the source is still to hand out, after going back
+        self._trained: dict[int, tuple[int, int]] = {}  # files of trained groups -> (policy that learned, oldest token)
+        self._rollout, self._begins = 0, True
+        self._dropped: dict[str, list[int]] = {}
+        self._versions: dict[int, int] = {}  # rollout -> policy
+
+    # ---- a run begins, or goes on
+
+    def restore(self, rollout_id: int, state: dict[str, Any] | None) -> None:
+        """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.  DataError if it is damaged."""
+        if state is not None:
+            self._source.restore(state)
+            self.ledger = Ledger.restore(state["ledger"]) if "ledger" in state else Ledger()
+            following = int(self._source.state()["next_group"])
+            if self.ledger.following != following:  # of an earlier hpcrl, or another kind of source
+                self.ledger = Ledger.after(following)
+        self._rollout, self._begins = rollout_id, True
+
+    async def _begin(self, version: int) -> None:
+        """Look at what is on disk, now that the policy version is known."""
+        self._begins = False
+        kept, again = await asyncio.to_thread(self._adopt, version) if self._kept else ([], 0)
+        for group in self._source.again([number for number in self.ledger.waiting if number not in self._held]):
+            again += 1
+            self._hold(Held(group))
+        ledger = self.ledger
+        self._journal = Journal(self._rundir)
+        self._journal.write(
+            Begun(
+                self._rundir.attempt,
+                self._rollout,
+                ledger.following,
+                ledger.trained,
+                ledger.dropped,
+                ranges_of(ledger.buffer),
+                ranges_of(ledger.bank),
+                ranges_of(kept),
+                again,
+            )
+        )
+        if kept or again:
+            say(f"of the groups on disk {len(kept)} that came after the checkpoint are used, {again} have to be made again")
+
+    def _adopt(self, version: int) -> tuple[list[int], int]:
+        """(groups after the checkpoint that are on disk and of use, how many are of none); those files are removed."""
+        alive, kept, again, useless = set(self.ledger.waiting), [], 0, []
+        numbers = self._bank.numbers()
+        wanted = [number for number in numbers if number in alive or number >= self.ledger.following]
+        for group in self._source.again(wanted):
+            found = self._bank.read(group)
+            if found is None:
+                useless.append(group.number)
+                continue
+            held, lost = fit(found, version, self._options.staleness_bound, self._parts)
+            again += group.number not in alive and held.empty
+            if held.empty:
+                useless.append(group.number)
+            elif lost:
+                self._bank.write(held)
+            if group.number in alive:
+                self._hold(held)
+            elif not held.empty:
+                kept.append(group.number)
+        self._bank.remove([*useless, *(set(numbers) - set(wanted))])
+        self._on_disk = set(kept)
+        return kept, again
+
+    def _hold(self, held: Held) -> None:
+        """Keep what there is of a group of the buffer or bank, and have it in the right one of the two."""
+        self._held[held.number] = held
+        if held.number in self.ledger.bank and not self._complete(held):
+            self.ledger.reopen(held.number)
+
+    def _complete(self, held: Held) -> bool:
+        return held.complete(self._options.n_samples_per_prompt, self._greedy)
+
+    # ---- taking
+
+    async def take(self, count: int, rollout_id: int, version: int) -> tuple[list[Held], list[Held]]:
+        """(finished groups, groups to work on), `count` together: what was left over first, then the source's next."""
+        if self._begins:
+            await self._begin(version)
+        self._rollout = rollout_id
+        self._versions[rollout_id] = version
+        finished, unfinished = [], []
+        for held in await self._waiting(count, rollout_id, version):
+            if held.number in self.ledger.bank:
+                self.ledger.claim(held.number, rollout_id)
+                finished.append(held)
+            else:
+                self.ledger.resume(held.number)
+                unfinished.append(held)
+        for group in self._source.take(count - len(finished) - len(unfinished)):
+            self.ledger.issue(group.number)
+            unfinished.append(await self._issued(group, version))
+        return finished, unfinished
+
+    async def _waiting(self, count: int, rollout_id: int, version: int) -> list[Held]:
+        """At most `count` of what was left over, without what has become too old meanwhile."""
+        bound = self._options.staleness_bound
+        waiting = [fit(self._held[number], version, bound, self._parts)[0] for number in self.ledger.waiting]
+        for held in waiting:
+            self._hold(held)
+        if not waiting:
+            return []
+        if self._choose is None:
+            taken, dropped = waiting[:count], []
+        else:
+            bare = [held for held in waiting if held.empty][:count]  # as good as new: there is nothing to show to a filter
+            taken, dropped = await self._choose.choose(rollout_id, [h for h in waiting if not h.empty], count - len(bare))
+            taken = bare + taken
+        self.drop(dropped, FILTERED)
+        for held in taken:
+            del self._held[held.number]
+        return taken
+
+    async def _issued(self, group: Group, version: int) -> Held:
+        """A group of the source, with what an earlier attempt has left of it on disk."""
+        if group.number in self._on_disk:
+            self._on_disk.remove(group.number)
+            if (held := await asyncio.to_thread(self._bank.read, group)) is not None:
+                return fit(held, version, self._options.staleness_bound, self._parts)[0]
+        return Held(group)
+
+    # ---- keeping
+
+    async def finish(self, held: Held) -> None:
+        """A group that was worked on is finished, and good: on disk, then in the bank."""
+        if self._kept:
+            await asyncio.to_thread(self._bank.write, held)
+        self.ledger.finish(held.number, self._rollout)
+
+    async def put_back(self, groups: Iterable[Held]) -> None:
+        """These were worked on and are not finished, or are finished and not needed: they wait, on disk."""
+        for held in groups:
+            if held.number in self.ledger.in_flight:  # else it is in the bank, and on disk
+                self.ledger.put_back(held.number)
+                if self._kept and not held.empty:
+                    await asyncio.to_thread(self._bank.write, held)
+            else:
+                self.ledger.release(held.number)
+            self._held[held.number] = held
+
+    def drop(self, groups: Iterable[Held], reason: str) -> None:
+        for held in groups:
+            if held.number in self.ledger.claimed:
+                self.ledger.release(held.number)
+            self.ledger.drop(held.number, reason)
+            self._dropped.setdefault(reason, []).append(held.number)
+            self._held.pop(held.number, None)
+            if self._kept:
+                self._bank.remove([held.number])
+
+    # ---- the trainer's side
+
+    def hand_over(self, rollout_id: int, batch: Sequence[Held]) -> None:
+        """`batch` goes to the trainer as `rollout_id`."""
+        ledger = self.ledger
+        for held in batch:
+            if self._kept and (span := held.versions()) is not None:
+                self._trained[held.number] = self._versions[rollout_id], span[0]
+        dropped, self._dropped = {reason: ranges_of(numbers) for reason, numbers in self._dropped.items()}, {}
+        self._write(
+            HandedOver(
+                rollout_id,
+                ledger.following,
+                ranges_of(held.number for held in batch),
+                dropped,
+                ranges_of(ledger.buffer),
+                ranges_of(ledger.bank),
+            )
+        )
+
+    def state(self, rollout_id: int) -> dict[str, Any]:
+        """Where everything stands once `rollout_id` is trained, as plain JSON."""
+        return self._source.state() | {"rollout_id": rollout_id, "ledger": self.ledger.state(rollout_id)}
+
+    def train(self, rollout_id: int, saved: int) -> None:
+        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint."""
+        self.ledger.train(rollout_id)
+        self._versions = {rollout: version for rollout, version in self._versions.items() if rollout > rollout_id}
+        self._write(Trained(rollout_id))
+        if self._journal is not None:
+            self._journal.summarize(self.ledger)
+        # of use to whoever goes back to that checkpoint is only what it had not learned from, and what its policy sampled
+        spent = [number for number, (version, oldest) in self._trained.items() if version < saved or oldest > saved]
+        spent = [number for number in spent if number not in self.ledger.bank]
+        for number in spent:
+            del self._trained[number]
+        self._bank.remove(spent)
+
+    def _write(self, line: HandedOver | Trained) -> None:
+        if self._journal is not None:
+            self._journal.write(line)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()

@@ -1,0 +1,119 @@
+"""What a custom function gets to ask the policy with: `args.engine` for exact tokens, `Conversation` for turns and tools.
+
+Invariant: what the policy said goes back to it as the tokens that it said, whatever text they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from hpcrl.config.options import Options
+from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
+from hpcrl.rollout.samplers.continuation import continuation
+from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn
+from hpcrl.sample import Sample
+
+FULL = "context_length_exceeded"  #: what the endpoint says when tokens leave no room for an answer
+_THEIRS = ("sglang_router_ip", "sglang_router_port", "vllm_router_ip", "vllm_router_port")
+
+
+class ContextFull(Exception):
+    """The tokens leave no room for another turn."""
+
+
+class Engine:
+    """The policy, for one response.  Many may be asked at once."""
+
+    def __init__(self, base_url: str, api_key: str, http: aiohttp.ClientSession) -> None:
+        self._url, self._http = f"{base_url}/tokens", http
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+
+    async def generate(self, tokens: Sequence[int], sampling_params: dict[str, Any] | None = None) -> Turn:
+        """The policy's turn after `tokens`; sampling_params as the function got them, of which max_new_tokens may be less and
+        stop and stop_token_ids more.
+
+        ContextFull if no room is left; ValueError for other tokens or params; ConnectionError when the run has failed.
+        """
+        body = {"tokens": [int(token) for token in tokens], "sampling_params": sampling_params or {}}
+        async with self._http.post(self._url, json=body, headers=self._headers) as answer:
+            found = await answer.json()
+        if answer.status == 200:
+            columns = zip(("tokens", "logprobs", "versions"), (np.int32, np.float32, np.int32), strict=True)
+            return Turn(*(np.asarray(found[name], kind) for name, kind in columns), found["finish_reason"], found["text"])
+        error = found["error"]
+        if error["code"] == FULL:
+            raise ContextFull(error["message"])
+        raise (ValueError if answer.status < 500 and answer.status != 401 else ConnectionError)(error["message"])
+
+
+class Arguments:
+    """The `args` of a custom function: every option of the run by its name, and what follows.
+
+    engine: asks the policy for tokens; tokenizer: encode, decode, render; base_url, api_key: of the OpenAI-compatible endpoint, for
+    this response alone; evaluation: whether it is one of an evaluation; version: of the policy.
+    """
+
+    def __init__(
+        self, options: Options, engine: Engine, tokenizer: Tokenizer, base_url: str, api_key: str, evaluation: bool, version: int
+    ) -> None:
+        self.options, self.engine, self.tokenizer = options, engine, tokenizer
+        self.base_url, self.api_key, self.evaluation, self.version = base_url, api_key, evaluation, version
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _THEIRS:
+            raise AttributeError(
+                f"there is no router here: ask with `await args.engine.generate(tokens, sampling_params)`, not at {name}"
+            )
+        return getattr(self.options, name)
+
+
+class Conversation:
+    """Turns of the policy and what it is told between them, from a sample's prompt on."""
+
+    def __init__(self, args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> None:
+        self._args, self._sample, self._params = args, sample, sampling_params
+        self.trajectory = Trajectory(sample.tokens.tolist(), args.version)
+        prompt = sample.prompt
+        self._messages: Messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+    @property
+    def room(self) -> int:
+        """Tokens that the response may still grow by, what it is told included (--rollout-max-response-len)."""
+        return self._params["max_new_tokens"] - self.trajectory.response_length
+
+    async def turn(self, **changes: Any) -> Turn:
+        """The policy's next turn.  Without room for one: no tokens, finish "length"."""
+        most = min(self.room, changes.pop("max_new_tokens", self.room))
+        try:
+            if most < 1:
+                raise ContextFull
+            turn = await self._args.engine.generate(self.trajectory.tokens, self._params | changes | {"max_new_tokens": most})
+        except ContextFull:
+            nothing = np.zeros(0, np.int32)
+            turn = Turn(nothing, nothing.astype(np.float32), nothing, LENGTH)
+        self.trajectory.said(turn)
+        if len(turn.tokens):
+            self._messages = [*self._messages, {"role": "assistant", "content": turn.text}]
+        return turn
+
+    def tell(self, what: str | Sequence[int]) -> None:
+        """Text, or tokens, as they are, behind all that was said: of a tool or an environment, not learned from."""
+        self.trajectory.told(self._args.tokenizer.encode([what])[0].tolist() if isinstance(what, str) else what)
+
+    def tell_messages(self, *messages: dict[str, Any], tools: Messages | None = None) -> None:
+        """Chat messages behind the policy's turn, as the chat template writes them, up to where its next turn begins.
+
+        ValueError if the template refuses them.
+        """
+        before, last = self._messages[:-1], self.trajectory.tokens[-1]
+        self.trajectory.told(continuation(self._args.tokenizer, before, list(messages), last, tools).tolist())
+        self._messages = [*self._messages, *messages]
+
+    def sample(self) -> Sample:
+        """All of it as a sample: a function may return several, of several conversations."""
+        t = self.trajectory
+        return t.sample(self._sample, self._args.tokenizer.decode(np.asarray(t.tokens[len(t.prompt) :], np.int32)))

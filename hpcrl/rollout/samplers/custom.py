@@ -1,0 +1,260 @@
+"""Responses that the user's function makes (--custom-generate-function-path): several turns, tools, environments, agents.
+
+Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of its response;
+a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch the run; an engine's
+failure ends the run as it does without a function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.endpoint.server import Endpoint
+from hpcrl.rollout.endpoint.session import Making, Session, sampling_params
+from hpcrl.rollout.engines.generate import Generator, Sampling
+from hpcrl.rollout.grading.frames import send_sample
+from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.prompts.prompt_files import PromptFile
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.frames import ERROR, Call, Done, Made, arrays
+from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.worker_pool import WorkerPool
+from hpcrl.run.role import say
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
+
+MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
+FLAG = "--custom-generate-function-path"
+
+
+class CustomSampler:
+    """Made, it has started its processes; `start` waits for the first of them and opens the endpoint."""
+
+    def __init__(
+        self,
+        options: Options,
+        file: PromptFile,
+        tokenizer: Tokenizer,
+        grading: Grading | None,
+        host: str,
+    ) -> None:
+        """host: that the endpoint listens on; grading: None where the function sets every reward."""
+        self._options, self._file, self._tokenizer, self._grading = options, file, tokenizer, grading
+        self._train, self._held_out = (Sampling.of(options, tokenizer, evaluation) for evaluation in (False, True))
+        self._pool, self._endpoint = WorkerPool(options), Endpoint(host)
+        self._generator: Generator | None = None
+        self._context: Callable[[], int | None] = lambda: None
+        self._tallies: dict[str, Tally] = {}
+        self._bad_prompts: set[str] = set()
+        self._said = Said()
+
+    def use(self, generator: Generator, context: Callable[[], int | None]) -> None:
+        """The engines; context: tokens that they can hold, None while that is not known."""
+        self._generator, self._context = generator, context
+
+    async def start(self) -> None:
+        """Wait until the function is loaded.  UsageError says what is wrong with it."""
+        await self._pool.start()
+        await self._endpoint.start()
+
+    async def close(self) -> None:
+        """End the processes and the endpoint."""
+        await self._pool.close()
+        await self._endpoint.stop()
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        """The samples of one response; one without a token, ABORTED, if the run ended it early: it is begun again another time.
+
+        HpcrlError once too many calls of the batch have failed, or an engine has."""
+        making = Making(self._sampling(asked), self._seed(asked), asked.version)
+        prompt = self._prompt(asked)
+        done, found = await self._call(asked, making, prompt, 1.0)
+        if found is not None and done.failure and self._options.deterministic_mode:
+            done, found = await self._call(asked, making, prompt, MORE)
+        if found is None:
+            return [replace(prompt, status=ABORTED)]
+        if done.failure:
+            return [self._failed(asked, prompt, done)]
+        await self._grade(asked, found)
+        return found
+
+    # ---- what is asked
+
+    def _sampling(self, asked: Asked) -> Sampling:
+        sampling = self._held_out if asked.held_out else self._train
+        return replace(sampling, temperature=0.0) if asked.index == GREEDY else sampling
+
+    def _seed(self, asked: Asked) -> tuple[object, ...]:
+        seed, number, index = self._options.rollout_seed, asked.group.number, asked.index
+        if asked.held_out:
+            return "evaluate", seed, asked.held_out.name, number, index
+        return "train", seed, asked.rollout_id, number, index
+
+    def _prompt(self, asked: Asked) -> Sample:
+        """The prompt as a sample that has no response yet."""
+        prompt, none = asked.group.prompt, np.zeros(0, np.int32)
+        return Sample(
+            group=asked.group.number,
+            index=asked.index,
+            tokens=prompt.tokens,
+            response_length=0,
+            loss_mask=none.astype(np.uint8),
+            logprobs=none.astype(np.float32),
+            versions=none,
+            status=PENDING,
+            prompt=prompt.raw,
+            label=prompt.label,
+            metadata=prompt.metadata,
+        )
+
+    # ---- the call
+
+    async def _call(self, asked: Asked, making: Making, prompt: Sample, patience: float) -> tuple[Done, list[Sample] | None]:
+        """What came of one call, and its samples if it did not fail; None if the run ended it early."""
+        assert self._generator is not None, "use() comes first"
+        sessions: list[tuple[str, Session]] = []
+
+        def call(number: int) -> Call:
+            session = Session(making, self._generator, self._tokenizer, self._context)
+            sessions.append((self._endpoint.open(session), session))
+            return Call(
+                number,
+                send_sample(prompt, arrays=True),
+                sampling_params(making.sampling),
+                self._endpoint.base_url,
+                sessions[-1][0],
+                asked.held_out is not None,
+                asked.version,
+            )
+
+        try:
+            run = self._pool.run(call, lambda: sessions[-1][1].in_flight > 0, patience, alone=patience > 1)
+            done = await run
+            session = sessions[-1][1] if sessions else None
+            if session is not None and session.broken is not None:
+                raise session.broken
+            if session is not None and session.ended:
+                return done, None
+            if done.failure:
+                return done, []
+            assert session is not None
+            return self._samples(done, prompt, session)
+        finally:
+            for key, _ in sessions:
+                self._endpoint.close(key)
+
+    def _samples(self, done: Done, prompt: Sample, session: Session) -> tuple[Done, list[Sample]]:
+        """The samples that the function returned, or that the endpoint has seen made."""
+        if done.samples is not None:
+            return done, [_received(sent, prompt) for sent in done.samples]
+        if not session.dialogues:
+            return Done(done.id, failure=ERROR, text="returned None, but asked nothing at the endpoint"), []
+        reward = math.nan if done.reward is None else done.reward
+        found = []
+        for dialogue in session.dialogues:
+            trajectory = dialogue.trajectory
+            text = self._tokenizer.decode(np.asarray(trajectory.tokens[len(trajectory.prompt) :], np.int32))
+            sample = replace(trajectory.sample(prompt, text), metadata=done.metadata, reward=reward, rewards=done.rewards)
+            found.append(sample)
+        return done, found
+
+    # ---- rewards
+
+    async def _grade(self, asked: Asked, samples: Sequence[Sample]) -> None:
+        """The rewards of those samples that the function gave none: that of the response, by its last sample."""
+        if all(not math.isnan(sample.reward) for sample in samples):
+            return
+        last, where = samples[-1], self._where(asked)
+        if math.isnan(last.reward):
+            last.reward = 0.0
+            if self._grading is None and self._options.advantage_estimator == "none" and not asked.held_out:
+                pass  # a teacher says what is learned
+            elif self._grading is None:
+                last.grading, last.grading_error = ERROR, f"{FLAG} set no reward, and no --rm-type is given"
+                self._count(asked, where, f"{last.grading_error} (response {last.index} of group {last.group}, {where})")
+            else:
+                what, size, each = self._batch(asked)
+                tally = self._grading.tally(what, size, each)
+                await self._grading.grade(last, where, tally, evaluation=asked.held_out is not None)
+        for sample in samples[:-1]:
+            if math.isnan(sample.reward):
+                sample.reward, sample.rewards = last.reward, dict(last.rewards)
+                sample.grading, sample.grading_error = last.grading, last.grading_error
+
+    # ---- failures
+
+    def _failed(self, asked: Asked, prompt: Sample, done: Done) -> Sample:
+        """A response in place of one that could not be made: one token, which trains nothing, and reward 0."""
+        where = self._where(asked)
+        text = f"{FLAG} {self._options.custom_generate_function_path} {done.text}"
+        shown = f"{text} on response {asked.index} of group {asked.group.number} ({where})"
+        if self._said.first(text):
+            say(f"failed generation: {shown}")
+            if done.trace:
+                print(done.trace, file=sys.stderr, flush=True)
+        self._count(asked, where, shown)
+        end = np.asarray([min(self._tokenizer.eos_ids, default=0)], np.int32)
+        return replace(
+            prompt,
+            tokens=np.concatenate([prompt.tokens, end]),
+            response_length=1,
+            loss_mask=np.zeros(1, np.uint8),
+            logprobs=np.zeros(1, np.float32),
+            versions=np.full(1, asked.version, np.int32),
+            status=COMPLETED,
+            grading=done.failure,
+            grading_error=text,
+        )
+
+    def _count(self, asked: Asked, where: str, text: str) -> None:
+        """Count a failed call.  HpcrlError if those of the batch are too many."""
+        what, size, each = self._batch(asked)
+        if what not in self._tallies:
+            self._tallies = dict(list(self._tallies.items())[-8:])
+            limit = self._options.custom_generate_max_failed
+            self._tallies[what] = Tally(what, size, each, limit, self._bad_prompts, "--custom-generate-max-failed", "generations")
+        self._tallies[what].fail(where, text)
+
+    def _batch(self, asked: Asked) -> tuple[str, int, int]:
+        """(name, responses, responses to a prompt) of the batch that a response is for."""
+        if asked.held_out:
+            held = asked.held_out
+            return f"evaluation {held.name} of policy version {asked.version}", held.size, held.each
+        return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
+
+    def _where(self, asked: Asked) -> str:
+        path = asked.held_out.path if asked.held_out else self._file.path
+        return f"{path}, line {asked.group.prompt.line}"
+
+
+def _received(sent: Made, prompt: Sample) -> Sample:
+    return replace(
+        prompt,
+        response_length=sent.response_length,
+        **arrays(sent),
+        status=sent.status,
+        response=sent.response,
+        metadata=sent.metadata,
+        reward=math.nan if sent.reward is None else sent.reward,
+        rewards=sent.rewards,
+    )
+
+
+async def started(*parts: CustomSampler | Grading | None) -> None:
+    """Wait until all of them are ready.  UsageError of the first that is not."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for part in parts:
+                if part is not None:
+                    tasks.create_task(part.start())
+    except BaseExceptionGroup as group:
+        first = next((error for error in group.exceptions if isinstance(error, HpcrlError)), group.exceptions[0])
+        raise first from None

@@ -1,0 +1,90 @@
+"""The tokens of one response over several turns, exactly as they were sampled and read.
+
+Invariants: a token that an engine sampled is never decoded and encoded again; what tools or an environment put in between is
+in the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hpcrl.sample import COMPLETED, TRUNCATED, Sample
+
+STOP, LENGTH = "stop", "length"  #: why a turn ended: by itself, or as it had no room left
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said in one turn.
+
+    tokens: int32 [n], the token that ended it included; logprobs: float32 [n]; versions: int32 [n]; finish: STOP or LENGTH;
+    text: without the token that ended it.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish: str
+    text: str = ""
+
+
+@dataclass
+class Trajectory:
+    """A prompt, then turns of the policy and what it was told between them.
+
+    tokens: of all; loss_mask, logprobs, versions: of the response alone, which begins behind the prompt.
+    """
+
+    prompt: Sequence[int]
+    version: int  #: that the prompt was asked under
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str = STOP
+
+    def __post_init__(self) -> None:
+        self.tokens = [int(token) for token in self.prompt]
+
+    @property
+    def response_length(self) -> int:
+        return len(self.loss_mask)
+
+    def said(self, turn: Turn) -> None:
+        """The policy's turn is over: its tokens are learned from."""
+        self._grow(turn.tokens.tolist(), 1, turn.logprobs.tolist(), turn.versions.tolist())
+        self.finish = turn.finish
+
+    def told(self, tokens: Sequence[int]) -> None:
+        """Tokens of a tool or an environment, which are not learned from; of the version of the token before them."""
+        ids = [int(token) for token in tokens]
+        before = self.versions[-1] if self.versions else self.version
+        self._grow(ids, 0, [0.0] * len(ids), [before] * len(ids))
+
+    def _grow(self, tokens: list[int], mask: int, logprobs: list[float], versions: list[int]) -> None:
+        self.tokens += tokens
+        self.loss_mask += [mask] * len(tokens)
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def sample(self, asked: Sample, response: str) -> Sample:
+        """All of it as a sample of the same prompt as `asked`; response: its text.
+
+        What it was told after its last turn is left out: no token follows that could be learned.
+        """
+        length = max((i + 1 for i, mask in enumerate(self.loss_mask) if mask), default=self.response_length)
+        return replace(
+            asked,
+            tokens=np.asarray(self.tokens[: len(self.prompt) + length], np.int32),
+            response_length=length,
+            loss_mask=np.asarray(self.loss_mask[:length], np.uint8),
+            logprobs=np.asarray(self.logprobs[:length], np.float32),
+            versions=np.asarray(self.versions[:length], np.int32),
+            status=TRUNCATED if self.finish == LENGTH else COMPLETED,
+            response=response,
+            metadata=dict(asked.metadata),
+            rewards={},
+        )

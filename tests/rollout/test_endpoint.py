@@ -1,0 +1,170 @@
+"""The OpenAI-compatible endpoint: which requests go on with which conversation, with the very tokens, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from hpcrl.errors import PeerError
+from hpcrl.rollout.endpoint.chat import calls_in
+from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
+from hpcrl.rollout.endpoint.session import Making, Session
+from hpcrl.rollout.engines.generate import Sampling
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.continuation import continuation
+from hpcrl.sample import ABORTED
+from tests.support.two_ways import Policy, make_model, words
+
+SAMPLING = Sampling(1.0, 40, (), (1,))
+Ask = Callable[..., Awaitable[tuple[int, dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_model(tmp_path_factory.mktemp("model")))
+
+
+def served(tokenizer: Tokenizer, work: Callable[[Ask, Session, Policy], Awaitable[None]], context: int = 256) -> None:
+    """Run `work` against an endpoint with one session."""
+
+    async def run() -> None:
+        policy, endpoint = Policy(tokenizer), Endpoint("127.0.0.1")
+        session = Session(Making(SAMPLING, ("train", 1), 7), policy, tokenizer, lambda: context)  # type: ignore[arg-type]
+        await endpoint.start()
+        key = endpoint.open(session)
+        async with aiohttp.ClientSession() as http:
+
+            async def ask(path: str, body: Any, key: str = key) -> tuple[int, dict[str, Any]]:
+                data = body if isinstance(body, bytes) else json.dumps(body)
+                async with http.post(
+                    f"{endpoint.base_url}/{path}", data=data, headers={"Authorization": f"Bearer {key}"}
+                ) as answer:
+                    return answer.status, await answer.json()
+
+            try:
+                await work(ask, session, policy)
+                endpoint.close(key)
+                assert (await ask("tokens", {"tokens": [7]}))[0] == 401, "the key ends with its response"
+            finally:
+                await endpoint.stop()
+
+    asyncio.run(run())
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_chat_that_goes_on_keeps_its_tokens_and_another_begins_anew(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        status, first = await ask("chat/completions", {"messages": [user("1+1")], "temperature": 0, "max_tokens": 9})
+        message = first["choices"][0]["message"]
+        assert (status, message, first["choices"][0]["finish_reason"]) == (200, {"role": "assistant", "content": "ab"}, "stop")
+        # as clients send it back: content in parts, fields of theirs, a space
+        again = {"role": "assistant", "content": [{"type": "text", "text": "ab "}], "refusal": None}
+        _, second = await ask("chat/completions", {"messages": [user("1+1"), again, user("more")]})
+        assert second["usage"]["prompt_tokens"] == 6 + 3 + 7 and len(session.dialogues) == 1
+        told = ["<|user|>", "m", "o", "r", "e", "<|end|>", "<|assistant|>"]
+        trajectory = session.dialogues[0].trajectory
+        assert words(tokenizer, trajectory.tokens[6:]) == ["a", "b", "<|end|>", *told, "a", "b", "<|end|>"]
+        assert trajectory.loss_mask == [1] * 3 + [0] * 7 + [1] * 3
+        # a history that was rewritten is another conversation, whose own turns alone are learned
+        await ask("chat/completions", {"messages": [user("1+1"), {"role": "assistant", "content": "b"}, user("more")]})
+        assert len(session.dialogues) == 2 and session.dialogues[1].trajectory.loss_mask == [1] * 3
+        # the same request once more: another conversation with noise of its own
+        await ask("chat/completions", {"messages": [user("1+1")]})
+        assert len(session.dialogues) == 3 and len({seed for _, _, seed in policy.asked}) == 4
+
+    served(tokenizer, work)
+
+
+def test_completions_go_on_by_text_and_by_tokens(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        policy.end = tokenizer.encode(["c"])[0][0]
+        _, first = await ask("completions", {"prompt": "1+1=", "stop": "c"})
+        assert first["choices"][0]["text"] == "ab", "without what ended it, as OpenAI has it"
+        await ask("completions", {"prompt": "1+1=abc<a>"})
+        assert words(tokenizer, session.dialogues[0].trajectory.tokens) == [*"1+1=", "a", "b", "c", *"<a>", "a", "b", "c"]
+        tokens = tokenizer.encode(["m"])[0].tolist()
+        await ask("completions", {"prompt": tokens})
+        await ask("completions", {"prompt": [*session.dialogues[1].trajectory.tokens, *tokens]})
+        assert words(tokenizer, session.dialogues[1].trajectory.tokens) == ["m", "a", "b", "c", "m", "a", "b", "c"]
+        assert session.dialogues[1].trajectory.loss_mask == [1, 1, 1, 0, 1, 1, 1]
+
+    served(tokenizer, work)
+
+
+def test_room_is_that_of_the_whole_response(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        messages = [user("1+1")]
+        for _ in range(4):  # 3 tokens, then 10 a turn: 33 of 40
+            _, answer = await ask("chat/completions", {"messages": messages})
+            messages += [answer["choices"][0]["message"], user("more")]
+        status, answer = await ask("chat/completions", {"messages": messages})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert session.dialogues[0].trajectory.finish == "length"
+        status, answer = await ask("tokens", {"tokens": [7] * 256})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    served(tokenizer, work)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("chat/completions", {"messages": [user("a")], "stream": True}, "stream is not served"),
+        ("chat/completions", {"messages": [user("a")], "n": 2}, "n is 1 here"),
+        ("chat/completions", {"messages": []}, "messages is no list of messages"),
+        ("chat/completions", {"messages": ["a"]}, "not an object with a role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "neither text nor"),
+        ("chat/completions", {"messages": [user("a")], "max_tokens": 0}, "0 is no number of tokens"),
+        ("completions", {"prompt": ["a", "b"]}, "neither one text nor one list"),
+        ("completions", {"prompt": [7, 900]}, "900 is no token id below 64"),
+        ("tokens", {"tokens": [True]}, "is no token id"),
+        ("tokens", {"tokens": [7], "sampling_params": {"temperature": 0.1}}, "cannot be trained on"),
+        ("tokens", {"tokens": [7], "sampling_params": {"best_of": 3}}, "sampling_params has 'best_of'"),
+        ("tokens", b"{", "the body is no JSON"),
+        ("tokens", b"[1]", "the body is no JSON object"),
+    ],
+)
+def test_what_is_not_served_is_said(tokenizer: Tokenizer, path: str, body: Any, says: str) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        status, answer = await ask(path, body)
+        assert status == 400 and says in answer["error"]["message"], answer
+        assert not policy.asked and not session.dialogues and session.broken is None
+
+    served(tokenizer, work)
+
+
+def test_keys_sizes_and_engines(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        for key in ("", "hpcrl-", "x" * 40):
+            assert (await ask("tokens", {"tokens": [7]}, key))[0] == 401
+        assert (await ask("tokens", b" " * (LARGEST + 1)))[0] == 413
+        policy.broken = PeerError("engine-0 answered a completion without tokens")
+        status, answer = await ask("tokens", {"tokens": [7]})
+        assert status == 503 and "engine-0" in answer["error"]["message"] and session.broken is policy.broken
+        policy.broken, policy.status = None, ABORTED
+        status, answer = await ask("tokens", {"tokens": [7]})
+        assert (status, answer["error"]["code"], session.ended) == (400, "ended_early", True)
+
+    served(tokenizer, work)
+
+
+def test_calls_of_tools_are_read_and_their_results_go_on_with_the_chat(tokenizer: Tokenizer) -> None:
+    said = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text, (call,) = calls_in(said, 5)
+    assert (text, call["id"], call["function"]) == ("Let me see.", "call_5_0", {"name": "add", "arguments": '{"a": 1}'})
+    assert calls_in("<tool_call>{no json}</tool_call>", 0) == ("<tool_call>{no json}</tool_call>", [])
+
+
+def test_what_a_template_leaves_out_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_model(tmp_path, "{{ messages[-1]['content'] }}"))
+    with pytest.raises(ValueError, match="leaves out what the assistant said"):
+        continuation(tokenizer, [user("a")], [user("b")], 1)

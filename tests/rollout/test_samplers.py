@@ -1,0 +1,246 @@
+"""Samples that an own function makes: several turns with exact tokens, fan-out, agents at the endpoint, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.custom import CustomSampler
+from hpcrl.rollout.samplers.sampler import Asked, HeldOutSet
+from hpcrl.sample import ABORTED, COMPLETED, Sample
+from tests.support.two_ways import Policy, make_model, words
+
+pytestmark = pytest.mark.process
+HERE = "tests.support.own_generates"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def sampler(model: Path, name: str, **values: Any) -> AsyncIterator[tuple[CustomSampler, Policy]]:
+    options = Options(
+        **{
+            "hf_checkpoint": str(model),
+            "custom_generate_function_path": f"{HERE}.{name}",
+            "rollout_max_response_len": 24,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "apply_chat_template": True,
+            "custom_generate_max_failed": 1.0,
+        }
+        | values
+    )
+    tokenizer = Tokenizer(model)
+    made = CustomSampler(options, PromptFile(Path("p.jsonl"), (), 0, ""), tokenizer, None, "127.0.0.1")
+    policy = Policy(tokenizer)
+    made.use(policy, lambda: 256)  # type: ignore[arg-type]
+    try:
+        await made.start()
+        yield made, policy
+    finally:
+        await made.close()
+
+
+def asked(model: Path, index: int = 1, number: int = 0, label: str = "", held_out: HeldOutSet | None = None) -> Asked:
+    tokenizer = Tokenizer(model)
+    text = tokenizer.render([{"role": "user", "content": "1+1="}], generation=True)
+    prompt = Prompt(number + 1, "1+1=", tokenizer.encode([text])[0], label)
+    return Asked(Group(number, prompt), index, 3, 7, held_out)
+
+
+def check(sample: Sample) -> None:
+    """What the trainer relies on."""
+    n = sample.response_length
+    assert (len(sample.loss_mask), len(sample.logprobs), len(sample.versions)) == (n, n, n) and 0 < n < len(sample.tokens)
+    assert not sample.logprobs[sample.loss_mask == 0].any()
+
+
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[str, Any]:
+    """What one sampler made, one after another; policy-NAME: what was asked for it."""
+
+    async def run() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        async with sampler(model, "by_label") as (made, policy):
+            held = HeldOutSet("held", Path("h.jsonl"), 4, 1)
+            for name, label, index, held_out in (
+                ("turns", "two_turns", 1, None),
+                ("several", "fans_out", 0, None),
+                ("one", "fans_out", 1, None),
+                ("held", "fans_out", 1, held),
+                ("hand", "at_the_engine", 1, None),
+                ("agent", "an_agent", 1, None),
+            ):
+                policy.asked = []
+                found[name] = await made.make(asked(model, index, label=label, held_out=held_out))
+                found[f"policy-{name}"] = policy.asked
+            policy.broken = PeerError("engine-0 answered a completion without tokens")
+            with pytest.raises(PeerError) as error:
+                await made.make(asked(model, label="at_the_engine"))
+            found["broken"] = str(error.value)
+            policy.broken, policy.status = None, ABORTED
+            found["ended"] = await made.make(asked(model, label="two_turns"))
+        return found
+
+    return asyncio.run(run())
+
+
+def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(model: Path, found: dict[str, Any]) -> None:
+    [sample], requests = found["turns"], found["policy-turns"]
+    check(sample)
+    tokenizer = Tokenizer(model)
+    said = ["a", "b", "<|end|>"]
+    told = ["<|user|>", "<", "ab", ">", "<|end|>", "<|assistant|>"]
+    assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
+    assert sample.loss_mask.tolist() == [1] * 3 + [0] * 6 + [1] * 3
+    assert sample.versions.tolist() == [8] * 9 + [7] * 3, "each token knows its version; what a tool says has that before it"
+    assert np.allclose(sample.logprobs[sample.loss_mask == 1], [-0.125, -0.25, -0.375] * 2)
+    assert requests[1][0] == sample.tokens[:-3].tolist(), "the second turn saw the very tokens of the first"
+    again = tokenizer.encode([tokenizer._hf.decode(sample.tokens.tolist())])[0]
+    assert again.tolist() != sample.tokens.tolist() and "ab" in words(tokenizer, again[:9])
+    assert (sample.reward, sample.status, sample.metadata) == (1.0, COMPLETED, {"evaluation": False})
+    assert len({seed for _, _, seed in requests}) == 2
+
+
+THINKING = (  # as Qwen3's: a newline behind a turn's end, thoughts of earlier turns left out
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('>')[-1] if m['role'] == 'assistant' else m['content'] }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_does_not_touch_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path, THINKING)
+
+    async def run() -> list[Sample]:
+        async with sampler(model, "two_turns") as (made, policy):
+            policy.tokens = [Tokenizer(model)._hf.convert_tokens_to_ids(word) for word in ("c", ">", "a")]
+            return await made.make(asked(model))
+
+    [sample] = asyncio.run(run())
+    said = ["c", ">", "a", "<|end|>"]
+    told = ["\n", "<|user|>", "<", "c", ">", "a", ">", "<|end|>", "\n", "<|assistant|>"]
+    assert words(Tokenizer(model), sample.tokens[-sample.response_length :]) == [*said, *told, *said]
+
+
+def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_function_too(found: dict[str, Any]) -> None:
+    several, one, held = found["several"], found["one"], found["held"]
+    assert (len(several), len(one), len(held)) == (2, 1, 1)
+    for sample in (*several, *one, *held):
+        check(sample)
+        assert sample.grading == "error" and "set no reward" in sample.grading_error and sample.reward == 0
+    seeds = [seed for name in ("several", "one", "held") for _, _, seed in found[f"policy-{name}"]]
+    assert len(set(seeds)) == 4, "two alike requests of a response have noise of their own, and evaluations too"
+
+
+def test_exact_tokens_by_hand_as_a_function_of_slimes(found: dict[str, Any]) -> None:
+    [sample] = found["hand"]
+    check(sample)
+    assert (sample.reward, sample.response, sample.response_length) == (1.0, "ab", 3)
+
+
+def test_an_agent_that_knows_nothing_of_hpcrl_makes_exact_samples(model: Path, found: dict[str, Any]) -> None:
+    [sample] = found["agent"]
+    check(sample)
+    tokenizer = Tokenizer(model)
+    said, told = ["a", "b", "<|end|>"], ["<|user|>", "m", "o", "r", "e", "<|end|>", "<|assistant|>"]
+    assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
+    assert sample.loss_mask.tolist() == [1] * 3 + [0] * 7 + [1] * 3
+    assert sample.tokens[: -sample.response_length].tolist() == asked(model).group.prompt.tokens.tolist()
+    assert {sampling.temperature for _, sampling, _ in found["policy-agent"]} == {1.0}, (
+        "sampled as the run samples, whatever was asked"
+    )
+    assert sample.reward == 0.5
+
+
+TROUBLES = {
+    "raise": "raised LookupError: no such tool (own_generates.py:",
+    "hang": "took more than --custom-generate-timeout 1 s",
+    "none": "returned None, but asked nothing at the endpoint",
+    "number": "returned a int, not a sample",
+    "short": "set 2 logprobs for a response of 3 tokens",
+    "temperature": "sampling_params changes temperature to 0.1",
+    "long": "set 3 loss_mask for a response of 4 tokens",
+    "nan": "set the reward to nan",
+    "die": "ended its process (exit status 3)",
+    "block": "blocked its process",
+}
+
+
+def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
+    async def run() -> dict[str, list[list[Sample]]]:
+        async with sampler(model, "troubled", custom_generate_timeout=1) as (made, _):
+            return {
+                kind: await asyncio.gather(*(made.make(asked(model, index, label=kind)) for index in range(4)))
+                for kind in TROUBLES
+            }
+
+    for kind, ((bad,), *good) in asyncio.run(run()).items():
+        assert TROUBLES[kind] in bad.grading_error and bad.grading == ("timeout" if kind in ("hang", "block") else "error")
+        assert bad.reward == 0 and bad.loss_mask.tolist() == [0] and bad.response_length == 1
+        for (sample,) in good:
+            check(sample)
+            assert sample.reward == 1 and not sample.grading
+
+
+def test_too_many_failures_end_the_run_one_bad_prompt_does_not(model: Path) -> None:
+    async def run() -> None:
+        async with sampler(model, "troubled", custom_generate_max_failed=0.05) as (made, _):
+            for number in (0, 0):
+                await made.make(asked(model, 0, number, "raise"))
+            with pytest.raises(
+                HpcrlError, match=r"3 of the 16 generations of rollout 3 failed, more than --custom-generate-max-failed"
+            ):
+                await made.make(asked(model, 0, 1, "raise"))
+
+    asyncio.run(run())
+
+
+def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: Path) -> None:
+    async def run() -> tuple[float, list[Sample]]:
+        async with sampler(model, "troubled", custom_generate_timeout=0.3, deterministic_mode=True) as (made, _):
+            begun = time.monotonic()
+            found = await made.make(asked(model, 0, label="hang"))
+            return time.monotonic() - begun, found
+
+    took, [bad] = asyncio.run(run())
+    assert took > 1.3 and "--custom-generate-timeout 1.2 s" in bad.grading_error
+
+
+def test_an_engines_failure_is_the_runs_and_a_response_that_is_not_needed_is_given_back(found: dict[str, Any]) -> None:
+    assert found["broken"] == "engine-0 answered a completion without tokens"
+    [sample] = found["ended"]
+    assert sample.status == ABORTED and sample.response_length == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (f"{HERE}.two", "takes (args, sample)"),
+        (f"{HERE}.plain", "is not async"),
+        (f"{HERE}.absent", "has no absent"),
+        ("no_such_module.f", "cannot be imported"),
+    ],
+)
+def test_a_wrong_function_is_refused_at_the_start(model: Path, path: str, words: str) -> None:
+    async def run() -> None:
+        async with sampler(model, "", custom_generate_function_path=path):
+            pass
+
+    with pytest.raises(UsageError) as error:
+        asyncio.run(run())
+    assert f"--custom-generate-function-path {path}" in str(error.value) and words in str(error.value)

@@ -1,0 +1,85 @@
+"""A real run with over-sampling, a filter and partial rollout, killed twice: where every group is. And many groups through one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from hpcrl.rollout.ledger.journal import account
+from tests.rollout.test_making import Attempt, FakeSampler
+from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, rows, samples
+
+pytestmark = pytest.mark.soak
+#: responses of up to 40 tokens, so that a batch of the first six of ten leaves something over; checkpoints every second rollout
+VALUES = POLICY | {
+    "deterministic_mode": False,
+    "num_rollout": 6,
+    "rollout_batch_size": 6,
+    "over_sampling_batch_size": 10,
+    "dynamic_sampling_filter_path": "check_reward_nonzero_std",
+    "partial_rollout": True,
+    "rollout_max_response_len": 40,
+    "max_staleness": 4,
+    "save_interval": 1,
+}
+
+
+@pytest.mark.vllm
+def test_a_whole_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Path) -> None:
+    from tests.support.runs import make_task
+
+    task = make_task(tmp_path / "task")
+    root = tmp_path / "run"
+    run = Run(recipe(tmp_path, task, **(VALUES | {"run_dir": str(root)})), root=root)
+    for steps in (2, 4):
+        run.until(lambda run=run, steps=steps: run.steps() >= steps)
+        pids = run.pids()
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.end()
+        assert all_gone(root, pids)
+        run = Run("--resume", root, root=root)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    found = account(root)
+    assert not found.wrong, found.wrong
+    assert found.attempts == 3 and found.trained == 6 * 6
+    assert found.following == found.trained + found.buffer + found.bank + sum(found.dropped.values())
+    steps = metrics(root)
+    assert list(steps) == list(range(6))
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "tokens of the current policy"
+    assert max(row["staleness/max"] for row in rows(root) if "staleness/max" in row) <= 4
+    lines = [line for name, data in samples(root).items() if name[0].isdigit() for line in data.splitlines()]
+    assert len(lines) == 6 * 6 * 4
+    print(found, {name: [row.get(name) for row in steps.values()] for name in ("staleness/max", "rollout/groups_issued")})
+
+
+def test_memory_stays_flat_over_100_000_groups(tmp_path: Path) -> None:
+    """The whole making of rollouts, files included: what a process holds after 20,000 groups and after 100,000."""
+
+    async def run() -> list[int]:
+        sampler = FakeSampler(lambda asked: 0.0 if asked.group.number % 50 or asked.begun else None)
+        values = {"rollout_batch_size": 64, "over_sampling_batch_size": 80, "n_samples_per_prompt": 2, "partial_rollout": True}
+        attempt = Attempt(tmp_path / "run", sampler, **values)
+        sizes, rollout_id = [], 0
+        tracemalloc.start()
+        while attempt.shelf.ledger.following < 100_000:
+            await attempt.step(rollout_id, rollout_id, saved=rollout_id)
+            sampler.asked.clear()
+            rollout_id += 1
+            if len(sizes) < attempt.shelf.ledger.following // 20_000:
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        assert attempt.shelf.ledger.holds()
+        return sizes
+
+    sizes = asyncio.run(run())
+    print([f"{size / 1e6:.2f} MB" for size in sizes])
+    assert sizes[-1] - sizes[0] < 500_000
+    assert len(list((tmp_path / "run" / "bank").iterdir())) < 500
+    assert not account(tmp_path / "run").wrong

@@ -1,0 +1,101 @@
+"""Custom generate functions as users write them, good and bad; they run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+from hpcrl.rollout.samplers.conversation import Conversation
+from hpcrl.sample import Sample
+
+AGENT = """
+import httpx, json, os, sys
+url, key, task = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], sys.argv[1]
+http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+messages = [{"role": "user", "content": task}]
+for turn in range(2):
+    answer = http.post("/chat/completions", json={"model": "any", "messages": messages, "temperature": 0.3})
+    answer.raise_for_status()
+    messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+"""
+
+
+async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Two turns with a tool's answer between them; graded by itself: 1 if the tool was told of what was said exactly."""
+    talk = Conversation(args, sample, sampling_params)
+    first = await talk.turn(max_new_tokens=4)
+    talk.tell_messages({"role": "user", "content": f"<{first.text}>"})
+    await talk.turn(max_new_tokens=4)
+    found = talk.sample()
+    found.reward = float(sample.index)
+    found.metadata["evaluation"] = args.evaluation
+    return found
+
+
+async def fans_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two conversations for even responses, one for odd ones; no reward of its own."""
+    talks = [Conversation(args, sample, sampling_params) for _ in range(2 - sample.index % 2)]
+    await asyncio.gather(*(talk.turn(max_new_tokens=3) for talk in talks))
+    return [talk.sample() for talk in talks]
+
+
+async def at_the_engine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """What a function of slime's becomes: exact tokens, by hand."""
+    turn = await args.engine.generate(sample.tokens.tolist(), sampling_params)
+    sample.tokens = [*sample.tokens, *turn.tokens]
+    sample.response_length = len(turn.tokens)
+    sample.loss_mask = [1] * len(turn.tokens)
+    sample.logprobs, sample.versions, sample.response = turn.logprobs, turn.versions, turn.text
+    sample.reward = 1
+    return sample
+
+
+async def an_agent(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
+    """A program that knows nothing of hpcrl."""
+    env = os.environ | {"OPENAI_BASE_URL": args.base_url, "OPENAI_API_KEY": args.api_key}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENT, str(sample.prompt), env=env)
+    assert await process.wait() == 0
+    sample.reward = 0.5
+
+
+async def troubled(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | None:
+    """What the label says goes wrong, in the first response of a group; the others are good."""
+    kind = sample.label if sample.index == 0 else ""
+    if kind == "raise":
+        raise LookupError("no such tool")
+    if kind == "hang":
+        await asyncio.sleep(3600)
+    if kind == "block":
+        time.sleep(3600)
+    if kind == "die":
+        os._exit(3)
+    if kind == "none":
+        return None
+    if kind == "number":
+        return 7  # type: ignore[return-value]
+    found = await at_the_engine(args, sample, sampling_params)
+    if kind == "short":
+        found.logprobs = found.logprobs[:-1]
+    if kind == "temperature":
+        await args.engine.generate(sample.tokens, {"temperature": 0.1})
+    if kind == "long":
+        found.response_length += 1
+    if kind == "nan":
+        found.reward = float("nan")
+    return found
+
+
+async def two(args: Any, sample: Sample) -> Sample:
+    return sample
+
+
+def plain(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return sample
+
+
+async def by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """The function that the label names."""
+    return await globals()[sample.label](args, sample, sampling_params)
