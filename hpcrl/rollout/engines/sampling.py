@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.options import Options
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.token_frames import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Sampling:
     max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted; top_p in
     (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all; skip_special_tokens: leave
     special tokens out of the text (that stop strings are looked for in, and that rewards read); evaluation: its requests
-    are not ended by `Generator.abort`.
+    are not ended by `Generator.abort`; routing: of a model whose choice of experts is wanted.
     """
 
     temperature: float
@@ -37,6 +40,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     skip_special_tokens: bool = False
     evaluation: bool = False
+    routing: Routing | None = None
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
@@ -45,6 +49,7 @@ class Sampling:
         The model's end-of-sequence ids always stop: an engine may know but one of them.
         """
         stops = tuple(sorted({*options.rollout_stop_token_ids, *tokenizer.eos_ids}))
+        replays = options.use_rollout_routing_replay and not evaluation
         return cls(
             options.rollout_temperature,
             options.rollout_max_response_len,
@@ -56,6 +61,7 @@ class Sampling:
             min_p=options.rollout_min_p,
             skip_special_tokens=options.rollout_skip_special_tokens,
             evaluation=evaluation,
+            routing=find_routing(options, read_config(tokenizer.directory)) if replays else None,
         )
 
     def params(self, max_tokens: int, begun: int = 0) -> dict[str, Any]:
@@ -82,6 +88,8 @@ class Sampling:
             params["min_tokens"] = self.min_tokens - begun
         if self.logprobs:
             params["logprobs"] = 0  # of the sampled token alone
+        if self.routing is not None:
+            params["extra_args"] = {EXPERTS: True}
         return params
 
 
