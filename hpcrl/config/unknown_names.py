@@ -101,6 +101,7 @@ _NOWHERE: dict[str, str] = {
     "all weights are trained: there are no adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its like": "fsdp fsdp-config deepspeed zero-stage "
     "train-backend accelerator",
+    "masks follow the chat template itself, whatever the model": "loss-mask-type",
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
     "a run goes on with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
