@@ -35,6 +35,7 @@ from hpcrl.launch.scheduler import Scheduler
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
 from hpcrl.launch.submission import Script, batch_python, can_submit, task_python
+from hpcrl.prompt_files import early_look
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.shipped_files import shipped
 
@@ -150,6 +151,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
             yield from model_directory.check_model_directory(path)
         else:
             yield Finding("ok", "", f"the model {path} is made by the run itself")
+    yield from early_look.findings(case.stages, case.directory)
     yield from _image(site)
 
 

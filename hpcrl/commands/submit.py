@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.recipe import load_recipe
+from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.model_settings import refuse_wrong_settings, same_packages
 from hpcrl.doctor.storage import file_system
@@ -67,6 +68,11 @@ def submit(argv: list[str]) -> int:
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if "after" in own:
         own["set"] = [*own.get("set", []), f"after={':'.join(own['after'])}"]
+    return submit_recipe(recipe, overrides, own, words[0] if words else "")
+
+
+def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, Any], word: str) -> int:
+    """Submit a recipe, or show what would be, as this command's own flags say; word: how the recipe was named."""
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
     overrides = site.options(recipe, overrides)
@@ -74,7 +80,7 @@ def submit(argv: list[str]) -> int:
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
     refuse_wrong_settings(shown.stages, same_packages(site) and can_submit(scheduler) and not by_hand)
     if by_hand:
-        print(scheduler.script_by_hand(shown, [words[0], *_flags(overrides)]), end="")
+        print(scheduler.script_by_hand(shown, [word, *_flags(overrides)]), end="")
         return 0
     if own.get("dry-run"):
         _show(scheduler, shown)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name
+from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name, routing
 from hpcrl.errors import UsageError, failures, raise_together
 
 #: what the losses that are no policy gradient read of the algorithm's options
@@ -99,6 +99,11 @@ def _old_policy(o: Options) -> None:
             "--use-rollout-logprobs and --use-tis exclude each other: with the first the ratio is to the engine already",
             "leave one of them out",
         )
+    if o.use_routing_replay and not o.use_rollout_routing_replay:
+        raise UsageError(
+            "--use-routing-replay replays what the old policy's pass chose, and with --use-rollout-logprobs there is no such pass",
+            "give --use-rollout-routing-replay instead: what the engine chose",
+        )
     if o.keep_old_actor:
         raise UsageError(
             "--use-rollout-logprobs and --keep-old-actor both say whose the old log-probs are", "leave one of them out"
@@ -160,6 +165,9 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _unread(o)
         yield from _without_kl(o)
         yield from _without_correction(o)
+    if routing(o) == "old" and not needs(o).old_logprobs:
+        why = "one optimizer step a rollout is its own old policy: --num-steps-per-rollout 2 or more, or --use-rollout-routing-replay"
+        yield "use_routing_replay", why
     yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"

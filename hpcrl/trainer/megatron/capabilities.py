@@ -68,6 +68,7 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
     "average_in_collective": "gradients are summed and divided once by what the loss counts",
     "config_logger_dir": "all settings are in the run's options.json",
     "log_num_zeros_in_grad": "it is no metric of hpcrl's",
+    "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose choice it is",
     "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
     "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is Transformer Engine's",
     "num_distributed_optimizer_instances": "the optimizer's state is spread over all data-parallel ranks",
@@ -139,6 +140,16 @@ def rope_fusion(given: Mapping[str, Any], model: Mapping[str, Any], machine: Mac
     if interleaved and given.get("apply_rope_fusion"):
         _refuse("apply_rope_fusion", True, "for packed sequences it rotates halves of a head, this model neighbouring columns")
     return machine.engine and not interleaved
+
+
+def check_replay(given: Mapping[str, Any], flag: str) -> None:
+    """UsageError if the user's settings have a router that does not ask whose choice of experts is replayed; flag: for which."""
+    if given.get("moe_router_fusion"):
+        _refuse("moe_router_fusion", True, f"Transformer Engine's fused router replays no choice of experts, as {flag} wants")
+    kinds = given.get("moe_router_load_balancing_type")
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind in ("sinkhorn", "quantile_balancing"):
+            _refuse("moe_router_load_balancing_type", kind, f"that router replays no choice of experts, as {flag} wants")
 
 
 def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
