@@ -17,8 +17,8 @@ from hpcrl.trainer.step.packing import Packed, check_batch, pack
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7)  # (prompt, response)
 
 
-def layout(tp: int = 1, cp: int = 1, cp_rank: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(tp_size=tp, cp_size=cp, cp_rank=cp_rank, device=torch.device("cpu"))
+def layout(tp: int = 1, cp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(tp_size=tp, tp_rank=tp_rank, cp_size=cp, cp_rank=cp_rank, device=torch.device("cpu"))
 
 
 def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
@@ -95,6 +95,22 @@ def test_context_parallel_ranks_share_the_rows_out(sizes: list, cp: int, seed: i
         tokens += packed.tokens[packed.tokens > 0].tolist()
     assert sorted(found) == sorted(expected(data, rows))
     assert sorted(tokens) == sorted(data.tokens.tolist())
+
+
+@given(SIZES, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3)]), st.integers(0, 2**32))
+def test_a_rank_has_the_experts_of_the_rows_that_its_routers_see(sizes: list, cut: tuple[int, int], seed: int) -> None:
+    """Row by row those of its token; the same ones, all alike, where there is no token."""
+    (tp, cp), data = cut, batch(sizes, seed)
+    experts = np.stack([data.tokens, data.tokens + 100], 1).astype(np.uint8)[:, None].repeat(2, 1)
+    experts[:, 1] += 1  # of the second layer
+    for cp_rank in range(cp):
+        of_rank = [layout(tp, cp, cp_rank, tp_rank) for tp_rank in range(tp)]
+        packed = [pack(data, range(len(sizes)), ranks, tp > 1, experts) for ranks in of_rank]
+        for number in range(2):
+            found = np.concatenate([np.asarray(p.choices.of(number)) for p in packed])
+            real = packed[0].tokens[0].numpy()
+            wanted = np.where(real[:, None] > 0, np.stack([real, real + 100], 1) + number, 0)
+            assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(("tp", "cp", "multiple", "whole"), [(1, 1, 1, 1), (4, 1, 1, 4), (1, 2, 4, 4), (2, 2, 4, 8)])

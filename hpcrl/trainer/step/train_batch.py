@@ -22,7 +22,7 @@ from hpcrl.algorithms.loss import compute_loss, compute_value_loss
 from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
 from hpcrl.config.options import Options
-from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import responses_of
@@ -35,6 +35,7 @@ from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.report_totals import Totals, total
+from hpcrl.trainer.step.routing_replay import Difference, given_experts
 from hpcrl.trainer.step.sample_sums import sums_over_samples
 
 #: of --max-logprob-diff, without and with bf16
@@ -79,11 +80,14 @@ def train(
     """
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
+    whose = routing(options)
+    replay = None if whose == "own" else Difference.on(ranks.device)
     split = policy.config.sequence_parallel
     hooks = hooks or TrainerHooks(options, {})
 
     def pack(share: Share) -> list[list[Packed]]:
-        return [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
+        experts = given_experts(policy, share.batch) if whose == "engine" else None
+        return [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
@@ -104,14 +108,15 @@ def train(
         row: dict[str, float] = {}
         if policy_steps(options, share):
             hooks.before_step(policy, share.rollout_id, number)
-            row |= _step(policy, ranks, options, micro_batches, step, _loss)
+            row |= _step(policy, ranks, options, micro_batches, step, _loss, replay=replay)
         if others.critic is not None:
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
     record(share, [packed for step in steps for packed in step])
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
-    return before | _over_steps(found) | times
+    changed = {} if replay is None or not policy_steps(options, share) else {"train/routing_changed": replay.share()}
+    return before | _over_steps(found) | changed | times
 
 
 def policy_steps(options: Options, share: Share) -> int:
@@ -128,12 +133,14 @@ def _step(
     step: StepTotals,
     loss: Callable[..., Any],
     prefix: str = "",
+    replay: Difference | None = None,
 ) -> dict[str, float]:
-    """One optimizer step of a model; prefix: of its metrics' names."""
+    """One optimizer step of a model; prefix: of its metrics' names; replay: with the experts that were chosen before."""
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()
-    reports = passes.run(model, micro_batches, partial(loss, model, options, step), forward_only=False)
+    body, experts = partial(loss, model, options, step), "own" if replay is None else "replay"
+    reports = passes.run(model, micro_batches, body, forward_only=False, experts=experts, difference=replay)
     own = sum(len(packed.rows) for packed in micro_batches)
     totals = total(reports, own, ranks)
     if totals.tokens != step.tokens:
