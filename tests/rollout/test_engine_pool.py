@@ -484,7 +484,7 @@ def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
         (held,) = eval_sets(options)
         return sampling_of(held, options, tokenizer)
 
-    held = {"rm_type": "exact", "eval_interval": 1, "eval_prompt_data": ["a", "a.jsonl"]}
+    held = {"rm_type": "random", "eval_interval": 1, "eval_prompt_data": ["a", "a.jsonl"]}
     same = of(Options(rollout_top_p=0.9, rollout_top_k=7, rollout_min_p=0.1, **held))
     assert (same.top_p, same.top_k, same.min_p, same.min_tokens, same.logprobs, same.evaluation) == (0.9, 7, 0.1, 0, False, True)
     options = Options(
