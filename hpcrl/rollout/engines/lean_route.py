@@ -6,10 +6,12 @@ engine.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import aiohttp
 
 from hpcrl import token_frames
-from hpcrl.rollout.engines.completion import Wanted, check, garbage
+from hpcrl.rollout.engines.completion import Wanted, check, garbage, read_experts
 from hpcrl.rollout.engines.engine_pool import PooledEngine
 from hpcrl.rollout.engines.request import Deliver, PassingTrouble, Request
 from hpcrl.rollout.engines.stock_route import refuse
@@ -57,7 +59,11 @@ def _deliver(engine: PooledEngine, request: Request, answer: Answer, wanted: Wan
         tokens, logprobs = answer.arrays()
     except ValueError as error:
         raise garbage(engine, f"what is no completion: {error}") from error
-    deliver(request.calls[answer.index], check(engine, wanted, answer.reason, tokens, logprobs, answer.spans))
+    completion = check(engine, wanted, answer.reason, tokens, logprobs, answer.spans)
+    if (routing := request.sampling.routing) is not None and len(tokens):
+        read = len(request.prompt) + len(tokens) - 1
+        completion = replace(completion, experts=read_experts(engine, answer.experts, answer.routing, read, routing))
+    deliver(request.calls[answer.index], completion)
 
 
 async def abort(engine: PooledEngine, idents: list[str]) -> None:

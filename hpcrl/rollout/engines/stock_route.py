@@ -56,6 +56,8 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
     PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
     """
     (call,) = request.calls
+    if request.sampling.routing is not None:
+        raise PeerError(f"{engine} has no route for the experts that --use-rollout-routing-replay asks for", f"see {engine.log}")
     params = request.sampling.params(request.max_tokens, request.begun)
     if call.seed is not None:
         params["seed"] = call.seed
