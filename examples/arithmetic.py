@@ -94,13 +94,16 @@ def make_tokenizer(special=SPECIAL, characters=string.digits + "+=,}", markers=(
     return fast
 
 
-def make_model(directory: Path, seed: int, tokenizer=None) -> None:
-    """Tokenizer and a small Qwen3 with random weights and tied embeddings."""
+def make_model(directory: Path, seed: int, tokenizer=None, experts: int = 0) -> None:
+    """Tokenizer and a small Qwen3 with random weights and tied embeddings; with experts, a token goes to two of them."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = tokenizer or make_tokenizer()
-    config = Qwen3Config(
+    sparse = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
+        **(sparse if experts else {}),
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
@@ -117,7 +120,7 @@ def make_model(directory: Path, seed: int, tokenizer=None) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).float().save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -125,10 +128,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer: a mixture-of-experts model instead")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_prompts(args.out, args.seed)
-    make_model(args.out / "model", args.seed)
+    make_model(args.out / "model", args.seed, experts=args.experts)
 
 
 if __name__ == "__main__":

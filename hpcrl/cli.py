@@ -27,6 +27,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl run --help                             every option, with default and source
   hpcrl submit RECIPE.toml [--site S]          run it as one batch job (Slurm); --dry-run shows plan, script, command
   hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
+  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a batch job
   hpcrl resume RUN                             go on with a run, the way that it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
@@ -111,6 +112,7 @@ ELSEWHERE = {
     "plan": "hpcrl.commands.plan:plan",
     "import": "hpcrl.commands.import_script:import_script",
     "launch": "hpcrl.mpi.mpirun:launch",
+    "eval": "hpcrl.commands.evaluate:evaluate",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
     "runs": "hpcrl.commands.runs:runs",
@@ -158,6 +160,8 @@ def run(argv: list[str]) -> int:
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
     if own.get("dry-run"):
+        from hpcrl.commands.dry_run import preview
+
         print(preview(recipe, overrides))
         return 0
     from hpcrl.launch.local import run_recipe
@@ -175,22 +179,6 @@ def resume(directory: Path, overrides: dict[str, Any], words: list[str], own: di
     from hpcrl.launch.local import run_recipe
 
     return run_recipe(None, {}, directory)
-
-
-def preview(recipe: Any, overrides: dict[str, Any]) -> str:
-    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
-    from hpcrl.config.recipe import changed, resolve_stages
-    from hpcrl.config.setting_names import spell
-    from hpcrl.plan import local_hosts, make_plan
-
-    parts = []
-    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
-    for stage, resolved in zip(recipe.stages, options, strict=True):
-        plan = make_plan(resolved, local_hosts(resolved), "dry-run")
-        rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
-        title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
-        parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
-    return "\n\n".join(parts)
 
 
 # ---- hpcrl hostfile

@@ -31,6 +31,10 @@ class TokenColumn(NamedTuple):
 OPTIONAL: dict[str, TokenColumn] = {
     # float32 [response]: log-probs of the sampled tokens under a teacher, at the sampling temperature
     "teacher_logprobs": TokenColumn(np.dtype("<f4"), "response_length"),
+    # uint8 [prompt + response, layers with experts, bytes]: the experts that the engine chose for each token that it read; a
+    # byte an expert, two (the lower first) in a model of more than 256; a token's are all 0 where the engine did not say, as of
+    # the last one, which it wrote and never read
+    "routed_experts": TokenColumn(np.dtype("u1"), "length", 2),
 }
 
 

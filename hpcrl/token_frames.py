@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 GENERATE, ABORT = "/hpcrl/generate", "/hpcrl/abort"
+EXPERTS = "hpcrl_routed_experts"  #: among the extra_args of params: whether an answer is to hold the experts of its tokens
 LONGEST = 2**28  #: bytes of a frame
 _LENGTH = struct.Struct("<I")
 
@@ -40,7 +41,8 @@ class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """How sample number `index` of a request ended.
 
     reason: vLLM's finish reason, or "error" with the error's text; tokens: int32 [n], logprobs: float32 [n] or empty where none were
-    asked for, both little-endian; spans: (weight version, start, end) over the tokens.
+    asked for, both little-endian; spans: (weight version, start, end) over the tokens.  experts: uint8 [prompt + n - 1, *routing], the
+    experts of each token that was read, by layers and bytes of a layer, where they were asked for.
     """
 
     index: int
@@ -49,6 +51,8 @@ class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     logprobs: bytes = b""
     spans: list[tuple[str, int, int]] = []
     error: str = ""
+    experts: bytes = b""
+    routing: tuple[int, int] = (0, 0)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 tokens and float32 log-probs, writable.  ValueError if their bytes are no whole numbers."""

@@ -142,6 +142,7 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         "examples_of_algorithms.by_root",
         lambda f: f(torch.tensor([4, 0]), OPTIONS).tolist() == [0.5, 1],
     ),
+    "rollout_function_path": ("examples_of_rollouts.best_of_twice_as_many", lambda f: best(f)),
     "rollout_sample_hook_path": ("examples_of_samples.strip_thoughts", lambda f: strips(f)),
     "rollout_sample_filter_path": ("examples_of_samples.without_truncated", lambda f: removes(f)),
     "rollout_all_samples_process_path": (
@@ -169,6 +170,18 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
     "custom_megatron_before_train_step_hook_path": ("examples_of_trainer_hooks.freeze_embedding", lambda f: freezes(f)),
     "rollout_data_postprocess_path": ("examples_of_trainer_hooks.drop_what_disagrees", lambda f: drops(f)),
 }
+
+
+def best(function: Callable[..., Any]) -> bool:
+    class Source:
+        async def get_samples(self, count: int) -> list[list[Sample]]:
+            return [[sample(index=index, reward=float(number * index)) for index in (0, 1)] for number in range(count)]
+
+        async def generate_group(self, group: list[Sample]) -> list[Sample]:
+            return group
+
+    found = asyncio.run(function(Options(rollout_batch_size=2), 0, Source(), evaluation=False))
+    return [[one.reward for one in group] for group in found] == [[0, 3], [0, 2]]
 
 
 def strips(hook: Callable[..., Any]) -> bool:

@@ -26,15 +26,16 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
-from hpcrl.doctor import model_directory, packages, storage
+from hpcrl.doctor import model_directory, model_settings, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
 from hpcrl.launch.job_request import Component, Request, make_request
 from hpcrl.launch.scheduler import Scheduler
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
 from hpcrl.launch.submission import Script, batch_python, can_submit, task_python
+from hpcrl.prompt_files import early_look
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.shipped_files import shipped
 
@@ -144,12 +145,22 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield from storage.check_storage(
         case.directory, several, max((model_directory.total(Path(path)) for path in found), default=0)
     )
+    yield from _settings(case)
     for path in models:
         if path in found:
             yield from model_directory.check_model_directory(path)
         else:
             yield Finding("ok", "", f"the model {path} is made by the run itself")
+    yield from early_look.findings(case.stages, case.directory)
     yield from _image(site)
+
+
+def _settings(case: Case) -> Iterator[Finding]:
+    """What a trainer would refuse of Megatron's settings."""
+    try:
+        model_settings.refuse_wrong_settings(case.stages, model_settings.same_packages(case.site))
+    except UsageError as error:
+        yield from (Finding("fail", "", part.what, part.hint) for part in parts_of(error))
 
 
 def _scheduler(case: Case, request: Request) -> Iterator[Finding]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 
 from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
-from hpcrl.errors import UsageError, raise_together
+from hpcrl.doctor.model_settings import refuse_wrong_settings
+from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
+from hpcrl.memory.report import GPU, memory_lines
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.family import find_family
 from hpcrl.plan import Host, local_hosts, make_plan
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
@@ -16,9 +21,12 @@ USAGE = """\
 usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
        hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
 
-Options are those of hpcrl run. Of arguments that cannot all be honoured, the plan of the others is shown, then what is wrong."""
+  --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
+  --gpu-memory GIB   what a GPU has, to warn where the estimate exceeds it; default: 80
 
-OWN = {"hostfile": Kind("str"), "help": Kind("bool")}
+Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run. Of arguments that cannot all be honoured, the plan of the others is shown, then what is wrong."""
+
+OWN = {"hostfile": Kind("str"), "gpu-memory": Kind("float", bounds="> 0"), "help": Kind("bool")}
 
 
 def plan(argv: list[str]) -> int:
@@ -32,11 +40,11 @@ def plan(argv: list[str]) -> int:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
     if arguments is None:
-        show(load_recipe(words[0]), overrides, hosts)
+        show(load_recipe(words[0]), overrides, hosts, own.get("gpu-memory", GPU))
         return 0
     recipe, refused = recipe_and_refusals(arguments, overrides)
     try:
-        show(recipe, overrides, hosts)
+        show(recipe, overrides, hosts, own.get("gpu-memory", GPU))
     except UsageError:
         if not refused:  # else they tell, among what is wrong, the rules that the rest breaks
             raise
@@ -53,10 +61,22 @@ def _hosts(file: str) -> list[Host]:
     return list(found.hosts)
 
 
-def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None) -> None:
-    """Print the plan of every stage."""
+def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, gpu: float) -> None:
+    """Print the plan of every stage, and the memory that it takes on GPUs of `gpu` GiB."""
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    refuse_wrong_settings(options, same_packages=False)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
+        print("\n".join(_memory(resolved, gpu)) + "\n")
+
+
+def _memory(options: Options, gpu: float) -> list[str]:
+    """The estimate, or why there is none."""
+    try:
+        config = read_config(options.hf_checkpoint or "")
+        family = find_family(config, options.hf_checkpoint or "")
+        return list(memory_lines(options, family, config, gpu))
+    except DataError as error:
+        return [f"memory: not estimated: {error.what}"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.recipe import load_recipe
+from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.value_types import Kind
+from hpcrl.doctor.model_settings import refuse_wrong_settings, same_packages
 from hpcrl.doctor.storage import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
@@ -35,12 +37,14 @@ usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
+  --after JOB ...    start when these jobs have ended well, such as the conversion of the model
 
 Options are those of hpcrl run. One job is submitted, to Slurm unless the profile names another scheduler; it trains to the
 end, over as many requeues as that takes."""
 
 OWN = {
     **FLAGS,
+    "after": Kind("str", many=True),
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
     "help": Kind("bool"),
@@ -62,12 +66,21 @@ def submit(argv: list[str]) -> int:
         raise UsageError("--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first")
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
+    if "after" in own:
+        own["set"] = [*own.get("set", []), f"after={':'.join(own['after'])}"]
+    return submit_recipe(recipe, overrides, own, words[0] if words else "")
+
+
+def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, Any], word: str) -> int:
+    """Submit a recipe, or show what would be, as this command's own flags say; word: how the recipe was named."""
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
     overrides = site.options(recipe, overrides)
     shown = preview(recipe, overrides, site)
-    if own.get("print"):
-        print(scheduler.script_by_hand(shown, [words[0], *_flags(overrides)]), end="")
+    by_hand = bool(own.get("print"))  # a script for another place, perhaps
+    refuse_wrong_settings(shown.stages, same_packages(site) and can_submit(scheduler) and not by_hand)
+    if by_hand:
+        print(scheduler.script_by_hand(shown, [word, *_flags(overrides)]), end="")
         return 0
     if own.get("dry-run"):
         _show(scheduler, shown)

@@ -106,6 +106,11 @@ class Options(
         return bool(self.rm_type or self.custom_rm_path)
 
     @property
+    def only_evaluates(self) -> bool:
+        """Whether nothing is trained, so that no training prompts are needed."""
+        return self.num_rollout == 0
+
+    @property
     def num_engines(self) -> int:
         """Engines: --rollout-num-gpus over the GPUs of one; none where nothing is sampled."""
         return self.engine_gpus // self.rollout_num_gpus_per_engine if self.needs_engines else 0

@@ -68,6 +68,11 @@ def read_words(rm_type: str | Sequence[str] | None) -> tuple[RewardWord, ...]:
     return found
 
 
+def own_reward(path: str) -> RewardWord:
+    """The reward of a function of the user's own, module.function."""
+    return RewardWord(path, path.rpartition(".")[2], "", False, 1.0)
+
+
 def _read(word: str) -> RewardWord:
     name, colon, weight = word.partition(":")
     value = 1.0

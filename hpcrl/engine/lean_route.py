@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcrl.engine.expert_source import Experts, ExpertSource, asks_for_experts
 from hpcrl.token_frames import ABORT, GENERATE, Answer, frame, read_names, read_request
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class LeanRoute:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._ours = {GENERATE: generate, ABORT: abort}
+        self._ours = {GENERATE: partial(generate, ExpertSource()), ABORT: abort}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ours = self._ours.get(scope["path"]) if scope["type"] == "http" else None
@@ -58,7 +60,7 @@ async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:
     return await _text(send, 200, "")
 
 
-async def generate(client: AsyncLLM, receive: Receive, send: Send) -> None:
+async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, send: Send) -> None:
     """Answer a GroupRequest; 400 for one that vLLM refuses, 500 if the engine is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -68,7 +70,10 @@ async def generate(client: AsyncLLM, receive: Receive, send: Send) -> None:
     except (ValueError, TypeError) as error:
         return await _text(send, 400, f"{type(error).__name__}: {error}")
     queues: list[RequestOutputCollector] = []
+    experts = Experts(source, client, len(prompt)) if asks_for_experts(params) else None
     try:
+        if experts is not None:
+            await source.open(client)
         for name, seed in zip(request.names, request.seeds, strict=True):
             queues.append(await _add(client, name, prompt, params, seed))
     except EngineDeadError as error:
@@ -77,7 +82,7 @@ async def generate(client: AsyncLLM, receive: Receive, send: Send) -> None:
         await _end(client, queues)
         return await _text(send, 400, str(error))
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]})
-    return await Stream(client, queues, send).run(receive)
+    return await Stream(client, queues, send, experts).run(receive)
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -108,8 +113,10 @@ async def _end(client: AsyncLLM, queues: list[RequestOutputCollector]) -> None:
 class Stream:
     """One answer on its way: frames of the samples, those that finish in one turn of the event loop in one piece."""
 
-    def __init__(self, client: AsyncLLM, queues: list[RequestOutputCollector], send: Send) -> None:
-        self._client, self._queues, self._send = client, queues, send
+    def __init__(
+        self, client: AsyncLLM, queues: list[RequestOutputCollector], send: Send, experts: Experts | None = None
+    ) -> None:
+        self._client, self._queues, self._send, self._experts = client, queues, send, experts
         self._ready: list[bytes] = []
         self._more = asyncio.Event()
         self._gone = False
@@ -133,12 +140,17 @@ class Stream:
             for task in waiting:
                 task.cancel()
             await _end(self._client, unfinished)
+            if self._experts is not None:
+                await self._experts.forget([queue.request_id for queue in unfinished])
 
     async def _wait(self, index: int) -> None:
         """The frame of one sample, once it has ended."""
         try:
             output = await self._queues[index].get()
             answer = answer_of(index, output.outputs[0])  # type: ignore[union-attr]
+            if self._experts is not None:
+                name = self._queues[index].request_id
+                answer.routing, answer.experts = await self._experts.of(name, output.outputs[0])  # type: ignore[union-attr]
         except Exception as error:  # noqa: BLE001  (the client is to hear of it)
             answer = Answer(index, "error", error=f"{type(error).__name__}: {error}")
         self._ready.append(frame(answer))

@@ -18,6 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan, socket_names
 from hpcrl.run.gpu_environment import deterministic_nccl
 from hpcrl.run.peers import IDLE
@@ -112,7 +113,22 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
     if found.cpu:
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
-    return ours | gather_table("vllm", options.vllm, "[vllm]")
+    given = gather_table("vllm", options.vllm, "[vllm]")
+    if options.use_rollout_routing_replay:
+        find_routing(options, config)
+        ours |= _expert_flags(options, given, found.cpu)
+    return ours | given
+
+
+def _expert_flags(options: Options, given: Mapping[str, Any], cpu: bool) -> dict[str, Any]:
+    """What makes vLLM tell which experts it chose.  UsageError for what it then cannot do."""
+    why = f"{R3}: vLLM's CPU build keeps no experts of cached tokens" if cpu else f"{R3}: vLLM returns no experts"
+    if cpu and given.get("enable_prefix_caching"):
+        raise UsageError(f"{why}, --vllm-enable-prefix-caching is given", "leave it out")
+    if not cpu and (options.deterministic_mode or given.get("enable_prefix_caching") is False):
+        flag = "--deterministic-mode" if options.deterministic_mode else "--no-vllm-enable-prefix-caching"
+        raise UsageError(f"{why} without its prefix cache, which {flag} turns off", f"leave {flag} out, or {R3}")
+    return {"enable_prefix_caching": False} if cpu else {"enable_return_routed_experts": True}
 
 
 def engine_seed(options: Options, index: int) -> int:

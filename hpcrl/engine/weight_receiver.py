@@ -15,6 +15,7 @@ from typing import Any, Self
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from hpcrl.engine.receivers import register_receivers
+from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, stock
 from hpcrl.run.process import PARENT, die_with_parent
@@ -38,6 +39,7 @@ class WorkerExtension:
     rank: int
     weight_transfer_engine: Any
     _weight_update_active: bool
+    _hpcrl_experts: ExpertTables | None = None
 
     def hpcrl_manifest(self) -> dict[str, Any]:
         """Which tensors an update must bring, and which parts of them this worker holds."""
@@ -62,6 +64,16 @@ class WorkerExtension:
             if wanted.pop(name, None) != digest(tensor):
                 different.append(name)
         return {"rank": self.rank, "compared": compared, "different": different, "unknown": sorted(wanted)}
+
+    def hpcrl_see_experts(self) -> None:
+        """From now on keep the experts of the requests that ask for them; a second call does nothing."""
+        if self._hpcrl_experts is None:
+            self._hpcrl_experts = ExpertTables(self.model_runner)
+
+    def hpcrl_take_experts(self, request: str, tokens: int) -> tuple[int, int, bytes]:
+        """Those of a request, as `ExpertTables.take`."""
+        assert self._hpcrl_experts is not None, "hpcrl_see_experts comes first"
+        return self._hpcrl_experts.take(request, tokens)
 
     def hpcrl_abandon(self) -> dict[str, Any]:
         """Give up an update that was started and not finished; tells whether the model is mixed between two versions.

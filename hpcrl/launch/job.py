@@ -26,9 +26,12 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
-from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.errors import DataError, HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
@@ -132,7 +135,9 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     root = directory_of(recipe, overrides)
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
     for options in job.stages:
+        check_routing(options)
         startable(make_plan(options, hosts(options), "check"))
+    look_at(job.stages)
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
@@ -147,6 +152,13 @@ def startable(plan: Plan) -> None:
                 f"engine {number} spans {', '.join(engine.hosts)}: an engine over several hosts can be planned, not yet started",
                 "choose --rollout-num-gpus-per-engine to fit a host",
             )
+
+
+def check_routing(options: Options) -> None:
+    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from here."""
+    if replay_flag(options) and options.hf_checkpoint is not None:
+        with contextlib.suppress(DataError):
+            find_routing(options, read_config(options.hf_checkpoint))
 
 
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
@@ -232,6 +244,7 @@ def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options
         last = RunDir.latest(directory)
         return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
     options = job.stages[job.recipe.stages.index(stage)]
+    check_routing(options)  # of a model that is prepared by now
     if directory == job.root:
         rundir = RunDir(directory)
     else:

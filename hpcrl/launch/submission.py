@@ -26,6 +26,7 @@ from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import Site, from_flags, saved_site
 from hpcrl.plan import make_plan
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.job_file import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
@@ -115,6 +116,7 @@ def preview(recipe: Recipe, overrides: dict[str, Any], site: Site) -> Submission
     """What `submit_new` would submit, without a run directory."""
     places = {"run": "{run}", "prepared": "{run}/prepared"}
     stages = list(resolve_stages(recipe, overrides, places))
+    look_at(stages)
     return Submission(
         Job(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, make_request(stages, site), site
     )
@@ -156,7 +158,7 @@ def submit_again(root: Path, record: JobFile, own: Mapping[str, Any]) -> tuple[S
     _check_gone(root, record)
     with held(job.root):
         pass
-    site = from_flags(own, saved_site(record.site))
+    site = from_flags(own, saved_site(record.site).again())
     stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)

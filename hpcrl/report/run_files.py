@@ -31,7 +31,6 @@ class StageSettings(msgspec.Struct):
 
     num_rollout: int | None = None
     eval_interval: int | None = None
-    eval_prompt_data: Any = None
     save_interval: int | None = None
 
 

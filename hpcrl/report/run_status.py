@@ -195,8 +195,7 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
             status.accuracy = {name.removeprefix("eval/").removesuffix("/accuracy"): v for name, v in means.items()}
             status.accuracy_after = row["rollout_id"] + 1
     if status.total and status.phase in WORKING:
-        evaluates = settings.eval_interval if settings.eval_prompt_data else None
-        status.needs = seconds_left(rows, status.step, status.total, settings.save_interval, evaluates, now)
+        status.needs = seconds_left(rows, status.step, status.total, settings.save_interval, settings.eval_interval, now)
 
 
 def _last_step(status: Status, row: dict[str, Any], now: float) -> None:

@@ -28,12 +28,13 @@ from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_sh
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.teacher import Teacher
-from hpcrl.rollout.evaluation import Evaluator, HeldOut, read_held_out, results
+from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.making.maker import Maker
+from hpcrl.rollout.making.own_maker import OwnMaker
 from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.own_hooks import RolloutHooks
-from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_files import PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
@@ -69,22 +70,23 @@ class Work:
             return
         if self.samples and not context.plan.engines:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
-        if options.prompt_data is None:
-            raise UsageError("--prompt-data is not given")
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
         if evaluates:
             self.held_out = read_held_out(options, self.tokenizer)
-        self.file = read_prompts(options.prompt_data, Reading.of(options, self.tokenizer), self.tokenizer)
+        self.file = read_training(options, self.tokenizer)
         self.total = count_rollouts(options, len(self.file))
-        self.said = f"{len(self.file)} prompts in {self.file.path}, {self.total} rollouts"
+        self.said = "; ".join(
+            [*(str(file) for file in (self.file, *(h.file for h in self.held_out)) if len(file)), f"{self.total} rollouts"]
+        )
         self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
-        graded = [self.file] if self.samples and options.grades else []
+        graded = [self.file] if self.samples and options.grades and self.total else []
         graded += [held.file for held in self.held_out]
-        if graded and (options.grades or not options.custom_generate_function_path):
-            self.grading = Grading(options, graded, self.hooks)
+        more = [word for held in self.held_out for word in held.of.rewards]
+        if graded and (options.grades or more or not options.custom_generate_function_path):
+            self.grading = Grading(options, graded, more, self.hooks)
         if options.custom_generate_function_path and (self.samples or self.held_out):
             host = sockets.bind_address(context.plan)
-            self.custom = CustomSampler(options, self.file, self.tokenizer, self.grading, host)
+            self.custom = CustomSampler(options, self.tokenizer, self.grading, host)
 
 
 class RolloutRole:
@@ -103,15 +105,17 @@ class RolloutRole:
         elif work.samples and work.custom is not None:
             self.sampler = work.custom
         elif work.samples and work.file is not None:
-            self.sampler = SingleTurnSampler(self.options, work.file, work.tokenizer, generator, work.grading)
+            self.sampler = SingleTurnSampler(self.options, work.tokenizer, generator, work.grading)
         asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
-            self.sampler = TaughtSampler(self.sampler, self.teacher, str(work.file.path))
+            self.sampler = TaughtSampler(self.sampler, self.teacher)
         if work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
         self.shelf = Shelf(self.options, work.source, context.rundir)
-        self.maker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
+            self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
@@ -233,6 +237,7 @@ class RolloutRole:
             await asyncio.to_thread(write_rollout, path, rollout_id, version, samples)
         seconds = time.monotonic() - begun
         metrics = made.metrics | batch_metrics(made.rollout, version, seconds, sampled=self.work.samples)
+        metrics |= self.work.source.metrics()
         metrics = await self.work.hooks.log(samples, metrics, seconds)
         batch = await self.work.hooks.batch(samples, metrics)
         shares = make_shares(made.rollout, self.options, metrics, batch)
@@ -263,7 +268,7 @@ class RolloutRole:
             check_staleness(samples, version)
             path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
-            found[held.name] = results(samples)
+            found[held.name] = held.results(samples, self.options.log_passrate)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
         return await self.work.hooks.log_evaluation(every, found)
 

@@ -57,6 +57,11 @@ class RolloutHooks:
     def has(self, name: str) -> bool:
         return name in self._own
 
+    @property
+    def rollout_function(self) -> Callable[..., Any] | None:
+        """What makes a rollout in place of hpcrl's own way."""
+        return next(iter(self._own.get("rollout_function_path", ())), None)
+
     def _shown(self, name: str) -> str:
         return f"{spelled(name)} {getattr(self._options, name)}"
 

@@ -153,6 +153,10 @@ class SavedRollouts:
     def __str__(self) -> str:
         return f"{self.total} rollouts from {self.template}"
 
+    def metrics(self) -> dict[str, float]:
+        """What is logged of the source: nothing, the files are not gone through again."""
+        return {}
+
     def _responses(self, rollout_id: int) -> tuple[int, list[list[Sample]]]:
         """(policy version, the samples of each response by group and index) of a file.  DataError if it does not fit."""
         if rollout_id not in self._read:

@@ -19,9 +19,10 @@ from hpcrl.config.setting_names import own
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError
 from hpcrl.slime.flag_table import other_defaults, says_default, verdicts
-from hpcrl.slime.readers import READERS, Given, Reading
+from hpcrl.slime.readers import READERS, Given, Reading, own_function
 
 ASYNC = "train_async.py"
+REPEATED = {"rollout-sample-hook-path"}  #: flags of which every one counts
 SAYS_NOTHING = "it only says what holds anyway"
 
 
@@ -85,15 +86,15 @@ def translate(words: Sequence[str], program: str = "train.py") -> Translation:
 
 
 def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse."""
+    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse, but of REPEATED ones both."""
     given: dict[str, list[str]] = {}
     flag = ""
     for word in words:
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word[2:].partition("=")
             flag = flag.replace("_", "-")
-            given.pop(flag, None)
-            given[flag] = [value] if equals else []
+            before = given.pop(flag, [])
+            given[flag] = [*(before if flag in REPEATED else ()), *([value] if equals else [])]
         elif flag:
             given[flag].append(word)
         else:
@@ -145,14 +146,15 @@ def read_flag(flag: str, given: Given) -> Reading:
     if verdict is None:
         return _unlisted(flag, words)
     if verdict.way == "option" or (verdict.way == "later" and flag in own()):
-        return Reading("kept", (f"--{flag}", *words))
+        foreign = flag.endswith("-path") and words and words[0].startswith(("slime.", "vime."))
+        return own_function(flag, given) if foreign else Reading("kept", (f"--{flag}", *words))
     if verdict.way == "reader":
         return READERS[verdict.text](flag, given)
     if verdict.way == "is":
         return Reading("translated", (f"--{verdict.text}", *words))
     if verdict.way == "needless":
         return Reading("needless", (), verdict.text)
-    if flag == ASYNC and "loop" in Options.model_fields:
+    if flag == ASYNC and "loop" in own():
         return Reading("translated", ("--loop", "async"))
     if says_default(verdict, list(words)):
         return Reading("needless", (), SAYS_NOTHING)

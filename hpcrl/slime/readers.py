@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcrl.config.dotted_path import ours
 from hpcrl.config.setting_names import own
-from hpcrl.slime.flag_table import verdicts
+from hpcrl.errors import UsageError
 
 Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the words after it
 
@@ -40,74 +41,52 @@ def eval_prompt_data(flag: str, given: Given) -> Reading:
     return Reading("translated", (f"--{flag}", "aime", words[0]), "a path without a name is the set aime, as in slime")
 
 
-def over_sampling(flag: str, given: Given) -> Reading:
-    """As many groups as a rollout needs is slime's default, and says nothing."""
-    if flag in own():
-        return Reading("kept", (f"--{flag}", *given[flag]))
-    if one(given, flag) == one(given, "rollout-batch-size"):
-        return Reading("needless", (), "it is --rollout-batch-size: no more groups are sampled than are needed")
-    return Reading("refused", (), "as many groups are sampled as a rollout needs")
+def own_function(flag: str, given: Given) -> Reading:
+    """A function by its dotted path: slime's own are ours where they are the same (`config/dotted_path.py` says which)."""
+    path = one(given, flag)
+    try:
+        mine = ours(path, f"--{flag}")
+    except UsageError as error:
+        return Reading("refused", (), "; ".join(filter(None, [error.what.removeprefix(f"--{flag} {path} "), error.hint])))
+    if not mine:
+        return Reading("needless", (), "it is what is done anyway")
+    if flag not in own():
+        return Reading("refused", (), _LATER.get(flag, "there is no place for such a function yet"))
+    return Reading("kept" if mine == path else "translated", (f"--{flag}", mine))
 
 
-_FUNCTIONS = {
-    "rollout.sglang_rollout.generate_rollout": "it is slime's own default",
-    "rollout.vllm_rollout.generate_rollout": "it is vime's own default",
-    "rollout.sft_rollout.generate_rollout": "--loss-type sft_loss learns what the prompt file holds",
+_LATER = {
+    "rollout-function-path": "rollouts are sampled by hpcrl itself",
+    "eval-function-path": "held-out prompts are sampled by hpcrl itself",
+    "data-source-path": "prompts come from --prompt-data",
 }
-
-
-def _tail(path: str) -> str:
-    """A dotted path without the name of the package, slime or vime."""
-    return path.partition(".")[2] if path.partition(".")[0] in ("slime", "vime") else path
 
 
 def rollout_function(flag: str, given: Given) -> Reading:
-    """slime's own functions have their place here; another one waits for an option of that name."""
-    path = one(given, flag)
-    tail = _tail(path)
-    if tail == "rollout.sft_rollout.generate_rollout" and one(given, "loss-type") != "sft_loss":
+    """Supervised fine-tuning and the fully asynchronous loop are functions in slime, and options here."""
+    tail = one(given, flag).partition(".")[2]
+    if tail == "rollout.sft_rollout.generate_rollout":
+        if one(given, "loss-type") == "sft_loss":
+            return Reading("needless", (), "--loss-type sft_loss learns what the prompt file holds")
         return Reading("refused", (), "it belongs to --loss-type sft_loss")
-    if tail in _FUNCTIONS:
-        return Reading("needless", (), _FUNCTIONS[tail])
-    if flag in own():
-        return Reading("kept", (f"--{flag}", *given[flag]))
     if tail == "rollout.fully_async_rollout.generate_rollout_fully_async":
         return Reading("refused", (), "there is no such loop yet: rollouts are sampled one after another")
-    return Reading("refused", (), "rollouts are sampled by hpcrl itself")
-
-
-def data_source(flag: str, given: Given) -> Reading:
-    """slime's default class reads --prompt-data."""
-    if _tail(one(given, flag)) == "rollout.data_source.RolloutDataSourceWithBuffer":
-        return Reading("needless", (), "it is slime's own default")
-    if flag in own():
-        return Reading("kept", (f"--{flag}", *given[flag]))
-    return Reading("refused", (), "prompts come from --prompt-data")
-
-
-_CORRECTIONS = {
-    "icepop_function": "icepop",
-    "compute_mis_weights": "mis",
-    "compute_mis_weights_with_cp": "mis",
-}
+    return own_function(flag, given)
 
 
 def correction(flag: str, given: Given) -> Reading:
-    """slime's own corrections are files of hpcrl/algorithms/corrections/."""
+    """slime's examples of corrections are files of hpcrl/algorithms/corrections/."""
     path = one(given, flag)
-    name = _CORRECTIONS.get(path.rpartition(".")[2]) if path.startswith(("slime.", "vime.", "examples.")) else None
-    if name:
-        return Reading("translated", (f"--{flag}", name))
-    return Reading("kept", (f"--{flag}", *given[flag]))
+    if path.startswith("examples.") and path.rpartition(".")[2] in ("compute_mis_weights", "compute_mis_weights_with_cp"):
+        return Reading("translated", (f"--{flag}", "mis"), "slime's example is a correction of hpcrl's")
+    return own_function(flag, given)
 
 
 def train_only(flag: str, given: Given) -> Reading:
     """Supervised fine-tuning starts no engines anyway."""
     if one(given, "loss-type") == "sft_loss":
         return Reading("needless", (), "--loss-type sft_loss asks no engine")
-    if flag in own():
-        return Reading("kept", (f"--{flag}", *given[flag]))
-    return Reading("refused", (), verdicts()["debug-rollout-only"].text)
+    return Reading("kept", (f"--{flag}", *given[flag]))
 
 
 _BACKENDS = {"fa3": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN", "torch_native": "TORCH_SDPA"}
@@ -170,12 +149,11 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         attention_backend,
         correction,
         data_parallel,
-        data_source,
         deepep_mode,
         deterministic,
         eval_prompt_data,
         expert_parallel,
-        over_sampling,
+        own_function,
         rollout_function,
         train_only,
     )

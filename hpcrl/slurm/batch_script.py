@@ -67,6 +67,8 @@ def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     yield f"job-name=hpcrl-{script.name}"
     if script.identity:
         yield f"comment={MARK}{script.identity}"
+    if site.after:
+        yield from (f"dependency=afterok:{site.after}", "kill-on-invalid-dep=yes")
     yield f"time={site.time}"
     yield f"output={script.output}"
     yield "open-mode=append"

@@ -16,6 +16,7 @@ from hpcrl.launch.site import ComponentProfile, Site
 OURS = {
     **dict.fromkeys(("time", "exclusive", "requeue"), "the key of that name at the top"),
     **dict.fromkeys(("account", "qos", "reservation"), "the key of that name, at the top or of the component"),
+    **dict.fromkeys(("dependency", "kill-on-invalid-dep"), "--after, or the key after at the top"),
     **dict.fromkeys(("no-requeue",), "requeue = false at the top"),
     **dict.fromkeys(("partition", "constraint", "mem"), "the key of that name of the component"),
     **dict.fromkeys(("gpus-per-node", "gres", "gpus", "gpus-per-task"), "gpus_per_node and gpu_type"),
@@ -68,6 +69,9 @@ class SlurmSite(Site):
 
     qos: str | None = Field(None, description="quality of service")
     reservation: str | None = Field(None, description="reservation")
+    after: str | None = Field(
+        None, pattern=r"^\d+(:\d+)*$", description="numbers of jobs that must have ended well first, with colons (--after)"
+    )
     gpu_flag: Literal["gpus-per-node", "gres"] = Field("gpus-per-node", description="how the site wants GPUs asked for")
     srun: list[str] = Field([], description="arguments of every srun, such as --mpi=none")
     trainer: SlurmComponent = Field(default_factory=SlurmComponent, description="the nodes of the trainer ranks")
@@ -82,6 +86,10 @@ class SlurmSite(Site):
             if not word.startswith("-"):
                 raise ValueError(f"srun: {word} is no option; write --name=value as one word")
         return self
+
+    def again(self) -> SlurmSite:
+        """What the run waited for has ended."""
+        return self.model_copy(update={"after": None})
 
     def describes(self, component: str) -> bool:
         """Whether the component has a partition of its own."""

@@ -90,7 +90,8 @@ class Crank:
                 self._save()
                 self._finish("stopped", started)
                 return
-        self._save()
+        if self.total:  # what was only evaluated has not changed
+            self._save()
         self._finish("finished", started)
 
     def _step(self) -> bool:
@@ -151,7 +152,7 @@ class Crank:
 
     def _evaluate(self, rollout_id: int) -> None:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
-        if not self.options.eval_prompt_data or self.options.eval_interval is None or not self.context.plan.engines:
+        if self.options.eval_interval is None or not self.context.plan.engines:
             return
         results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
         if self.log and results:  # none if the run was asked to stop meanwhile

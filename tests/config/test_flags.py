@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hpcrl.config import passthrough
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_options, inert, label_key
 from hpcrl.config.setting_names import kind_of_field
@@ -428,7 +429,16 @@ def test_what_differs_from_the_defaults() -> None:
             "--partial-rollout and --deterministic-mode exclude each other",
         ),
         ({"eval_interval": 2}, "give --eval-prompt-data NAME PATH"),
-        ({"eval_interval": 2, "eval_prompt_data": ["a"]}, "takes pairs of NAME PATH, here are 1 words"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "b"]}, "takes pairs of NAME PATH, or one path: here are 3 words"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a.jsonl", "p"]}, "a.jsonl stands where a name should"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a b", "p"]}, "'a b' cannot be a name"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "eval_config": "e.yaml"}, "both name the held-out sets"),
+        ({"prompt_data": ["p.jsonl", "p.jsonl"]}, "--prompt-data names p.jsonl twice"),
+        ({"prompt_data": ["p.jsonl=2", "q.jsonl"]}, "q.jsonl has no weight, p.jsonl=2 has one"),
+        ({"prompt_data": "p.jsonl=2"}, "a single file's weight has no effect"),
+        ({"prompt_data": ["p.jsonl=0", "q.jsonl=1"]}, "'0' is no weight"),
+        ({"prompt_data": "p.jsonl@[1]"}, r"\[1\] is no slice"),
+        ({"apply_chat_template": False, "apply_chat_template_kwargs": {"a": 1}}, "--apply-chat-template is not given"),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "a", "q"]}, "gives a name twice"),
         ({"eps_clip_high": 0.1}, "--eps-clip-high 0.1 is lower than --eps-clip 0.2"),
         ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1 is higher"),
@@ -457,7 +467,7 @@ def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label_key": None}, "learns the label; give --label-key"),
+        ({"label_key": None}, "learns the assistant's turns of chat messages; give --label-key, or --apply-chat-template"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rm_type": "exact"}, "--eval-interval needs engines"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rollout_num_gpus": 1}, "give --rm-type"),
         ({"rm_type": "exact"}, "--rm-type has no effect here: .*no engine is asked; leave it out"),
@@ -513,6 +523,9 @@ def test_a_seed_without_anything_to_draw_is_an_error() -> None:
         {"lr_warmup_iters": 9, "num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["a", "p"]},
         {"lr_warmup_iters": 9, "lr_decay_iters": 10, "lr_decay_style": "linear"},
         {"lr_warmup_iters": 9, "num_rollout": None, "num_epoch": 1},
+        {"num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["p.jsonl@[:9]"], "prompt_data": None},
+        {"prompt_data": ["a.jsonl=2", "b.parquet@[:-5]=1e-1"]},
+        {"eval_interval": 1, "eval_config": "{prepared}/is/not/there/yet.yaml"},
     ],
 )
 def test_what_only_looks_wrong_is_taken(change: dict[str, Any]) -> None:
@@ -521,13 +534,19 @@ def test_what_only_looks_wrong_is_taken(change: dict[str, Any]) -> None:
 
 def test_whose_label_is_read() -> None:
     evaluated = GRPO | {"eval_interval": 1, "eval_prompt_data": ["a", "p"]}
-    assert label_key(Options(**GRPO), evaluation=False) == "label"
-    assert label_key(Options(**(evaluated | {"eval_label_key": "answer"})), evaluation=True) == "answer"
-    assert label_key(Options(**(GRPO | {"rm_type": None, "custom_rm_path": "m.f", "label_key": None})), evaluation=True) is None
-    sft = {"loss_type": "sft_loss", "label_key": None, "eval_label_key": "answer"}
-    assert label_key(Options(**(evaluated | sft)), evaluation=True) == "answer"
-    with pytest.raises(UsageError, match="--loss-type sft_loss learns the label; give --label-key"):
-        label_key(Options(**(evaluated | sft)), evaluation=False)
+    assert label_key(Options(**GRPO)) == "label"
+    (held,) = eval_sets(Options(**(evaluated | {"eval_label_key": "answer"})))
+    assert held.label_key == "answer"
+    (held,) = eval_sets(Options(**(evaluated | {"rm_type": None, "custom_rm_path": "m.f", "label_key": None})))
+    assert held.label_key is None and not held.needs_label
+    sft = evaluated | {"loss_type": "sft_loss", "label_key": None, "eval_label_key": "answer"}
+    assert eval_sets(Options(**sft))[0].label_key == "answer"
+    with pytest.raises(UsageError, match="without --label-key learns the assistant's turns of chat messages"):
+        label_key(Options(**sft))
+    assert label_key(Options(**(sft | {"apply_chat_template": True}))) is None
+    pairs = {"loss_type": "dpo_loss", "rejected_key": "worse", "apply_chat_template": True}
+    with pytest.raises(UsageError, match="--loss-type dpo_loss learns the label; give --label-key"):
+        label_key(Options(**(sft | pairs)))
 
 
 def test_a_default_that_is_not_megatrons_says_so() -> None:

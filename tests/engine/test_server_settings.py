@@ -97,6 +97,50 @@ def test_logprobs_are_of_all_tokens_whatever_is_sampled_from(model: str, cut: di
     assert flags(o, plan(o), 0, 1, CPU)["logprobs_mode"] == "raw_logprobs"
 
 
+EXPERTS = CONFIG | {
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "intermediate_size": 96,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+
+def test_who_tells_the_experts_and_when_nobody_can(model: str) -> None:
+    """vLLM itself on CUDA; on a CPU its routers, which see no token that is cached."""
+
+    def found(build: Build, **values: Any) -> dict[str, Any]:
+        o = options(model, use_rollout_routing_replay=True, **values)
+        return flags(o, plan(o), 0, 1, build)
+
+    with pytest.raises(DataError):  # of no model that is known
+        found(CPU)
+    (Path(model) / "config.json").write_text(json.dumps(EXPERTS))
+    assert found(CPU)["enable_prefix_caching"] is False and "enable_return_routed_experts" not in found(CPU)
+    assert found(CUDA)["enable_return_routed_experts"] is True and "enable_prefix_caching" not in found(CUDA)
+    for build, values, said in (
+        (
+            CPU,
+            {"vllm": {"enable_prefix_caching": True}},
+            "keeps no experts of cached tokens, --vllm-enable-prefix-caching is given",
+        ),
+        (CUDA, {"deterministic_mode": True}, "no experts without its prefix cache, which --deterministic-mode turns off; leave"),
+        (CUDA, {"vllm": {"enable_prefix_caching": False}}, "which --no-vllm-enable-prefix-caching turns off"),
+    ):
+        with pytest.raises(UsageError, match=f"--use-rollout-routing-replay: vLLM.*{re.escape(said)}"):
+            found(build, **values)
+    (Path(model) / "config.json").write_text(json.dumps(EXPERTS | {"model_type": "qwen3"}))
+    with pytest.raises(UsageError, match="replays the choice of experts, and the qwen3 model in .* has none; leave"):
+        found(CPU)
+
+
 @pytest.mark.parametrize("name", ["port", "worker_extension_cls", "middleware", "dtype", "max_model_len", "api_key"])
 def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> None:
     o = options(model, vllm={name: "x"})

@@ -48,7 +48,7 @@ def test_columns_that_only_some_runs_have_arrive_too() -> None:
     assert same(decode(frames), its)
     picked = its.batch.take([1])
     assert all(np.array_equal(picked.extra[name], samples[0].extra[name]) for name in OPTIONAL)
-    with pytest.raises(DataError, match="some samples of a batch have teacher_logprobs, sample 1 of group 0 differs"):
+    with pytest.raises(DataError, match="some samples of a batch have routed_experts, sample 1 of group 0 differs"):
         SampleBatch.of([samples[0], sample(1)])
 
 
@@ -57,7 +57,7 @@ def test_a_column_that_only_some_runs_have_must_be_what_it_says() -> None:
     frames = frames_of(its)
     columns = msgspec.msgpack.decode(frames[0])["columns"]
     for changes, message in (
-        ({0: "another"}, "columns 'another' beside the usual"),
+        ({0: "another"}, "columns 'another', 'routed_experts' beside the usual"),
         ({1: "float64"}, "of type 'float64'"),
         ({2: 4}, "4 elements declared"),
         ({3: [2, 2, 2, 2]}, "and 4$"),

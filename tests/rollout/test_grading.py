@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.config.reward_names import own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.rollout.grading import service
-from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
-from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.sample import COMPLETED, Sample
 from tests.support.http_server import Server
 
@@ -113,31 +114,50 @@ def test_several_rewards_are_weighed_and_kept_by_name() -> None:
 
 
 def test_a_prompt_may_name_its_reward() -> None:
-    prompts = tuple(
-        Prompt(n, "p", np.zeros(1, np.int32), metadata={"rm_type": name})
-        for n, name in enumerate(["f1", "boxed_exact", None, " "], 1)
-    )
-    files = [PromptFile(Path("p.jsonl"), prompts, 0, "")]
+    files = [PromptFile(Path("p.jsonl"), (), 0, "", types={"f1": "p.jsonl, line 1", "boxed_exact": "p.jsonl, line 2"})]
     samples = [
         sample("the cat", "cat", rm_type="f1"),
         sample(r"\boxed{cat}", "cat", rm_type=" boxed_exact "),
         sample("cat", "cat"),
+        sample("cat", "cat", rm_type=" "),
     ]
     found = run(lambda grading: grade(grading, *samples), files, rm_type="math")
-    assert [s.reward for s in found] == [1.0, 1.0, 0.0]
+    assert [s.reward for s in found] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_set_may_have_rewards_of_its_own() -> None:
+    """They take the place of the run's; of metadata that names another only where the set says so."""
+    files = [PromptFile(Path("p.jsonl"), (), 0, "", types={"exact": "p.jsonl, line 1"})]
+    own = GradedBy(read_words("f1")), GradedBy(read_words(["f1"]), own_types=False)
+    samples = [sample("the cat", "cat"), sample("the cat", "cat", rm_type="exact"), sample("the cat", "cat", rm_type="exact")]
+
+    async def body(grading: Grading) -> list[float]:
+        tally = grading.tally("evaluation", 10, 1)
+        for one, by in zip(samples, (own[0], own[0], own[1]), strict=True):
+            await grading.grade(one, "p", tally, by)
+        return [one.reward for one in samples]
+
+    async def whole() -> list[float]:
+        grading = Grading(Options(rm_type="math"), files, read_words("f1"))
+        try:
+            await grading.start()
+            return await body(grading)
+        finally:
+            await grading.close()
+
+    assert asyncio.run(whole()) == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("f2", "line 4: metadata rm_type: f2 is no reward; did you mean f1?"),
-        (3, "line 4: metadata rm_type is 3"),
         ("os.system", "no reward of hpcrl's"),
         ("remote_rm", "--rm-url is not given"),
     ],
 )
-def test_a_prompt_that_names_no_reward_is_refused(name: Any, words: str) -> None:
-    files = [PromptFile(Path("p.jsonl"), (Prompt(4, "p", np.zeros(1, np.int32), metadata={"rm_type": name}),), 0, "")]
+def test_a_prompt_that_names_no_reward_is_refused(name: str, words: str) -> None:
+    files = [PromptFile(Path("p.jsonl"), (), 0, "", types={name: "p.jsonl, line 4"})]
     with pytest.raises(DataError) as caught:
         Grading(Options(rm_type="math"), files)
     assert words in str(caught.value) and "p.jsonl" in str(caught.value)
@@ -188,13 +208,13 @@ def test_a_group_is_graded_in_one_call() -> None:
 
 
 def test_an_object_needs_a_key() -> None:
-    options = {"custom_rm_path": f"{HERE}.as_object", "reward_key": "score", "eval_reward_key": "length"}
+    options = {"custom_rm_path": f"{HERE}.as_object", "reward_key": "score"}
 
     async def body(grading: Grading) -> list[Sample]:
         samples = [sample("abc"), sample("abc")]
         tally = grading.tally("rollout 0", 10, 1)
         await grading.grade(samples[0], "p", tally)
-        await grading.grade(samples[1], "p", tally, evaluation=True)
+        await grading.grade(samples[1], "p", tally, GradedBy((own_reward(f"{HERE}.as_object"),), False, "length"))
         return samples
 
     train, held = run(body, **options)

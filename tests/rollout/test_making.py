@@ -24,6 +24,7 @@ from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.single_turn import _begun
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 
@@ -108,6 +109,17 @@ class Attempt:
         return rollout, metrics, state
 
 
+async def until_trained(attempt: Attempt, number: int, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float], int]:
+    """Go on until `number` is in a batch, whatever else finishes first: that rollout, the first one's metrics, the version."""
+    first: dict[str, float] = {}
+    for later in range(8):
+        rollout, metrics, _ = await attempt.step(rollout_id + later, version + later)
+        first = first or metrics
+        if number in numbers(rollout):
+            return rollout, first, version + later
+    raise AssertionError(f"group {number} is never trained")
+
+
 def numbers(rollout: Rollout) -> list[int]:
     return [group.number for group in rollout.groups]
 
@@ -118,8 +130,13 @@ FILTER = {"dynamic_sampling_filter_path": "check_reward_nonzero_std"}
 
 
 def slow(*groups: int) -> Callable[[Asked], float | None]:
-    """Responses of these groups do not end by themselves, at first."""
-    return lambda asked: None if asked.group.number in groups and not asked.begun else 0.0
+    """Responses of these groups do not end by themselves, at first; groups of later rollouts take longer than what goes on."""
+
+    def takes(asked: Asked) -> float | None:
+        number = asked.group.number
+        return None if number in groups and not asked.begun else 0.0 if number < 7 else 0.1
+
+    return takes
 
 
 def test_without_any_of_it_a_rollout_is_the_next_groups(tmp_path: Path) -> None:
@@ -200,13 +217,14 @@ def test_what_is_left_over_goes_on_from_its_tokens(tmp_path: Path) -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1, 4)), **PARTIAL)
         await attempt.step(0, 0)
         assert attempt.shelf.ledger.buffer == {1, 4} and attempt.shelf.ledger.dropped == {}
-        rollout, metrics, _ = await attempt.step(1, 5)
-        assert {1, 4} <= set(numbers(rollout)) and metrics["rollout/groups_continued"] == 2
+        rollout, metrics, version = await until_trained(attempt, 4, 1, 5)
+        assert metrics["rollout/groups_continued"] == 2
         sample = next(s for s in rollout.samples() if (s.group, s.index) == (4, 2))
-        assert sample.versions.tolist() == [0, 0, 5, 5] and sample.tokens[-4:].tolist() == [4020, 4021, 4022, 4023]
+        assert sample.versions.tolist()[:2] == [0, 0] and 5 <= sample.versions[2] == sample.versions[3] <= version
+        assert sample.tokens[-4:].tolist() == [4020, 4021, 4022, 4023]
         assert sample.loss_mask.tolist() == [1, 1, 1, 1]
         begun = [asked for asked in attempt.sampler.asked if asked.begun]
-        assert sorted((a.group.number, a.index) for a in begun) == [(g, i) for g in (1, 4) for i in range(3)]
+        assert sorted({(a.group.number, a.index) for a in begun}) == [(g, i) for g in (1, 4) for i in range(3)]
         assert not account(tmp_path / "run").wrong
 
     asyncio.run(run())
@@ -231,9 +249,10 @@ def test_tokens_of_an_older_policy_are_masked_on_demand(tmp_path: Path) -> None:
         values = PARTIAL | {"mask_offpolicy_in_partial_rollout": True}
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1)), **values)
         await attempt.step(0, 0)
-        rollout, _, _ = await attempt.step(1, 1)
-        masks = {s.group: s.loss_mask.tolist() for s in rollout.samples()}
-        assert masks.pop(1) == [0, 0, 1, 1] and all(mask == [1, 1, 1, 1] for number, mask in masks.items() if number > 5)
+        rollout, _, version = await until_trained(attempt, 1, 1, 1)
+        for sample in rollout.samples():
+            assert sample.loss_mask.tolist() == [int(v == version) for v in sample.versions]
+            assert sample.group != 1 or sample.loss_mask.tolist()[:2] == [0, 0]
 
     asyncio.run(run())
 
@@ -247,9 +266,9 @@ def test_what_is_too_old_is_made_again(tmp_path: Path) -> None:
             **PARTIAL,
         )
         await attempt.step(0, 0)
-        rollout, _, _ = await attempt.step(1, 3)
-        assert 1 in numbers(rollout)
-        assert {v for s in rollout.samples() if s.group == 1 for v in s.versions.tolist()} == {3}
+        rollout, _, version = await until_trained(attempt, 1, 1, 3)
+        found = {v for s in rollout.samples() if s.group == 1 for v in s.versions.tolist()}
+        assert len(found) == 1 and version - 2 <= found.pop() >= 3
 
     asyncio.run(run())
 
@@ -269,7 +288,7 @@ def test_a_response_that_waits_for_its_reward_is_not_sampled_again(tmp_path: Pat
         attempt = Attempt(tmp_path / "run", Graded(), **PARTIAL)
         await attempt.step(0, 0)
         assert 2 in attempt.shelf.ledger.buffer
-        rollout, _, _ = await attempt.step(1, 1)
+        rollout, _, _ = await until_trained(attempt, 2, 1, 1)
         assert {v for s in rollout.samples() if s.group == 2 for v in s.versions.tolist()} == {0}
 
     asyncio.run(run())
@@ -367,8 +386,7 @@ def test_a_buffer_filter_that_fails_is_replaced_by_the_front(tmp_path: Path, cap
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1)), **PARTIAL, buffer_filter_path=f"{HERE}.breaks")
         await attempt.step(0, 0)
-        rollout, _, _ = await attempt.step(1, 1)
-        assert 1 in numbers(rollout)
+        await until_trained(attempt, 1, 1, 1)
 
     asyncio.run(run())
     assert "--buffer-filter-path" in capfd.readouterr().err
@@ -448,11 +466,12 @@ def test_a_lost_or_damaged_file_costs_its_group_only(tmp_path: Path, capfd: pyte
         files.path(1).unlink()
         data = files.path(2).read_bytes()
         files.path(2).write_bytes(data[:-7])
-        second = Attempt(path, FakeSampler(), 1, state, **PARTIAL)
-        rollout, _, _ = await second.step(1, 1)
-        assert {1, 2, 3} <= set(numbers(rollout))
-        versions = {s.group: s.versions.tolist() for s in rollout.samples()}
-        assert versions[1] == versions[2] == [1, 1, 1, 1] and versions[3] == [0, 0, 1, 1]
+        second = Attempt(path, FakeSampler(slow()), 1, state, **PARTIAL)
+        versions: dict[int, list[int]] = {}
+        for rollout_id in (1, 2, 3):
+            rollout, _, _ = await second.step(rollout_id, rollout_id)
+            versions |= {s.group: s.versions.tolist() for s in rollout.samples()}
+        assert 0 not in versions[1] and 0 not in versions[2] and versions[3][:2] == [0, 0]
         assert not account(path).wrong
 
     asyncio.run(run())
@@ -464,8 +483,8 @@ def test_the_greedy_response_is_asked_once(tmp_path: Path) -> None:
         sampler = FakeSampler(lambda a: None if a.group.number == 1 and a.index == 0 and not a.begun else 0.0)
         attempt = Attempt(tmp_path / "run", sampler, advantage_estimator="remax", **PARTIAL)
         await attempt.step(0, 0)
-        rollout, _, _ = await attempt.step(1, 1)
-        assert 1 in numbers(rollout) and all(s.baseline == s.baseline for s in rollout.samples())
+        rollout, _, _ = await until_trained(attempt, 1, 1, 1)
+        assert all(s.baseline == s.baseline for s in rollout.samples())
         assert sum(a.index == GREEDY and a.group.number == 1 for a in sampler.asked) == 1
 
     asyncio.run(run())
@@ -541,3 +560,14 @@ def test_what_a_policy_may_learn_from(versions: list[int], version: int, bound: 
         assert (part.response_length, part.status, part.reward, len(part.tokens)) == (kept, ABORTED, 0.0, 2 + kept)
     else:
         assert not found.begun
+
+
+def test_columns_of_a_response_are_cut_with_it_and_go_on_with_it() -> None:
+    experts = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
+    extra = {"routed_experts": experts, "teacher_logprobs": np.arange(3, dtype=np.float32)}
+    found, _ = fit(Held(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
+    (part,) = found.begun[0]
+    assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
+    begun = _begun(Asked(group(), 0, 0, 5, begun=(part,)))
+    assert begun is not None and begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
+    assert begun.tokens.tolist() == part.tokens[2:].tolist() and begun.status == ABORTED

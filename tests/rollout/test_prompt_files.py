@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
@@ -80,6 +81,11 @@ def test_without_a_template_the_text_is_the_prompt(read: Callable[..., PromptFil
         ('{"label": "4"}', "no key 'prompt'; its keys are label; --input-key"),
         ('{"prompt": "2+2="}', "no key 'label'; its keys are prompt; --label-key"),
         ('{"prompt": "2+2=", "label": null}', "'label' is null"),
+        ('{"prompt": [{"role": "user", "content": null}], "label": "4"}', "the content of a chat message is null"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "label": "4"}', "a part of a chat message is 'image'"),
+        ('{"prompt": "2+2=", "label": "4", "metadata": {"rm_type": 3}}', "metadata rm_type is 3, not the name of a reward"),
+        ('{"prompt": "2+2=", "label": "4", "tools": "{"}', "'tools' is text that is no JSON"),
+        ('{"prompt": "2+2=", "label": "4", "tools": 4}', "'tools' is not a list of objects but a number"),
         ('{"prompt": 4, "label": "4"}', "neither text nor a list of chat messages but a number"),
         ('{"prompt": "", "label": "4"}', "the prompt is empty"),
         ('{"prompt": [], "label": "4"}', "empty list"),
@@ -91,6 +97,7 @@ def test_without_a_template_the_text_is_the_prompt(read: Callable[..., PromptFil
 )
 def test_a_bad_line_is_named(read: Callable[..., PromptFile], line: str, words: str, tmp_path: Path) -> None:
     extra = {"apply_chat_template": False} if '"prompt": ""' in line else {}
+    extra |= {"overlong_prompts": "error"}
     good = '{"prompt": "1+1=", "label": "2"}'
     with pytest.raises(DataError) as caught:
         read(f"{good}\n{good}\n{line}\n{good}\n", **extra)
@@ -110,7 +117,12 @@ def test_a_prompt_may_be_as_long_as_the_limit(read: Callable[..., PromptFile], v
     row = lambda n: json.dumps({"prompt": "1" * (n - 3), "label": "2"})  # noqa: E731  (the template adds three tokens)
     assert len(read(row(limit), **values).prompts[0].tokens) == limit
     with pytest.raises(DataError, match=f"{limit + 1} tokens long, the limit is {limit}"):
-        read(row(limit + 1), **values)
+        read(row(limit + 1), overlong_prompts="error", **values)
+    with pytest.raises(DataError, match=f"each of its 2 prompts is longer than the limit of {limit} tokens"):
+        read(f"{row(limit + 1)}\n{row(limit + 2)}", **values)
+    file = read("\n".join(row(n) for n in (limit + 1, limit, limit + 9, 4)), **values)
+    assert (file.dropped, [prompt.line for prompt in file.prompts]) == (2, [2, 4])
+    assert "2 prompts in" in str(file) and "2 more were dropped" in str(file)
 
 
 def test_messages_without_a_template_are_an_error(read: Callable[..., PromptFile]) -> None:
@@ -124,21 +136,26 @@ def test_files_that_are_none(read: Callable[..., PromptFile], tokenizer: Tokeniz
     reading = Reading.of(Options(), tokenizer)
     with pytest.raises(DataError, match=r"absent\.jsonl: No such file"):
         read_prompts(tmp_path / "absent.jsonl", reading, tokenizer)
-    with pytest.raises(DataError, match=r"p\.csv is no \.jsonl"):
+    with pytest.raises(DataError, match=r"p\.csv is no \.jsonl or \.parquet"):
         read_prompts(tmp_path / "p.csv", reading, tokenizer)
 
 
-@pytest.mark.parametrize("values", [{"rm_type": "math"}, {"loss_type": "sft_loss"}])
+@pytest.mark.parametrize(
+    "values", [{"rm_type": "math"}, {"loss_type": "sft_loss"}, {"loss_type": "dpo_loss", "rejected_key": "r"}]
+)
 def test_labels_that_are_needed_need_a_key(tokenizer: Tokenizer, values: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="--label-key"):
         Reading.of(Options(**values), tokenizer)
-    assert Reading.of(Options(custom_rm_path="a.b"), tokenizer).label_key is None
+    assert Reading.of(Options(custom_rm_path="a.b"), tokenizer).keys.label is None
 
 
 def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
-    options = Options(input_key="a", label_key="b", eval_input_key="c", loss_type="sft_loss")
-    reading = Reading.of(options, tokenizer, evaluation=True)
-    assert (reading.input_key, reading.label_key, reading.learned) == ("c", "b", ())
+    options = Options(
+        input_key="a", label_key="b", eval_input_key="c", loss_type="sft_loss", eval_prompt_data=["p.jsonl"], rm_type="math"
+    )
+    keys = Reading.of_set(eval_sets(options)[0], tokenizer).keys
+    assert (keys.input, keys.label, keys.learned, keys.label_needed) == ("c", "b", (), True)
+    assert Reading.of(options, tokenizer).keys.learned == ("b",)
 
 
 # ---- fine-tuning
@@ -171,7 +188,8 @@ def test_a_label_that_does_not_fit_the_context(read: Callable[..., PromptFile]) 
     row = json.dumps({"prompt": "1+1=", "label": "2" * 20})
     assert len(read(row, loss_type="sft_loss", rollout_max_context_len=28).prompts[0].target) == 21
     with pytest.raises(DataError, match="line 1: prompt and label together are 28 tokens long, the limit is 27"):
-        read(row, loss_type="sft_loss", rollout_max_context_len=27)
+        read(row, loss_type="sft_loss", rollout_max_context_len=27, overlong_prompts="error")
+    assert read(f'{row}\n{{"prompt": "1", "label": 2}}', loss_type="sft_loss", rollout_max_context_len=27).dropped == 1
 
 
 def test_a_label_that_is_no_text(read: Callable[..., PromptFile]) -> None:
@@ -190,7 +208,12 @@ def test_a_pair_of_responses(read: Callable[..., PromptFile], tokenizer: Tokeniz
     with pytest.raises(DataError, match=r"line 1: the worse response \('bad'\) is neither text nor a number"):
         read('{"prompt": "1+1=", "label": "2", "bad": {}}', **pairs)
     with pytest.raises(DataError, match="line 1: prompt and label together are 28 tokens long"):
-        read(json.dumps({"prompt": "1+1=", "label": "2", "bad": "3" * 20}), rollout_max_context_len=27, **pairs)
+        read(
+            json.dumps({"prompt": "1+1=", "label": "2", "bad": "3" * 20}),
+            rollout_max_context_len=27,
+            overlong_prompts="error",
+            **pairs,
+        )
 
 
 # ---- tokenizer
@@ -282,15 +305,6 @@ def test_the_order_of_an_epoch_is_slimes() -> None:
     numbers = [group.prompt.line for group in source.take(16)]
     assert numbers[:8] == [3, 4, 6, 7, 2, 5, 0, 1] and numbers[8:] == [6, 7, 4, 3, 1, 5, 2, 0]
     assert [group.prompt.line for group in PromptSource(prompts(8), 42, False).take(8)] == list(range(8))
-
-
-def test_held_out_files_may_have_keys_of_their_own(tokenizer: Tokenizer) -> None:
-    options = Options(input_key="prompt", label_key="label", eval_input_key="question", eval_label_key="truth", rm_type="math")
-    of_training, of_evaluation = Reading.of(options, tokenizer), Reading.of(options, tokenizer, evaluation=True)
-    assert (of_training.input_key, of_training.label_key) == ("prompt", "label")
-    assert (of_evaluation.input_key, of_evaluation.label_key) == ("question", "truth")
-    options = Options(input_key="prompt", label_key="label", rm_type="math")
-    assert Reading.of(options, tokenizer, evaluation=True) == Reading.of(options, tokenizer)
 
 
 def test_facts_of_a_model_whose_text_part_stands_apart(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Attempt:
             "eval_interval": 1,
         }
         self.options = Options(**(defaults | values))
-        number = len(list((path / "attempts").iterdir())) if path.exists() else 0
+        number = len(list((path / "attempts").iterdir())) if (path / "attempts").exists() else 0
         self.rundir = RunDir(path, number) if number else RunDir.create(path)
         self.rundir.begin()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
@@ -148,7 +148,8 @@ def uncut(
         steps = [attempt.step(rollout_id) for rollout_id in range(4)]
         assert attempt.call("evaluate", rollout_id=3, version=4) == evaluation, "the same weights give the same numbers"
         assert (
-            set(evaluation["held"]) == {*("accuracy", "response_len", "truncated_ratio", "n", "reward_timeouts", "reward_errors")}
+            set(evaluation["held"])
+            == {*("accuracy", "ci_low", "ci_high", "response_len", "truncated_ratio", "n", "reward_timeouts", "reward_errors")}
             and evaluation["held"]["n"] == 5
         )
         attempt.call("finish", rollout_id=4)
@@ -360,7 +361,8 @@ def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
     [
         ({"prompt_data": "bad.jsonl"}, ["bad.jsonl, line 2", "not JSON"]),
         ({"eval_prompt_data": ["held", "bad.jsonl"]}, ["bad.jsonl, line 2", "not JSON"]),
-        ({"eval_prompt_data": ["bad.jsonl"]}, ["--eval-prompt-data", "NAME PATH"]),
+        ({"eval_prompt_data": ["bad.jsonl", "held", "x"]}, ["--eval-prompt-data", "NAME PATH"]),
+        ({"eval_config": "bad.jsonl", "eval_prompt_data": []}, ["bad.jsonl", "is not YAML"]),
         ({"custom_rm_path": "tests.rollout.test_rollout.absent"}, ["--custom-rm-path tests.rollout.test_rollout.absent"]),
         ({"custom_rm_path": None}, ["--rm-type"]),
         ({"num_rollout": None}, ["--num-epoch"]),

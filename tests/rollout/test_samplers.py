@@ -14,7 +14,9 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
+from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.grading.service import GradedBy
+from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
@@ -46,7 +48,7 @@ async def sampler(model: Path, name: str, **values: Any) -> AsyncIterator[tuple[
         | values
     )
     tokenizer = Tokenizer(model)
-    made = CustomSampler(options, PromptFile(Path("p.jsonl"), (), 0, ""), tokenizer, None, "127.0.0.1")
+    made = CustomSampler(options, tokenizer, None, "127.0.0.1")
     policy = Policy(tokenizer)
     made.use(policy, lambda: 256)  # type: ignore[arg-type]
     try:
@@ -77,7 +79,7 @@ def found(model: Path) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         found: dict[str, Any] = {}
         async with sampler(model, "by_label") as (made, policy):
-            held = HeldOutSet("held", Path("h.jsonl"), 4, 1)
+            held = HeldOutSet("held", 4, 1, Sampling.of(Options(), Tokenizer(model), True), GradedBy(()))
             for name, label, index, held_out in (
                 ("turns", "two_turns", 1, None),
                 ("several", "fans_out", 0, None),

@@ -210,7 +210,10 @@ def test_every_finished_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> No
     async def go(server: Server) -> list[list[Sample]]:
         teacher = Teacher(Options(opd_teacher_url=server.url), own)
         await teacher.check()
-        maker, group = TaughtSampler(Maker(), teacher, "train.jsonl"), type("Group", (), {"prompt": type("P", (), {"line": 1})})
+        maker, group = (
+            TaughtSampler(Maker(), teacher),
+            type("Group", (), {"prompt": type("P", (), {"where": "train.jsonl, line 1"})}),
+        )
         found = [await maker.make(Asked(group, index, 0, 0)) for index in (0, 1, GREEDY)]  # type: ignore[arg-type]
         await teacher.close()
         return found

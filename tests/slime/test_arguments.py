@@ -50,12 +50,13 @@ def test_its_recipe_gives_the_same_options(guide: str, tmp_path: Path) -> None:
 
 
 def test_what_has_no_effect_passes_with_a_reason() -> None:
-    words = f"{BASE} --sequence-parallel --tis-clip 3 --custom-tis-function-path slime.backends.loss.icepop_function".split()
+    words = f"{BASE} --sequence-parallel --opsm-delta 3 --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function --use-tis".split()
     translation = translate([*words, "--update-weight-mode", "full", "--use-wandb", "--wandb-key"])
     said = {line.flag: line.reading for line in translation.lines}
-    assert said["tis-clip"].outcome == "needless" and "--use-tis is not given" in said["tis-clip"].why
+    assert said["opsm-delta"].outcome == "needless" and "--use-opsm is not given" in said["opsm-delta"].why
+    assert said["custom-tis-function-path"].outcome == "translated" and translation.values["custom_tis_function_path"] == "icepop"
     assert said["update-weight-mode"].outcome in ("needless", "kept") and said["use-wandb"].outcome == "needless"
-    assert "tis_clip" not in translation.values and not translation.wrong
+    assert "opsm_delta" not in translation.values and not translation.wrong
 
 
 def test_defaults_that_differ_are_set_and_told() -> None:
@@ -83,6 +84,8 @@ def test_defaults_that_differ_are_set_and_told() -> None:
         ("--rollout-batch-size many", ["--rollout-batch-size many", "whole number"]),
         ("--kl-loss-type k9", ["--kl-loss-type k9"]),
         ("--use-kl-loss yes", ["--use-kl-loss", "yes"]),
+        ("--data-source-path slime.x.Y", ["--data-source-path slime.x.Y", "slime's that hpcrl does not have"]),
+        ("--rollout-function-path a.b", ["--rollout-function-path a.b"]),
         ("--eval-top-p 0.7x", ["--eval-top-p 0.7x"]),
     ],
 )  # fmt: skip
@@ -123,6 +126,9 @@ def test_the_asynchronous_loop_is_refused_until_it_is_there() -> None:
 
 def test_words_are_split_as_argparse_does() -> None:
     assert split_flags(["--a", "1", "2", "--b", "--a=3", "--c_d", "-1"]) == {"b": [], "a": ["3"], "c-d": ["-1"]}
+    assert split_flags(["--rollout-sample-hook-path", "a.b", "--rollout-sample-hook-path=c.d"]) == {
+        "rollout-sample-hook-path": ["a.b", "c.d"]
+    }
     assert split_arguments(["x", "--", "--a", "--", "b"]) == (["x"], ["--a", "--", "b"])
     assert split_arguments(["x"]) == (["x"], None)
     assert split_program(["python3", "/x/train_async.py", "--a"]) == ("train_async.py", ["--a"])

@@ -23,13 +23,18 @@ from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.site import SlurmSite
 
 REPO = Path(__file__).parents[2]
+#: Adam on the CPUs takes all cores of a node, and its memory
+WHOLE_NODES = "--set exclusive=true trainer.mem=0"
 #: script in sbatch/ -> the command line that printed it
 PRINTED = {
     "quickstart.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30",
     "quickstart-one-job.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30 --layout homogeneous",
     "qwen3-4b-8gpu.sbatch": "examples/qwen3-4b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
     "glm-z1-9b-8gpu.sbatch": "examples/glm-z1-9b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
-    "glm-4.5-355b-64gpu.sbatch": "examples/glm-4.5-355b-64gpu.toml",
+    "qwen3-4b-8gpu-colocated.sbatch": "examples/qwen3-4b-8gpu-colocated.toml",
+    "glm-z1-9b-8gpu-colocated.sbatch": "examples/glm-z1-9b-8gpu-colocated.toml",
+    "glm-4.5-355b-64gpu.sbatch": f"examples/glm-4.5-355b-64gpu.toml {WHOLE_NODES}",
+    "glm-4.5-355b-64gpu-bf16.sbatch": f"examples/glm-4.5-355b-64gpu-bf16.toml {WHOLE_NODES}",
 }
 
 
@@ -47,7 +52,11 @@ def test_the_scripts_of_sbatch_are_what_hpcrl_prints(
     assert len(text.splitlines()) < 150
 
 
-@pytest.mark.parametrize("path", [*(REPO / "sbatch").glob("*.sbatch"), *(REPO / "launch").glob("*.sh")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [*(REPO / "sbatch").glob("*.sbatch"), *(REPO / "sbatch").glob("*.sh"), *(REPO / "launch").glob("*.sh")],
+    ids=lambda p: p.name,
+)
 def test_bash_and_shellcheck_have_nothing_to_say(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     if shutil.which("shellcheck") is None:
@@ -94,6 +103,32 @@ def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> N
         assert done.returncode == code and said in done.stdout + done.stderr
         if not code:
             assert "u" in done.stdout, "our own lines run under set -eu"
+
+
+def test_a_job_that_waits_for_others() -> None:
+    text = render(
+        Script("n", "t", "s", "true", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), SlurmSite(after="7:8")
+    )
+    assert "#SBATCH --dependency=afterok:7:8\n#SBATCH --kill-on-invalid-dep=yes\n" in text
+    assert SlurmSite(after="7").again().after is None, "once it has started, a later start waits for nobody"
+
+
+def test_the_chain_of_jobs(tmp_path: Path) -> None:
+    """convert -> train -> export: each gets the number of the one before."""
+    calls = tmp_path / "calls"
+    for name, says in (("sbatch", "4711;cluster"), ("hpcrl", "job 4712")):
+        stub = tmp_path / name
+        stub.write_text(f'#!/bin/bash\necho "{name} $* MODEL=$MODEL RUN=$RUN" >> {calls}\necho "{says}"\n')
+        stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "m", "SAVE": "s", "RUN": "r", "NODES": "2"}
+    script = REPO / "sbatch" / "chain.sh"
+    said = subprocess.run(["bash", script, "x.toml", "--site", "y"], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["convert:", "job", "4711", "train:", "job", "4712", "export:", "job", "4711"]
+    convert, train, export = calls.read_text().splitlines()
+    assert "--nodes=2" in convert and "MODEL=m" in convert and convert.split()[4].endswith("convert.sbatch")
+    assert train.startswith("hpcrl submit x.toml --site y --run-dir r --ref-load s --after 4711 ")
+    assert "--dependency=afterok:4712" in export and "RUN=r" in export
+    assert subprocess.run(["bash", script, "x.toml"], env={"PATH": "/usr/bin:/bin"}, capture_output=True).returncode
 
 
 def test_a_job_around_the_submission_does_not_reach_the_new_one() -> None:

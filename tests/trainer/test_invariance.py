@@ -241,13 +241,13 @@ def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list
     return found
 
 
-def gradients_on_rank(opts: Options) -> dict[str, torch.Tensor]:
+def gradients_on_rank(opts: Options, data: SampleBatch | None = None) -> dict[str, torch.Tensor]:
     """What the optimizer was about to see, under Hugging Face names, on rank 0."""
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import train_batch
 
     policy, found = start(opts), []
-    mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])
+    mine = ShareExchange(policy.ranks).exchange(shares(opts, data)[policy.ranks.dp_rank])
     parameters = [p for module in policy.modules for p in module.parameters()]
 
     def instead_of_a_step() -> bool:
@@ -295,8 +295,12 @@ class Expected:
 @cache
 def reference(model: Path, loss: str, other: Path | None = None) -> Expected:
     """By transformers and autograd, a sample at a time; other: the reference model, or the teacher."""
-    opts = options(model, **(EVERY | FURTHER)[loss])
-    hf, data = transformers_model(model), batch()
+    return expected(transformers_model(model), options(model, **(EVERY | FURTHER)[loss]), loss, other)
+
+
+def expected(hf: Any, opts: Options, loss: str, other: Path | None = None) -> Expected:
+    """The same for a model at hand, which is called once for each sample, in order."""
+    data = batch()
     rows = [sample(data, i) for i in range(SAMPLES)]
     found = [logprobs_and_entropy(hf, row[0], len(row[1]), opts) for row in rows]
     apart: list[Any] = [None] * SAMPLES
@@ -613,11 +617,11 @@ def test_experts_on_several_ranks_do_not_matter(tmp_path: Path) -> None:
         equal(gradients(model, 2, fields | loss), one)
 
 
-def gradients(model: Path, n: int, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of the fixed batch, under Hugging Face names."""
+def gradients(model: Path, n: int, fields: dict[str, Any], data: SampleBatch | None = None) -> dict[str, torch.Tensor]:
+    """Those of the fixed batch, or of `data`, under Hugging Face names."""
     whole = {"use_distributed_optimizer": False}  # with it each DP and CP rank has but a part of the gradient
     opts = options(model, n, **PACKINGS["64 tokens"], **fields | {"megatron": {**fields.get("megatron", {}), **whole}})
-    return run_ranks(n, gradients_on_rank, opts)[0]
+    return run_ranks(n, gradients_on_rank, opts, data)[0]
 
 
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

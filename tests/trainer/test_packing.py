@@ -17,8 +17,8 @@ from hpcrl.trainer.step.packing import Packed, check_batch, pack
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7)  # (prompt, response)
 
 
-def layout(tp: int = 1, cp: int = 1, cp_rank: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(tp_size=tp, cp_size=cp, cp_rank=cp_rank, device=torch.device("cpu"))
+def layout(tp: int = 1, cp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(tp_size=tp, tp_rank=tp_rank, cp_size=cp, cp_rank=cp_rank, device=torch.device("cpu"))
 
 
 def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
@@ -97,6 +97,22 @@ def test_context_parallel_ranks_share_the_rows_out(sizes: list, cp: int, seed: i
     assert sorted(tokens) == sorted(data.tokens.tolist())
 
 
+@given(SIZES, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3)]), st.integers(0, 2**32))
+def test_a_rank_has_the_experts_of_the_rows_that_its_routers_see(sizes: list, cut: tuple[int, int], seed: int) -> None:
+    """Row by row those of its token; the same ones, all alike, where there is no token."""
+    (tp, cp), data = cut, batch(sizes, seed)
+    experts = np.stack([data.tokens, data.tokens + 100], 1).astype(np.uint8)[:, None].repeat(2, 1)
+    experts[:, 1] += 1  # of the second layer
+    for cp_rank in range(cp):
+        of_rank = [layout(tp, cp, cp_rank, tp_rank) for tp_rank in range(tp)]
+        packed = [pack(data, range(len(sizes)), ranks, tp > 1, experts) for ranks in of_rank]
+        for number in range(2):
+            found = np.concatenate([np.asarray(p.choices.of(number)) for p in packed])
+            real = packed[0].tokens[0].numpy()
+            wanted = np.where(real[:, None] > 0, np.stack([real, real + 100], 1) + number, 0)
+            assert np.array_equal(found, wanted)
+
+
 @pytest.mark.parametrize(("tp", "cp", "multiple", "whole"), [(1, 1, 1, 1), (4, 1, 1, 4), (1, 2, 4, 4), (2, 2, 4, 8)])
 def test_padding_is_what_the_layout_needs(tp: int, cp: int, multiple: int, whole: int) -> None:
     data = batch([(3, 4), (1, 12), (9, 50), (6, 0)])
@@ -125,3 +141,30 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
     data.tokens[2] = 100
     with pytest.raises(DataError, match="token id 100 is outside the model's vocabulary of 100"):
         check_batch(data, 100)
+
+
+def test_responses_of_several_samples_weigh_as_much_as_one() -> None:
+    """Each response's tokens share one weight, whatever its samples and whatever fills the step up; of the loss's own numbers."""
+    from hpcrl.algorithms.reducers import token_weights
+    from hpcrl.config.options import Options
+    from hpcrl.rollout.batch_assembly import shares_of
+    from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
+
+    whole = batch([(3, 4), (2, 5), (4, 3), (2, 6)])
+    data = whole.take([0, 0, 0, 1, 2, 3, 3])
+    data.rows["index"], data.rows["group"] = [0, 0, 0, 1, 2, 3, 3], 0
+    sums = np.add.reduceat(data.loss_mask.astype(np.int64), data.response_offsets[:-1])
+    data.rows["trained"] = [sums[data.rows["index"] == index].sum() for index in data.rows["index"]]
+    options = Options(actor_num_gpus_per_node=2, rollout_batch_size=1, n_samples_per_prompt=4, num_steps_per_rollout=2)
+    shares = shares_of(data, options, 0, 0, {})
+    assert shares[0].step_samples == [4, 4] and samples_a_response(shares[0]) == [2, 2]
+    for step in range(2):
+        found = np.zeros(4)
+        for share in shares:
+            for rows in share.micro_batches[step]:
+                packed = pack(share.batch, rows, layout(), sequence_parallel=False)
+                totals = StepTotals("", 4, share.step_tokens[step], True, spread=samples_a_response(share)[step])
+                weights = counting(token_weights(packed.counts, options), options, totals)[packed.sample]
+                index = share.batch.rows["index"][rows][packed.sample.numpy()]
+                np.add.at(found, index, weights.numpy() / 4)  # the loss is divided by the samples of the step
+        assert found[2 * step : 2 * step + 2] == pytest.approx([0.5, 0.5]), "half of the step each: it has two responses"

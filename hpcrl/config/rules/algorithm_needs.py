@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hpcrl.config.algorithm_files import find_algorithm_file
 from hpcrl.config.options import Options
@@ -61,6 +62,11 @@ def needs(options: Options) -> Needs:
         divergence=taught and not sampled,
         pairs=options.loss_type == "dpo_loss",
     )
+
+
+def routing(options: Options) -> Literal["own", "old", "engine"]:
+    """Whose choice of experts is trained with: each pass's own, the old policy's pass's, or the engine's."""
+    return "engine" if options.use_rollout_routing_replay else "old" if options.use_routing_replay else "own"
 
 
 def policy_loss_name(options: Options) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name
+from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name, routing
 from hpcrl.errors import UsageError, failures, raise_together
 
 #: what the losses that are no policy gradient read of the algorithm's options
@@ -24,7 +24,7 @@ READ = {
 def check_algorithm(o: Options) -> None:
     """UsageError for all that an algorithm lacks, or that excludes one another."""
     _known(o)
-    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong]
+    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong, _experts]
     if o.loss_type == "dpo_loss":
         rules.append(_pairs)
     if o.loss_type == "policy_loss":
@@ -41,6 +41,15 @@ def _overlong(o: Options) -> None:
     if o.overlong_buffer_len is not None and o.overlong_buffer_len > o.rollout_max_response_len:
         raise UsageError(
             f"--overlong-buffer-len {o.overlong_buffer_len} is more than --rollout-max-response-len {o.rollout_max_response_len}"
+        )
+
+
+def _experts(o: Options) -> None:
+    if o.use_rollout_routing_replay and o.custom_generate_function_path is not None:
+        raise UsageError(
+            "--use-rollout-routing-replay: --custom-generate-function-path makes the samples, and its turns bring no experts of the "
+            "engine's",
+            "leave one of them out, or give --use-routing-replay, the old policy's choice",
         )
 
 
@@ -98,6 +107,11 @@ def _old_policy(o: Options) -> None:
         raise UsageError(
             "--use-rollout-logprobs and --use-tis exclude each other: with the first the ratio is to the engine already",
             "leave one of them out",
+        )
+    if o.use_routing_replay and not o.use_rollout_routing_replay:
+        raise UsageError(
+            "--use-routing-replay replays what the old policy's pass chose, and with --use-rollout-logprobs there is no such pass",
+            "give --use-rollout-routing-replay instead: what the engine chose",
         )
     if o.keep_old_actor:
         raise UsageError(
@@ -160,6 +174,9 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _unread(o)
         yield from _without_kl(o)
         yield from _without_correction(o)
+    if routing(o) == "old" and not needs(o).old_logprobs:
+        why = "one optimizer step a rollout is its own old policy: --num-steps-per-rollout 2 or more, or --use-rollout-routing-replay"
+        yield "use_routing_replay", why
     yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"

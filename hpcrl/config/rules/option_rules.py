@@ -12,6 +12,8 @@ from pathlib import Path
 from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.prompts.eval_sets import eval_sets
+from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
@@ -62,8 +64,8 @@ def flag(name: str) -> str:
 def _needed(o: Options) -> None:
     if o.hf_checkpoint is None:
         raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
-    if o.prompt_data is None and o.load_debug_rollout_data is None:
-        raise UsageError("no prompts given", "give --prompt-data, a .jsonl file")
+    if o.prompt_data is None and o.load_debug_rollout_data is None and not o.only_evaluates:
+        raise UsageError("no prompts given", "give --prompt-data, a .jsonl or .parquet file")
     if o.num_rollout is None and o.num_epoch is None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
     if o.num_rollout == 0 and o.eval_interval is None:
@@ -159,8 +161,9 @@ def _packing(o: Options) -> None:
 
 
 def _sampling(o: Options) -> None:
-    if o.load_debug_rollout_data is None:
-        label_key(o, evaluation=False)
+    if o.load_debug_rollout_data is None and not o.only_evaluates:
+        label_key(o)
+    read_prompt_words(o.prompt_data, "--prompt-data")
     context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
@@ -201,7 +204,10 @@ def _rewards(o: Options) -> None:
     if not o.needs_engines:
         return
     unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
-    if not o.grades and not unread and o.custom_generate_function_path is None:
+    own = (
+        o.learns_labels or o.only_evaluates or o.custom_generate_function_path
+    )  # a held-out set, or the function, says the reward
+    if not o.grades and not unread and not own:
         raise UsageError("no reward given", "give --rm-type or --custom-rm-path")
     if o.rm_type and o.custom_rm_path:
         raise UsageError("--rm-type and --custom-rm-path exclude each other", "leave one of them out")
@@ -220,31 +226,33 @@ def _rewards(o: Options) -> None:
 
 
 def _evaluation(o: Options) -> None:
-    names = o.eval_prompt_data[::2]
-    if len(o.eval_prompt_data) % 2:
-        raise UsageError(f"--eval-prompt-data takes pairs of NAME PATH, here are {len(o.eval_prompt_data)} words")
-    if len(set(names)) < len(names):
-        raise UsageError(f"--eval-prompt-data gives a name twice: {' '.join(names)}")
-    if o.eval_interval is None:
-        return
-    if not names:
-        raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH")
-    label_key(o, evaluation=True)
+    if o.eval_config is not None and o.eval_prompt_data:
+        raise UsageError("--eval-config and --eval-prompt-data both name the held-out sets", "leave one of them out")
+    if o.eval_interval is not None and o.eval_config is None and not o.eval_prompt_data:
+        raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH, or --eval-config")
+    # a file that `prepare` is yet to write is read when it is there
+    if o.eval_interval is not None and (o.eval_config is None or Path(o.eval_config).is_file()):
+        eval_sets(o)
 
 
-def label_key(o: Options, evaluation: bool) -> str | None:
-    """The key of the label in the training prompts, or in the held-out ones; None where no label is wanted.
+def label_key(o: Options) -> str | None:
+    """The key of the label in the training prompts; None where no label is wanted.
 
     UsageError if the loss or the reward needs one and no key is given.
     """
-    key = (o.eval_label_key if evaluation else None) or o.label_key
-    if key is None and o.learns_labels and not evaluation:
+    if o.label_key is not None:
+        return o.label_key
+    if o.loss_type == "dpo_loss" and o.learns_labels:
         raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
-    comparing = [] if o.custom_rm_path else needing_labels(read_words(o.rm_type))
-    if key is None and comparing and (evaluation or not o.learns_labels):
-        where = "--eval-label-key or --label-key" if evaluation else "--label-key"
-        raise UsageError(f"--rm-type {comparing[0]} compares with the label", f"give {where}")
-    return key
+    if o.learns_labels and not o.apply_chat_template:
+        raise UsageError(
+            f"--loss-type {o.loss_type} without --label-key learns the assistant's turns of chat messages",
+            "give --label-key, or --apply-chat-template",
+        )
+    comparing = [] if o.custom_rm_path or o.learns_labels else needing_labels(read_words(o.rm_type))
+    if comparing:
+        raise UsageError(f"--rm-type {comparing[0]} compares with the label", "give --label-key")
+    return None
 
 
 def _weights(o: Options) -> None:
@@ -272,7 +280,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_distillation(o)
     if o.learns_labels:
         yield (
-            "rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
+            "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
             f"--loss-type {o.loss_type} grades nothing",
         )
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
@@ -289,6 +297,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
+    if not o.apply_chat_template:
+        yield "apply_chat_template_kwargs tool_key eval_tool_key", "--apply-chat-template is not given"
     if o.custom_rm_path is None:
         yield "group_rm", "--custom-rm-path is not given"
     if o.custom_generate_function_path is None:
@@ -298,9 +308,9 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
     if o.eval_interval is None:
         yield (
-            "eval_prompt_data eval_input_key eval_label_key eval_reward_key n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k "
-            "eval_min_new_tokens eval_max_response_len "
-            "skip_eval_before_train custom_eval_rollout_log_function_path",
+            "eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key eval_reward_key n_samples_per_eval_prompt "
+            "eval_temperature eval_top_p eval_top_k eval_min_p eval_max_response_len eval_max_prompt_len eval_max_context_len "
+            "eval_min_new_tokens skip_eval_before_train log_passrate custom_eval_rollout_log_function_path",
             "--eval-interval is not given",
         )
     if o.learns_labels:
@@ -313,6 +323,11 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield (
             "partial_rollout",
             "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
+        )
+    if o.rollout_function_path is not None:
+        yield (
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
+            "--rollout-function-path makes the rollout",
         )
     if not o.partial_rollout:
         yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"

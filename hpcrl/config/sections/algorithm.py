@@ -62,6 +62,12 @@ class OffPolicyOptions(Base):
 
     use_rollout_logprobs: bool = opt(False, "take the engine's log-probs as the old policy's", "slime")
     keep_old_actor: bool = opt(False, "keep the weights that sampled and take the old log-probs under them", "slime")
+    use_routing_replay: bool = opt(
+        False, "mixture of experts: train with the experts that the old policy's pass chose for each token (R2)", "slime"
+    )
+    use_rollout_routing_replay: bool = opt(
+        False, "mixture of experts: train with the experts that the engine chose for each token (R3)", "slime"
+    )
     use_tis: bool = opt(False, "weight the policy gradient by the ratio of trainer to engine, truncated", "slime")
     tis_clip: float = opt(2.0, "upper bound of that weight", "slime", gt=0)
     tis_clip_low: float = opt(0.0, "lower bound of that weight", "slime", ge=0)

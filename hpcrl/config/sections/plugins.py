@@ -8,6 +8,9 @@ from hpcrl.config.option_fields import Base, opt
 class PluginOptions(Base):
     """own functions, each a module.function (docs/customise.md)"""
 
+    rollout_function_path: str | None = opt(
+        None, "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl's own way", "slime"
+    )
     rollout_sample_hook_path: list[str] = opt(
         [], "(options, sample, *, rollout_id, evaluation) on every sample before its reward; several are called in order", "slime"
     )

@@ -11,7 +11,7 @@ class RolloutOptions(Base):
     rollout_batch_size: int = opt(32, "prompts (groups) of one rollout", "slime", ge=1)
     n_samples_per_prompt: int = opt(1, "responses to each prompt; grpo compares them, and needs 2 at least", "slime", ge=1)
     rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
-    rollout_max_prompt_len: int | None = opt(None, "longer prompts are an error that names file and line", "slime", ge=1)
+    rollout_max_prompt_len: int | None = opt(None, "longer prompts are dropped, or an error: --overlong-prompts", "slime", ge=1)
     rollout_max_context_len: int | None = opt(
         None, "prompt and response together at most; sets the engine's context", "slime", ge=2
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpcrl.errors import PeerError
+from hpcrl.models.routing import Routing
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
@@ -28,12 +29,15 @@ class Completion:
     """One response.  tokens: int32, logprobs: float32 (zeros if not asked for), versions: int32, all [response].
 
     status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly nothing.
+    experts: uint8 [prompt + response - 1, layers, bytes] (see `sample.OPTIONAL`), which the engine chose for every token that it
+    read; None where they were not asked for, or there is no response.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     status: str
+    experts: np.ndarray | None = None
 
     @classmethod
     def empty(cls, status: str = ABORTED) -> Completion:
@@ -45,7 +49,10 @@ class Completion:
         if begun is None or not len(begun.tokens):
             return self
         both = ((begun.tokens, self.tokens), (begun.logprobs, self.logprobs), (begun.versions, self.versions))
-        return Completion(*(np.concatenate(parts) for parts in both), self.status)
+        experts = begun.experts
+        if experts is not None and self.experts is not None:  # what was read before keeps the choice that its log-probs had
+            experts = np.concatenate([experts, self.experts[len(experts) :]])
+        return Completion(*(np.concatenate(parts) for parts in both), self.status, experts)
 
     def sample(self, group: int, index: int, prompt: Prompt, response: str) -> Sample:
         """This as the answer number `index` to `prompt`; response: its text."""
@@ -62,6 +69,7 @@ class Completion:
             response=response,
             label=prompt.label,
             metadata=prompt.metadata,
+            extra={} if self.experts is None else {"routed_experts": np.concatenate([self.experts, 0 * self.experts[:1]])},
         )
 
 
@@ -128,6 +136,19 @@ def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, 
     if position not in (0, count):
         raise garbage(engine, f"weight versions for {position} of its {count} tokens")
     return versions
+
+
+def read_experts(engine: PooledEngine, data: bytes, shape: tuple[int, int], tokens: int, routing: Routing) -> np.ndarray:
+    """`Completion.experts` of `tokens` that were read, or PeerError that names the engine.
+
+    shape: layers, all or those with experts, and bytes of each.
+    """
+    layers, width = shape
+    wanted = routing.chosen * routing.dtype.itemsize
+    if layers not in (routing.of, len(routing.layers)) or width != wanted or len(data) != tokens * layers * width:
+        raise garbage(engine, f"{len(data)} bytes of experts in {layers} layers of {width} for {tokens} tokens")
+    table = np.frombuffer(data, np.uint8).reshape(tokens, layers, width)
+    return np.ascontiguousarray(table if layers == len(routing.layers) else table[:, routing.layers])
 
 
 def garbage(engine: PooledEngine, what: str) -> PeerError:

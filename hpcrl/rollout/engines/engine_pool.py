@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import aiohttp
+from yarl import URL
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
@@ -44,6 +45,13 @@ class PooledEngine:
     in_flight: int = 0
     death: str | None = None
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _urls: dict[str, URL] = field(default_factory=dict)
+
+    def at(self, path: str) -> URL:
+        """The address of one of its routes, taken apart once."""
+        if path not in self._urls:
+            self._urls[path] = URL(f"{self.url}{path}")
+        return self._urls[path]
 
     def __str__(self) -> str:
         return f"engine-{self.index} on {self.host}"
@@ -84,8 +92,8 @@ class EnginePool:
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
-        for engine in self.engines:
-            await engine.session.close()
+        if self.engines:
+            await self.engines[0].session.close()  # it is that of all
 
     async def connect(self) -> None:
         """Wait until every engine of the plan has published where it is.
@@ -106,18 +114,22 @@ class EnginePool:
                         )
                     await asyncio.sleep(0.1)
                 found.append(peer)
-            key = http_key(self._rundir)
-            self.engines = [self._engine(index, peer, key) for index, peer in enumerate(found)]
+            session = self._session()
+            self.engines = [self._engine(index, peer, session) for index, peer in enumerate(found)]
             self.model_len = min((e.model_len for e in self.engines if e.model_len), default=None)
             for engine in self.engines:
                 self._loads.add(engine.index)
 
-    def _engine(self, index: int, peer: EnginePeer, key: str) -> PooledEngine:
-        """One engine, with a session of its own."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-        headers = {"Authorization": f"Bearer {key}"}
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE)
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+    def _session(self) -> aiohttp.ClientSession:
+        """Connections to all engines, as many as are needed, kept open for IDLE seconds."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+            headers={"Authorization": f"Bearer {http_key(self._rundir)}"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    def _engine(self, index: int, peer: EnginePeer, session: aiohttp.ClientSession) -> PooledEngine:
         url = f"http://{_bracket(peer.host)}:{peer.port}"
         return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len, peer.lean)
 

@@ -7,6 +7,7 @@ early goes on from its exact tokens, each with the log-prob and the version that
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Generator:
         left = (sampling.max_tokens if room is None else min(sampling.max_tokens, room)) - there
         if begun is not None and there:
             if left < 1:
-                return Completion(begun.tokens, begun.logprobs, begun.versions, TRUNCATED)
+                return replace(begun, status=TRUNCATED)
             prompt = np.concatenate([prompt, begun.tokens]).astype(np.int32, copy=False)
             seed = None if seed is None else seed_of(seed, there)
 

@@ -6,10 +6,12 @@ engine.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import aiohttp
 
 from hpcrl import token_frames
-from hpcrl.rollout.engines.completion import Wanted, check, garbage
+from hpcrl.rollout.engines.completion import Wanted, check, garbage, read_experts
 from hpcrl.rollout.engines.engine_pool import PooledEngine
 from hpcrl.rollout.engines.request import Deliver, PassingTrouble, Request
 from hpcrl.rollout.engines.stock_route import refuse
@@ -33,7 +35,7 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
         request.sampling.params(request.max_tokens, request.begun),
     )
     reader, there = FrameReader(), [False] * len(calls)
-    async with engine.session.post(f"{engine.url}{PATH}", data=encode(body), headers=_BYTES) as answer:
+    async with engine.session.post(engine.at(PATH), data=encode(body), headers=_BYTES) as answer:
         if answer.status != 200:
             refuse(engine, PATH, answer.status, await answer.read())
         while data := await answer.content.readany():
@@ -57,11 +59,16 @@ def _deliver(engine: PooledEngine, request: Request, answer: Answer, wanted: Wan
         tokens, logprobs = answer.arrays()
     except ValueError as error:
         raise garbage(engine, f"what is no completion: {error}") from error
-    deliver(request.calls[answer.index], check(engine, wanted, answer.reason, tokens, logprobs, answer.spans))
+    completion = check(engine, wanted, answer.reason, tokens, logprobs, answer.spans)
+    if (routing := request.sampling.routing) is not None and len(tokens):
+        read = len(request.prompt) + len(tokens) - 1
+        completion = replace(completion, experts=read_experts(engine, answer.experts, answer.routing, read, routing))
+    deliver(request.calls[answer.index], completion)
 
 
 async def abort(engine: PooledEngine, idents: list[str]) -> None:
     """Have `engine` end the samples with these names; those that it does not know, it ignores."""
-    url, body = f"{engine.url}{token_frames.ABORT}", encode(idents)
-    async with engine.session.post(url, data=body, headers=_BYTES, timeout=_TIMEOUT) as answer:
+    async with engine.session.post(
+        engine.at(token_frames.ABORT), data=encode(idents), headers=_BYTES, timeout=_TIMEOUT
+    ) as answer:
         await answer.read()

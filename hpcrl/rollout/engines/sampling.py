@@ -8,11 +8,14 @@ refuses what no engine can answer so).
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.options import Options
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.token_frames import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Sampling:
     max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted; top_p in
     (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all; skip_special_tokens: leave
     special tokens out of the text (that stop strings are looked for in, and that rewards read); evaluation: its requests
-    are not ended by `Generator.abort`.
+    are not ended by `Generator.abort`; routing: of a model whose choice of experts is wanted.
     """
 
     temperature: float
@@ -34,34 +37,32 @@ class Sampling:
     top_k: int = -1
     min_p: float = 0.0
     min_tokens: int = 0
+    repetition_penalty: float = 1.0
     skip_special_tokens: bool = False
     evaluation: bool = False
+    routing: Routing | None = None
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
-        """As the options ask for.  The model's end-of-sequence ids always stop: an engine may know but one of them."""
+        """As the options ask for in training; a held-out set says what it has otherwise (`evaluator.sampling_of`).
+
+        The model's end-of-sequence ids always stop: an engine may know but one of them.
+        """
         stops = tuple(sorted({*options.rollout_stop_token_ids, *tokenizer.eos_ids}))
-        training = cls(
+        replays = options.use_rollout_routing_replay and not evaluation
+        return cls(
             options.rollout_temperature,
             options.rollout_max_response_len,
             tuple(options.rollout_stop),
             stops,
+            logprobs=not evaluation,
             top_p=options.rollout_top_p,
             top_k=options.rollout_top_k,
             min_p=options.rollout_min_p,
             skip_special_tokens=options.rollout_skip_special_tokens,
+            evaluation=evaluation,
+            routing=find_routing(options, read_config(tokenizer.directory)) if replays else None,
         )
-        if not evaluation:
-            return training
-        own = {
-            "temperature": options.eval_temperature,
-            "max_tokens": options.eval_max_response_len,
-            "top_p": options.eval_top_p,
-            "top_k": options.eval_top_k,
-            "min_tokens": options.eval_min_new_tokens,
-        }
-        given = {name: value for name, value in own.items() if value is not None}
-        return replace(training, logprobs=False, evaluation=True, **given)
 
     def params(self, max_tokens: int, begun: int = 0) -> dict[str, Any]:
         """vLLM's SamplingParams, but for the seed; max_tokens: that are still to come; begun: tokens that are there."""
@@ -81,10 +82,14 @@ class Sampling:
             params["top_k"] = self.top_k
         if self.min_p > 0:
             params["min_p"] = self.min_p
+        if self.repetition_penalty != 1:
+            params["repetition_penalty"] = self.repetition_penalty
         if self.min_tokens > begun:
             params["min_tokens"] = self.min_tokens - begun
         if self.logprobs:
             params["logprobs"] = 0  # of the sampled token alone
+        if self.routing is not None:
+            params["extra_args"] = {EXPERTS: True}
         return params
 
 

@@ -56,11 +56,13 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
     PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
     """
     (call,) = request.calls
+    if request.sampling.routing is not None:
+        raise PeerError(f"{engine} has no route for the experts that --use-rollout-routing-replay asks for", f"see {engine.log}")
     params = request.sampling.params(request.max_tokens, request.begun)
     if call.seed is not None:
         params["seed"] = call.seed
     body = {"model": "policy", "token_ids": request.prompt.tolist(), "sampling_params": params, "request_id": call.ident}
-    async with engine.session.post(f"{engine.url}{PATH}", data=msgspec.json.encode(body), headers=_JSON) as answer:
+    async with engine.session.post(engine.at(PATH), data=msgspec.json.encode(body), headers=_JSON) as answer:
         status, data = answer.status, await answer.read()
     refuse(engine, PATH, status, data)
     deliver(call, _read(engine, data, wanted))
@@ -79,7 +81,7 @@ def refuse(engine: PooledEngine, path: str, status: int, data: bytes) -> None:
 async def abort(engine: PooledEngine, idents: list[str]) -> None:
     """Have `engine` end the samples with these names; those that it does not know, it ignores."""
     body = msgspec.json.encode({"request_ids": [PREFIX + ident for ident in idents]})
-    async with engine.session.post(f"{engine.url}{ABORT}", data=body, headers=_JSON, timeout=_TIMEOUT) as answer:
+    async with engine.session.post(engine.at(ABORT), data=body, headers=_JSON, timeout=_TIMEOUT) as answer:
         await answer.read()
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hpcrl.config.options import Options
-from hpcrl.config.reward_names import RewardWord, read_words
+from hpcrl.config.reward_names import RewardWord, own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
@@ -47,21 +47,38 @@ class _Group:
     futures: list[asyncio.Future[Outcome]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class GradedBy:
+    """What grades a held-out sample.  own_types: its metadata may name another reward; key: of the reward, where one is an object."""
+
+    words: tuple[RewardWord, ...]
+    own_types: bool = True
+    key: str | None = None
+
+
 class Grading:
     """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
 
-    def __init__(self, options: Options, files: Iterable[PromptFile] = (), hooks: RolloutHooks | None = None) -> None:
-        """files: the prompts, whose metadata may name rewards of their own; hooks: which see each sample before its reward.
+    def __init__(
+        self,
+        options: Options,
+        files: Iterable[PromptFile] = (),
+        more: Iterable[RewardWord] = (),
+        hooks: RolloutHooks | None = None,
+    ) -> None:
+        """files: the prompts, whose metadata may name rewards of their own; more: rewards of held-out sets; hooks: which see each
+        sample before its reward.
 
         UsageError and DataError name what is wrong.
         """
         self._hooks = hooks
         self._options = options
-        self._words = _own_word(options) if options.custom_rm_path else read_words(options.rm_type)
-        if not self._words:
+        self._words = (own_reward(options.custom_rm_path),) if options.custom_rm_path else read_words(options.rm_type)
+        self._more = tuple(more)
+        if not self._words and not self._more:
             raise UsageError("no reward is chosen", "give --rm-type or --custom-rm-path")
-        self._by_type = {} if options.custom_rm_path else dict(_types_in(files, options))
-        words = {item.word: item for item in (*self._words, *self._by_type.values())}
+        self._by_type = dict(_types_in(files, options))
+        words = {item.word: item for item in (*self._words, *self._more, *self._by_type.values())}
         self._arrays = any(not item.file for item in words.values())
         self._setup = Setup(options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30))
         count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
@@ -81,7 +98,7 @@ class Grading:
         self._said = Said()
 
     def __str__(self) -> str:
-        return " ".join(item.word for item in self._words)
+        return " ".join(dict.fromkeys(item.word for item in (*self._words, *self._more)))
 
     async def start(self) -> None:
         """Wait until a process has loaded the rewards and checked them.  UsageError says what is wrong with one."""
@@ -111,18 +128,22 @@ class Grading:
             self._tallies[what] = Tally(what, size, each, self._options.reward_max_failed, self._bad_prompts)
         return self._tallies[what]
 
-    async def grade(self, sample: Sample, where: str, tally: Tally, evaluation: bool = False) -> None:
+    async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
         """Set the sample's reward, or say in it why there is none (then the reward is 0).
 
-        where: the prompt's file and line.  HpcrlError once too many gradings of the batch have failed.
+        where: the prompt's file and line; by: what grades a held-out set's.  HpcrlError once too many gradings of the batch have
+        failed.
         """
-        outcome = await self._before(sample, evaluation)
-        words = self._words_for(sample)
-        if self._options.group_rm:  # the group waits for it, whatever has become of it
-            graded = await self._with_group(sample, tally, evaluation)
+        outcome = await self._before(sample, evaluation=by is not None)
+        by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
+        words = self._words_for(sample, by)
+        if (
+            self._options.group_rm and words[0].word == self._options.custom_rm_path
+        ):  # its group waits for it, whatever became of it
+            graded = await self._with_group(sample, tally, by.key)
             outcome = outcome or graded
         elif outcome is None:
-            outcome = await self._alone(sample, words, evaluation)
+            outcome = await self._alone(sample, words, by.key)
         if not outcome.failure:
             total = math.fsum(item.weight * outcome.values[item.word] for item in words)
             sample.reward = total
@@ -146,15 +167,15 @@ class Grading:
             return Outcome(failure=ERROR, text=error.text, trace=error.trace)
         return None
 
-    def _words_for(self, sample: Sample) -> tuple[RewardWord, ...]:
-        if self._by_type and isinstance(name := sample.metadata.get("rm_type"), str) and name.strip():
+    def _words_for(self, sample: Sample, by: GradedBy) -> tuple[RewardWord, ...]:
+        if by.own_types and self._by_type and isinstance(name := sample.metadata.get("rm_type"), str) and name.strip():
             return (self._by_type[name.strip()],)
-        return self._words
+        return by.words
 
-    async def _alone(self, sample: Sample, words: Iterable[RewardWord], evaluation: bool) -> Outcome:
-        return (await self._submit([sample], [item.word for item in words], evaluation))[0]
+    async def _alone(self, sample: Sample, words: Iterable[RewardWord], key: str | None) -> Outcome:
+        return (await self._submit([sample], [item.word for item in words], key))[0]
 
-    async def _with_group(self, sample: Sample, tally: Tally, evaluation: bool) -> Outcome:
+    async def _with_group(self, sample: Sample, tally: Tally, reward_key: str | None) -> Outcome:
         """The sample's outcome, once the rest of its group is there and all were graded in one call."""
         key = tally.what, sample.group
         group = self._groups.setdefault(key, _Group())
@@ -164,7 +185,7 @@ class Grading:
         if len(group.samples) == tally.each:
             del self._groups[key]
             order = sorted(range(tally.each), key=lambda i: group.samples[i].index)
-            outcomes = await self._submit([group.samples[i] for i in order], [item.word for item in self._words], evaluation)
+            outcomes = await self._submit([group.samples[i] for i in order], [item.word for item in self._words], reward_key)
             for position, outcome in zip(order, outcomes, strict=True):
                 if not group.futures[position].done():
                     group.futures[position].set_result(outcome)
@@ -174,10 +195,9 @@ class Grading:
             self._groups.pop(key, None)
             raise
 
-    async def _submit(self, samples: list[Sample], words: list[str], evaluation: bool) -> list[Outcome]:
+    async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[Outcome]:
         if self._broken is not None:
             raise self._broken
-        key = (self._options.eval_reward_key if evaluation else None) or self._options.reward_key
         sent = [send_sample(sample, self._arrays) for sample in samples]
         task = Task(next(self._numbers), words, key, self._options.reward_timeout, sent)
         future: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
@@ -317,29 +337,16 @@ class Grading:
         return None
 
 
-def _own_word(options: Options) -> tuple[RewardWord, ...]:
-    path = str(options.custom_rm_path)
-    return (RewardWord(path, path.rpartition(".")[2], "", False, 1.0),)
-
-
 def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[str, RewardWord]]:
     """(the rm_type of a prompt's metadata, the reward).  DataError names file and line of one that there is not."""
-    seen: set[str] = set()
-    for file in files:
-        for prompt in file.prompts:
-            name = prompt.metadata.get("rm_type")
-            if name is None or (isinstance(name, str) and (name.strip() in seen or not name.strip())):
-                continue
-            where = f"{file.path}, line {prompt.line}: metadata rm_type"
-            if not isinstance(name, str):
-                raise DataError(f"{where} is {name!r}, not the name of a reward")
-            try:
-                (word,) = read_words(name.strip())
-            except UsageError as error:
-                raise DataError(f"{where}: {error.what.removeprefix('--rm-type ')}", error.hint) from None
-            if not word.file:
-                raise DataError(f"{where}: {name} is no reward of hpcrl's", "own functions are named by options alone")
-            if word.file == "remote_rm" and options.rm_url is None:
-                raise DataError(f"{where} is remote_rm, but --rm-url is not given")
-            seen.add(name.strip())
-            yield name.strip(), word
+    for name, where in ((name, place) for file in files for name, place in file.types.items()):
+        shown = f"{where}: metadata rm_type"
+        try:
+            (word,) = read_words(name)
+        except UsageError as error:
+            raise DataError(f"{shown}: {error.what.removeprefix('--rm-type ')}", error.hint) from None
+        if not word.file:
+            raise DataError(f"{shown}: {name} is no reward of hpcrl's", "own functions are named by options alone")
+        if word.file == "remote_rm" and options.rm_url is None:
+            raise DataError(f"{shown} is remote_rm, but --rm-url is not given")
+        yield name, word

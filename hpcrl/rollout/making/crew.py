@@ -22,11 +22,14 @@ RETURN = 5.0  #: seconds that a sampler may take to return what its engine has e
 
 
 class Crew:
-    """The groups of one rollout.  each: responses to a prompt; greedy: whether the likeliest response is wanted too."""
+    """The groups of one rollout.  each: responses to a prompt; greedy: whether the likeliest response is wanted too; after: what is
+    done with a finished group before it comes out of `next`, side by side too."""
 
-    def __init__(self, sampler: Sampler, rollout_id: int, version: int, each: int, greedy: bool) -> None:
+    def __init__(
+        self, sampler: Sampler, rollout_id: int, version: int, each: int, greedy: bool, after: Callable[[Held], Awaitable[None]]
+    ) -> None:
         self._sampler, self._rollout_id, self._version = sampler, rollout_id, version
-        self._each, self._greedy = each, greedy
+        self._each, self._greedy, self._after = each, greedy, after
         self._running: dict[asyncio.Task[None], Held] = {}
         self._asked: dict[int, list[Asked]] = {}  # by group, what is asked for now
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
@@ -77,8 +80,11 @@ class Crew:
             await asyncio.wait(working, timeout=0.02)
 
     def _generates(self, task: asyncio.Task[None], held: Held) -> bool:
-        """Whether a response of the group may still be at an engine: what only waits for its reward is graded another time."""
+        """Whether a response of the group may still be at an engine: what only waits for its reward is graded another time; or all is done
+        but what comes after."""
         open_ = [asked for asked in self._asked.get(held.number, ()) if asked.index not in held.finished]
+        if held.complete(self._each, self._greedy):
+            return not task.done()
         return not task.done() and any(not asked.made for asked in open_)
 
     async def close(self) -> None:
@@ -103,6 +109,8 @@ class Crew:
         if self._greedy:
             for sample in held.samples():
                 sample.baseline = held.baseline
+        if held.complete(self._each, self._greedy):
+            await self._after(held)
 
     async def _one(self, held: Held, asked: Asked) -> None:
         for _ in range(ENDS):

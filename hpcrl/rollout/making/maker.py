@@ -6,12 +6,14 @@ Invariant: without over-sampling, filter and partial rollout this is: take --rol
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.filters.own import DynamicFilter
+from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.ledger.held import Held, mask_older
 from hpcrl.rollout.making.crew import Crew
 from hpcrl.rollout.making.filling import Filling
@@ -40,14 +42,15 @@ class Maker:
         self._at_once = options.rollout_batch_size if replayed else options.over_sampling_batch_size or options.rollout_batch_size
         self._filling: Filling | None = None
         self._refused: dict[str, int] = {}
+        self._verdicts: dict[int, Verdict] = {}  # of groups that are finished and not yet looked at
 
     async def make(self, rollout_id: int, version: int) -> Made:
         """The samples of `rollout_id` under policy `version`."""
         o, shelf = self._options, self._shelf
         filling = self._filling = Filling(o.rollout_batch_size, self._at_once, o.deterministic_mode)
-        crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy)
+        crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, partial(self._judge, rollout_id))
         groups: dict[int, Held] = {}  # finished, and perhaps in the batch
-        self._refused, continued, issued = {}, 0, 0
+        self._refused, self._verdicts, continued, issued = {}, {}, 0, 0
         try:
             while not filling.full:
                 if count := filling.due():
@@ -62,7 +65,7 @@ class Maker:
                     continue
                 held = await crew.next()
                 groups[held.number] = held
-                await self._judge(rollout_id, held, filling)
+                self._place(held, filling)
             await self._settle(rollout_id, crew, filling, groups)
         finally:
             await crew.close()
@@ -87,16 +90,24 @@ class Maker:
         missing = f"{self._filling.missing} of {self._filling.wanted} groups"
         return f"{missing} ({refused})" if refused else missing
 
-    async def _judge(self, rollout_id: int, held: Held, filling: Filling) -> None:
-        """Keep a finished group, or refuse it."""
+    async def _judge(self, rollout_id: int, held: Held) -> None:
+        """What the filter says of a finished group; a good one is on disk then."""
+        found = Verdict(True)
         if self._filter is not None:
-            verdict = await self._filter.judge(rollout_id, held.number, held.samples())
-            if not verdict.keep:
-                filling.refuse(held.number, verdict.reason, verdict.keep_when_insufficient)
-                self._refused[verdict.reason] = self._refused.get(verdict.reason, 0) + 1
-                return
-        await self._shelf.finish(held)
-        filling.keep(held.number)
+            found = await self._filter.judge(rollout_id, held.number, held.samples())
+        if found.keep:
+            await self._shelf.write(held)
+        self._verdicts[held.number] = found
+
+    def _place(self, held: Held, filling: Filling) -> None:
+        """Keep a judged group, or refuse it."""
+        found = self._verdicts.pop(held.number)
+        if found.keep:
+            self._shelf.finish(held)
+            filling.keep(held.number)
+        else:
+            filling.refuse(held.number, found.reason, found.keep_when_insufficient)
+            self._refused[found.reason] = self._refused.get(found.reason, 0) + 1
 
     async def _settle(self, rollout_id: int, crew: Crew, filling: Filling, groups: dict[int, Held]) -> None:
         """The batch is full: end what is in flight, keep it and what is good beyond need, or drop both."""
@@ -106,7 +117,9 @@ class Maker:
             for held in await crew.stop(self._abort):
                 if held.complete(o.n_samples_per_prompt, needs(o).greedy):  # just before it was told to end
                     groups[held.number] = held
-                    await self._judge(rollout_id, held, filling)
+                    if held.number not in self._verdicts:
+                        await self._judge(rollout_id, held)
+                    self._place(held, filling)
                 else:
                     left.append(held)
         else:
@@ -118,7 +131,8 @@ class Maker:
             self._refused[reason] = self._refused.get(reason, 0) + 1
         for number in outcome.batch:  # refused ones that are taken because there were too few
             if number in shelf.ledger.in_flight:
-                await shelf.finish(groups[number])
+                await shelf.write(groups[number])
+                shelf.finish(groups[number])
         left += [groups[number] for number in outcome.surplus]
         if o.partial_rollout:
             await shelf.put_back(left)

@@ -169,19 +169,22 @@ class Shelf:
 
     # ---- keeping
 
-    async def finish(self, held: Held) -> None:
-        """A group that was worked on is finished, and good: on disk, then in the bank."""
-        if self._kept:
+    async def write(self, held: Held) -> None:
+        """Have what there is of a group on disk."""
+        if self._kept and not held.empty:
             await asyncio.to_thread(self._bank.write, held)
+
+    def finish(self, held: Held) -> None:
+        """A group that was worked on is finished, and good, and written: in the bank."""
         self.ledger.finish(held.number, self._rollout)
 
     async def put_back(self, groups: Iterable[Held]) -> None:
         """These were worked on and are not finished, or are finished and not needed: they wait, on disk."""
+        groups = list(groups)
+        await asyncio.gather(*(self.write(held) for held in groups if held.number in self.ledger.in_flight))
         for held in groups:
             if held.number in self.ledger.in_flight:  # else it is in the bank, and on disk
                 self.ledger.put_back(held.number)
-                if self._kept and not held.empty:
-                    await asyncio.to_thread(self._bank.write, held)
             else:
                 self.ledger.release(held.number)
             self._held[held.number] = held

@@ -1,32 +1,39 @@
-"""Prompt files: from .jsonl lines to token ids, once, before anything else of a run starts.
+"""Prompt files as prompts: every row is checked once, before anything else of a run starts, and made again when it is drawn.
 
 Invariant: a prompt that leaves this module can be sampled from (or learned from) as it is: it has its label, its tokens
-are within the vocabulary and leave room for a response.  Every line that cannot be so is a DataError with file and line.
+are within the vocabulary and leave room for a response.  Every row that cannot be so is a DataError with file and line, or, where
+it is merely too long, dropped and counted.  Held are 8 bytes a row (16 where rows were dropped), and no prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.option_rules import label_key
-from hpcrl.errors import DataError
+from hpcrl.config.prompts.eval_sets import EvalSet
+from hpcrl.config.prompts.prompt_words import PromptWord, read_words
+from hpcrl.errors import DataError, UsageError
+from hpcrl.prompt_files.row_checks import Keys, Row, read_row
+from hpcrl.prompt_files.rows import Rows, open_rows
+from hpcrl.rollout.prompts.rendering import Tokens, encode, render
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+
+CHUNK = 1024  #: rows that are encoded at once
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file.
+    """One row of a prompt file.
 
-    raw: the prompt as it stands there; tokens: int32 [prompt], rendered; target: int32 [response], the tokens to learn
-    after it, rejected: those of the worse response, whose text is worse (only where the file's responses are learned).
+    where: its file and line; raw: the prompt as it stands there; tokens: int32 [prompt], rendered; target: int32 [response], the
+    tokens to learn after it, mask: uint8 [response], which of them (None: all); rejected: those of the worse response, whose text
+    is worse (only where what the file holds is learned).
     """
 
     line: int
@@ -37,169 +44,206 @@ class Prompt:
     target: np.ndarray | None = None
     rejected: np.ndarray | None = None
     worse: Any = None
+    mask: np.ndarray | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A prompt file that has been read, and what identifies its content."""
+    """A prompt file, or several as one, and what identifies the content.
+
+    size: bytes; sha256: of the file, or of what identifies each of several; dropped: rows that are too long; types: the rm_type of
+    rows' metadata -> where it stands first; parts: (number of prompts, weight) of each file of a mixture.
+    """
 
     path: Path
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     size: int
     sha256: str
+    dropped: int = 0
+    types: dict[str, str] = field(default_factory=dict)
+    parts: tuple[tuple[int, float], ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def __str__(self) -> str:
+        said = f"{len(self)} prompts in {self.path}"
+        return f"{said} ({self.dropped} more were dropped: too long)" if self.dropped else said
 
 
 @dataclass(frozen=True)
 class Reading:
     """How to read a prompt file.
 
-    label_key None: labels are not wanted.  limit: tokens of a prompt at most; context: of prompt and target together;
-    None: no limit.  learned: the keys of responses that are learned, whose tokens are made too: the label's, or the better
-    one's and the worse one's.
+    limit: tokens of a prompt at most; context: of prompt and target together; None: no limit.  drop: what is longer is dropped,
+    else it is an error.  overrides: take the place of the metadata's.  flags: what sets the limits, for an error.
     """
 
-    input_key: str
-    label_key: str | None
-    metadata_key: str
-    chat_template: bool
+    keys: Keys
     limit: int | None
     context: int | None
-    learned: tuple[str, ...] = ()
+    drop: bool = True
+    overrides: dict[str, Any] = field(default_factory=dict)
+    flags: str = "--rollout-max-prompt-len or --rollout-max-context-len"
 
     @classmethod
-    def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Reading:
-        """As the options ask for.  UsageError if the reward or the loss needs labels and no key is given."""
-        learns, label = options.learns_labels and not evaluation, label_key(options, evaluation)
+    def of(cls, options: Options, tokenizer: Tokenizer) -> Reading:
+        """Of the training prompts.  UsageError if the reward or the loss needs labels and no key is given."""
         context = options.rollout_max_context_len or tokenizer.context
-        limits = [n for n in (options.rollout_max_prompt_len, context and context - 1) if n]
+        return cls(Keys.of(options), _limit(options.rollout_max_prompt_len, context), context, options.overlong_prompts == "drop")
+
+    @classmethod
+    def of_set(cls, held: EvalSet, tokenizer: Tokenizer, drop: bool = True) -> Reading:
+        """Of a held-out set."""
+        context = held.max_context_len or tokenizer.context
         return cls(
-            (options.eval_input_key if evaluation else None) or options.input_key,
-            label,
-            options.metadata_key,
-            options.apply_chat_template,
-            min(limits, default=None),
+            Keys.of_set(held),
+            _limit(held.max_prompt_len, context),
             context,
-            tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
+            drop,
+            dict(held.metadata_overrides),
+            "--eval-max-prompt-len or --eval-max-context-len",
         )
 
 
-def read_prompts(path: str | Path, reading: Reading, tokenizer: Tokenizer) -> PromptFile:
-    """Read, check and tokenize a .jsonl file.  DataError names the file, and the line if one is at fault."""
-    path = Path(path)
-    if reading.chat_template:
-        tokenizer.need_template()
-    digest, size = hashlib.sha256(), 0
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for number, line in _lines(path):
-        digest.update(line)
-        size += len(line)
-        if line.strip():
-            rows.append((number, _row(path, number, line)))
-    if not rows:
-        raise DataError(f"{path} holds no prompts", "one JSON object a line is wanted")
-    prompts = tuple(_prompts(path, rows, reading, tokenizer))
-    return PromptFile(path, prompts, size, digest.hexdigest())
+def _limit(prompt: int | None, context: int | None) -> int | None:
+    return min((n for n in (prompt, context and context - 1) if n), default=None)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    if path.suffix != ".jsonl":
-        raise DataError(f"{path} is no .jsonl file", "prompt files have one JSON object a line and end in .jsonl")
-    try:
-        with path.open("rb") as file:
-            yield from enumerate(file, 1)
-    except OSError as error:
-        raise DataError(f"cannot read the prompt file {path}: {error.strerror}") from error
+def read_training(options: Options, tokenizer: Tokenizer) -> PromptFile:
+    """The prompts of --prompt-data; none where nothing is trained.  UsageError and DataError say what is wrong with them."""
+    if options.only_evaluates:
+        return PromptFile(Path(), (), 0, "")
+    words = read_words(options.prompt_data, "--prompt-data")
+    if not words:
+        raise UsageError("--prompt-data is not given")
+    reading, given = Reading.of(options, tokenizer), tokenizer.given(options.apply_chat_template_kwargs)
+    return joined(words, [read_prompts(word, reading, given) for word in words])
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad(path, number, f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise _bad(path, number, f"not a JSON object but {_kind(row)}")
-    return row
+def read_prompts(word: PromptWord | str | Path, reading: Reading, tokenizer: Tokenizer) -> PromptFile:
+    """Read and check a prompt file.  DataError names the file, and the line if one is at fault."""
+    word = word if isinstance(word, PromptWord) else PromptWord(str(word), str(word))
+    if reading.keys.chat_template:
+        tokenizer.need_template(tokenizer.template_kwargs)
+    rows = open_rows(word)
+    drawn = Drawn(rows, reading, tokenizer)
+    kept = drawn.check()
+    dropped = len(rows) - len(kept)
+    if not len(kept):
+        raise DataError(
+            f"{word.word}: each of its {dropped} prompts is longer than the limit of {reading.limit} tokens",
+            f"raise {reading.flags}",
+        )
+    if dropped:
+        drawn.kept = kept
+    identity = rows.sha256 if word.whole else hashlib.sha256(f"{rows.sha256} {word.start} {word.stop}".encode()).hexdigest()
+    return PromptFile(Path(word.path), drawn, rows.size, identity, dropped, drawn.types)
 
 
-def _prompts(path: Path, rows: list[tuple[int, dict[str, Any]]], reading: Reading, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    """Render every row, tokenize all at once, check every length."""
-    texts = [_render(path, number, row, reading, tokenizer) for number, row in rows]
-    tokens = tokenizer.encode([text for text, _ in texts])
-    columns = [tokenizer.targets([targets[i] for _, targets in texts]) for i in range(len(reading.learned))]
-    for place, ((number, row), ids) in enumerate(zip(rows, tokens, strict=True)):
-        targets = [column[place] for column in columns]
-        _check_lengths(path, number, ids, max(map(len, targets), default=0), reading)
-        label = row[reading.label_key] if reading.label_key is not None else None
-        found = Prompt(number, row[reading.input_key], ids, label, _metadata(path, number, row, reading), *targets)
-        yield replace(found, worse=row[reading.learned[1]]) if len(targets) > 1 else found
+def joined(words: Sequence[PromptWord], files: Sequence[PromptFile]) -> PromptFile:
+    """Several files as one: all of their prompts, or with weights a mixture."""
+    if len(files) == 1:
+        return files[0]
+    identity = "".join(f"{file.sha256} {word.weight}\n" for word, file in zip(words, files, strict=True))
+    weighted = words[0].weight is not None
+    return PromptFile(
+        Path(" ".join(word.word for word in words)),
+        Chained([file.prompts for file in files]),
+        sum(file.size for file in files),
+        hashlib.sha256(identity.encode()).hexdigest(),
+        sum(file.dropped for file in files),
+        {name: where for file in reversed(files) for name, where in file.types.items()},
+        tuple((len(file), word.weight or 0.0) for word, file in zip(words, files, strict=True)) if weighted else (),
+    )
 
 
-def _render(path: Path, number: int, row: dict[str, Any], reading: Reading, tokenizer: Tokenizer) -> tuple[str, list[str]]:
-    """The text of the prompt and of each response that is to be learned after it."""
-    keys = {reading.input_key: "--input-key", reading.label_key: "--label-key"}
-    for key, flag in (dict.fromkeys(reading.learned, "--rejected-key") | keys).items():
-        if key is not None and row.get(key) is None:
-            what = f"{key!r} is null" if key in row else f"no key {key!r}"
-            raise _bad(path, number, what, f"its keys are {', '.join(sorted(row))}; {flag} chooses one")
-    prompt, messages = row[reading.input_key], None
-    if isinstance(prompt, list):
-        _check_messages(path, number, prompt)
-        if not reading.chat_template:
-            raise _bad(path, number, "the prompt is a list of chat messages", "give --apply-chat-template")
-        messages = prompt
-    elif not isinstance(prompt, str):
-        raise _bad(path, number, f"the prompt is neither text nor a list of chat messages but {_kind(prompt)}")
-    elif reading.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-    for key in reading.learned:
-        if isinstance(row[key], bool) or not isinstance(row[key], str | int | float):
-            said = "the label" if key == reading.label_key else f"the worse response ({key!r})"
-            raise _bad(path, number, f"{said} is neither text nor a number but {_kind(row[key])}")
-    try:
-        text = prompt if messages is None else tokenizer.render(messages, generation=True)
-        return text, [tokenizer.target(messages, text, str(row[key])) for key in reading.learned]
-    except ValueError as error:
-        raise _bad(path, number, str(error)) from error
+class Chained(Sequence[Prompt]):
+    """The prompts of several files, one file after another."""
+
+    def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
 
 
-def _check_messages(path: Path, number: int, messages: list[Any]) -> None:
-    if not messages:
-        raise _bad(path, number, "the prompt is an empty list")
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
-        ):
-            raise _bad(path, number, "a chat message of the prompt is not an object with role and content as text")
+class Drawn(Sequence[Prompt]):
+    """The prompts of one file, each made when it is drawn."""
 
+    def __init__(self, rows: Rows, reading: Reading, tokenizer: Tokenizer) -> None:
+        self._rows, self._reading, self._tokenizer = rows, reading, tokenizer
+        self.kept: np.ndarray | None = None  #: int64: the row of each prompt; None: every row is one
+        self.types: dict[str, str] = {}
 
-def _check_lengths(path: Path, number: int, tokens: np.ndarray, target: int, reading: Reading) -> None:
-    hint = "shorten it, or raise --rollout-max-prompt-len or --rollout-max-context-len"
-    if not len(tokens):
-        raise _bad(path, number, "the prompt is empty")
-    if reading.limit is not None and len(tokens) > reading.limit:
-        raise _bad(path, number, f"the prompt is {len(tokens)} tokens long, the limit is {reading.limit}", hint)
-    total = len(tokens) + target
-    if reading.context is not None and total > reading.context:
-        raise _bad(path, number, f"prompt and label together are {total} tokens long, the limit is {reading.context}", hint)
+    def __len__(self) -> int:
+        return len(self._rows) if self.kept is None else len(self.kept)
 
+    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        at = index if self.kept is None else int(self.kept[index])
+        row = self._row(at)
+        (tokens,) = self._encode([(at, row)])
+        worse = row.learned[1] if len(row.learned) > 1 else None
+        target, rejected = (*tokens.targets, None, None)[:2]
+        metadata = row.metadata | self._reading.overrides
+        where = self._rows.where(at)
+        return Prompt(
+            self._rows.line(at), row.raw, tokens.prompt, row.label, metadata, target, rejected, worse, tokens.mask, where
+        )
 
-def _metadata(path: Path, number: int, row: dict[str, Any], reading: Reading) -> dict[str, Any]:
-    found = row.get(reading.metadata_key)
-    if found is not None and not isinstance(found, dict):
-        raise _bad(path, number, f"{reading.metadata_key!r} is not a JSON object but {_kind(found)}")
-    return found or {}
+    def check(self) -> np.ndarray:
+        """Look at every row: int64, those that are not too long.  Fills `types`.  DataError as `read_prompts`."""
+        kept: list[np.ndarray] = []
+        for begin in range(0, len(self._rows), CHUNK):
+            rows = [(at, self._row(at)) for at in range(begin, min(begin + CHUNK, len(self._rows)))]
+            for at, row in rows:
+                self._note_type(at, row)
+            fits = [self._fits(at, tokens) for (at, _), tokens in zip(rows, self._encode(rows), strict=True)]
+            kept.append(begin + np.flatnonzero(fits))
+        return np.concatenate(kept)
 
+    def _row(self, at: int) -> Row:
+        return read_row(self._rows.where(at), self._rows[at], self._reading.keys)
 
-def _bad(path: Path, number: int, what: str, hint: str = "") -> DataError:
-    return DataError(f"{path}, line {number}: {what}", hint)
+    def _note_type(self, at: int, row: Row) -> None:
+        name = row.metadata.get("rm_type") if self._reading.keys.own_types else None
+        if name is not None and name.strip() and name.strip() not in self.types:
+            self.types[name.strip()] = self._rows.where(at)
 
+    def _encode(self, rows: Sequence[tuple[int, Row]]) -> list[Tokens]:
+        """Their tokens.  DataError names the row that the chat template refuses."""
+        return encode(list(self._texts(rows)), self._tokenizer)
 
-def _kind(value: Any) -> str:
-    """A JSON value's kind, for a message."""
-    names = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), "null")
+    def _texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Any]:
+        for at, row in rows:
+            try:
+                yield render(row, self._reading.keys, self._tokenizer)
+            except ValueError as error:
+                raise DataError(f"{self._rows.where(at)}: {error}") from error
+
+    def _fits(self, at: int, tokens: Tokens) -> bool:
+        """Whether a prompt is within the limits.  DataError if it is empty, or is not and may not be dropped."""
+        reading, length = self._reading, len(tokens.prompt)
+        if not length:
+            raise DataError(f"{self._rows.where(at)}: the prompt is empty")
+        if reading.limit is not None and length > reading.limit:
+            said = f"the prompt is {length} tokens long, the limit is {reading.limit}"
+        elif reading.context is not None and tokens.total > reading.context:
+            said = f"prompt and label together are {tokens.total} tokens long, the limit is {reading.context}"
+        else:
+            return True
+        if not reading.drop:
+            raise DataError(
+                f"{self._rows.where(at)}: {said}", f"shorten it, raise {reading.flags}, or drop it: --overlong-prompts drop"
+            )
+        return False

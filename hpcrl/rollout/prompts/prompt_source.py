@@ -1,4 +1,4 @@
-"""Where the next prompts come from: epochs over a prompt file, a fixed shuffle in each.
+"""Where the next prompts come from: epochs over a prompt file or a mixture of several, a fixed shuffle in each.
 
 Invariant: the groups that a source hands out are a pure function of the file's content, the seed and how many were
 taken before; `state` says the latter, so a source that `restore`s it goes on exactly where the other stopped.
@@ -6,13 +6,13 @@ taken before; `state` says the latter, so a source that `restore`s it goes on ex
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
+from hpcrl.rollout.prompts.mixing import epoch_order
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 
 
@@ -32,12 +32,9 @@ class PromptSource:
         self._epoch = self._offset = self._next = 0
         self._order = self._permutation()
 
-    def _permutation(self) -> list[int]:
+    def _permutation(self) -> Sequence[int]:
         """The order of this epoch: Python's shuffle seeded with seed + epoch, as slime has it."""
-        order = list(range(len(self.file)))
-        if self._shuffle:
-            random.Random(self._seed + self._epoch).shuffle(order)
-        return order
+        return epoch_order(len(self.file), self.file.parts, self._seed, self._epoch, self._shuffle)
 
     def take(self, count: int) -> list[Group]:
         """The next `count` groups; an epoch that ends in the middle is followed by the next."""
@@ -50,6 +47,13 @@ class PromptSource:
             self._offset += 1
             self._next += 1
         return groups
+
+    def metrics(self) -> dict[str, float]:
+        """data/epoch: passes over the prompts that are behind, data/dropped: prompts that were too long."""
+        return {
+            "data/epoch": self._epoch + self._offset / len(self.file),
+            "data/dropped": float(self.file.dropped),
+        }
 
     def again(self, numbers: Sequence[int]) -> list[Group]:
         """The groups that were handed out under these numbers, by number."""

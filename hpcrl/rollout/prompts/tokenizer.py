@@ -6,7 +6,9 @@ tokens added behind our back (the chat template puts them where they belong).  N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,13 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files.config_json import CONFIG, read_config, read_object
 
 Messages = list[dict[str, Any]]
+
+#: what a chat template is always given, whatever the flags say
+_ALWAYS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"} | {
+    f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+}
+_IDS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+_PLAIN = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  #: transformers' own tag, which jinja2 does not know
 
 
 class Tokenizer:
@@ -35,6 +44,7 @@ class Tokenizer:
             raise DataError(f"--hf-checkpoint: {self.directory / CONFIG} has no vocab_size", "name a language model's directory")
         self.context: int | None = config.get("max_position_embeddings")
         self._hf = _load(self.directory)
+        self.template_kwargs: dict[str, Any] = {}
         self._check_vocabulary()
         generation = read_object(self.directory, "generation_config.json") or {}
         self.eos_ids = frozenset(
@@ -49,29 +59,56 @@ class Tokenizer:
                 "give --hf-checkpoint a directory whose tokenizer and config belong together",
             )
 
-    def need_template(self) -> None:
-        """DataError if there is no chat template."""
+    def need_template(self, given: Mapping[str, Any] | None = None) -> None:
+        """DataError if there is no chat template; UsageError if it does not look at one of the variables `given` to it."""
         if not self._hf.chat_template:
             raise DataError(
                 f"--apply-chat-template: the tokenizer in {self.directory} has no chat template",
                 "leave the flag out, or add chat_template.jinja there",
             )
+        for name in given or ():
+            if name not in (known := self._variables()):
+                raise UsageError(
+                    f"--apply-chat-template-kwargs: the chat template in {self.directory} does not look at {name!r}",
+                    f"it looks at {', '.join(sorted(known)) or 'nothing'}",
+                )
 
-    def render(self, messages: Messages, generation: bool, tools: Messages | None = None) -> str:
-        """Chat messages as the model's text; `generation` opens the assistant's turn; tools: that it may call, as JSON schemas.
+    def _variables(self) -> set[str]:
+        """What the chat template looks at besides what it is always given."""
+        from jinja2 import Environment, TemplateError, meta
+
+        found = self._hf.chat_template
+        texts = list(found.values()) if isinstance(found, dict) else [found]
+        try:
+            parsed = [Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_PLAIN.sub("", text)) for text in texts]
+        except TemplateError as error:
+            raise DataError(f"the chat template in {self.directory} cannot be read: {error}") from error
+        return {name for tree in parsed for name in meta.find_undeclared_variables(tree)} - _ALWAYS
+
+    def render(self, messages: Messages, generation: bool, tools: Sequence[Any] | None = None) -> str:
+        """Chat messages as the model's text; `generation` opens the assistant's turn; tools: the schemas that it shows.
 
         ValueError with the template's own words if it refuses the messages.
         """
+        more = {"tools": list(tools)} if tools else {}
         try:
-            return self._hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation)
+            return self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation, **more, **self.template_kwargs
+            )
         except Exception as error:  # a template is a program of the model's authors: it raises what it likes
             raise ValueError(f"the chat template refuses it: {error}") from error
+
+    def given(self, template_kwargs: Mapping[str, Any]) -> Tokenizer:
+        """The same tokenizer, its chat template given these variables too (--apply-chat-template-kwargs)."""
+        other = copy.copy(self)
+        other.template_kwargs = dict(template_kwargs)
+        return other
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 token ids of each text, nothing added."""
         if not texts:
             return []
-        return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), add_special_tokens=False)["input_ids"]]
+        return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), **_IDS_ALONE)["input_ids"]]
 
     def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset(), skip_special: bool = False) -> str:
         """The text of a response, without the last token if it merely ended the response; skip_special: nor any special token."""
@@ -82,7 +119,7 @@ class Tokenizer:
 
     # ---- fine-tuning
 
-    def target(self, messages: Messages | None, prompt: str, label: str) -> str:
+    def target(self, messages: Messages | None, prompt: str, label: str, tools: Sequence[Any] | None = None) -> str:
         """The text to learn after `prompt`: what the chat template makes of `label` as the assistant's answer.
 
         The text ends with the end-of-turn token, if the template sets one; what the template puts behind it (a newline,
@@ -92,26 +129,32 @@ class Tokenizer:
         label = self._without_eos(label)
         if messages is None:
             return label
-        whole = self.render([*messages, {"role": "assistant", "content": label}], generation=False)
+        whole = self.render([*messages, {"role": "assistant", "content": label}], False, tools)
         if not whole.startswith(prompt) or label not in whole[len(prompt) :]:
             return label
         answer = whole[len(prompt) :]
         after = answer.rindex(label) + len(label)
-        ends = [at + len(eos) for eos in self._eos_texts() if (at := answer.find(eos, after)) >= 0]
+        ends = [at + len(eos) for eos in self.end_texts() if (at := answer.find(eos, after)) >= 0]
         return answer[: min(ends)] if ends else answer
 
     def targets(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 token ids of each text to learn, ended by an end-of-sequence token."""
+        return [self.ended(ids) for ids in self.encode(texts)]
+
+    def ended(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids with an end-of-sequence token at their end.  DataError if the tokenizer has none."""
+        if len(ids) and int(ids[-1]) in self.eos_ids:
+            return ids
         if self._hf.eos_token_id is None:
             raise DataError(f"the tokenizer in {self.directory} has no eos_token", "fine-tuning needs one to end a response with")
-        end = np.asarray([self._hf.eos_token_id], np.int32)
-        return [ids if len(ids) and int(ids[-1]) in self.eos_ids else np.concatenate([ids, end]) for ids in self.encode(texts)]
+        return np.concatenate([ids, np.asarray([self._hf.eos_token_id], np.int32)])
 
-    def _eos_texts(self) -> list[str]:
+    def end_texts(self) -> list[str]:
+        """The text of each token that ends a response."""
         return [text for text in self._hf.convert_ids_to_tokens(sorted(self.eos_ids)) if text]
 
     def _without_eos(self, label: str) -> str:
-        for text in self._eos_texts():
+        for text in self.end_texts():
             label = label.removesuffix(text)
         return label
 

@@ -23,7 +23,6 @@ from hpcrl.rollout.engines.generate import Generator, Sampling
 from hpcrl.rollout.grading.frames import send_sample
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Said, Tally
-from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.frames import ERROR, Call, Done, Made, arrays
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
@@ -41,14 +40,13 @@ class CustomSampler:
     def __init__(
         self,
         options: Options,
-        file: PromptFile,
         tokenizer: Tokenizer,
         grading: Grading | None,
         host: str,
     ) -> None:
         """host: that the endpoint listens on; grading: None where the function sets every reward."""
-        self._options, self._file, self._tokenizer, self._grading = options, file, tokenizer, grading
-        self._train, self._held_out = (Sampling.of(options, tokenizer, evaluation) for evaluation in (False, True))
+        self._options, self._tokenizer, self._grading = options, tokenizer, grading
+        self._train = Sampling.of(options, tokenizer)
         self._pool, self._endpoint = WorkerPool(options), Endpoint(host)
         self._generator: Generator | None = None
         self._context: Callable[[], int | None] = lambda: None
@@ -89,7 +87,7 @@ class CustomSampler:
     # ---- what is asked
 
     def _sampling(self, asked: Asked) -> Sampling:
-        sampling = self._held_out if asked.held_out else self._train
+        sampling = asked.held_out.sampling if asked.held_out else self._train
         return replace(sampling, temperature=0.0) if asked.index == GREEDY else sampling
 
     def _seed(self, asked: Asked) -> tuple[object, ...]:
@@ -172,18 +170,19 @@ class CustomSampler:
         """The rewards of those samples that the function gave none: that of the response, by its last sample."""
         if all(not math.isnan(sample.reward) for sample in samples):
             return
-        last, where = samples[-1], self._where(asked)
+        last, where = samples[-1], asked.group.prompt.where
         if math.isnan(last.reward):
             last.reward = 0.0
-            if self._grading is None and self._options.advantage_estimator == "none" and not asked.held_out:
+            graded = bool(asked.held_out.by.words) if asked.held_out else self._options.grades
+            if not graded and self._options.advantage_estimator == "none" and not asked.held_out:
                 pass  # a teacher says what is learned
-            elif self._grading is None:
+            elif not graded or self._grading is None:
                 last.grading, last.grading_error = ERROR, f"{FLAG} set no reward, and no --rm-type is given"
                 self._count(asked, where, f"{last.grading_error} (response {last.index} of group {last.group}, {where})")
             else:
                 what, size, each = self._batch(asked)
                 tally = self._grading.tally(what, size, each)
-                await self._grading.grade(last, where, tally, evaluation=asked.held_out is not None)
+                await self._grading.grade(last, where, tally, asked.held_out.by if asked.held_out else None)
         for sample in samples[:-1]:
             if math.isnan(sample.reward):
                 sample.reward, sample.rewards = last.reward, dict(last.rewards)
@@ -193,7 +192,7 @@ class CustomSampler:
 
     def _failed(self, asked: Asked, prompt: Sample, done: Done) -> Sample:
         """A response in place of one that could not be made: one token, which trains nothing, and reward 0."""
-        where = self._where(asked)
+        where = asked.group.prompt.where
         text = f"{FLAG} {self._options.custom_generate_function_path} {done.text}"
         shown = f"{text} on response {asked.index} of group {asked.group.number} ({where})"
         if self._said.first(text):
@@ -229,10 +228,6 @@ class CustomSampler:
             held = asked.held_out
             return f"evaluation {held.name} of policy version {asked.version}", held.size, held.each
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
-
-    def _where(self, asked: Asked) -> str:
-        path = asked.held_out.path if asked.held_out else self._file.path
-        return f"{path}, line {asked.group.prompt.line}"
 
 
 def _received(sent: Made, prompt: Sample) -> Sample:

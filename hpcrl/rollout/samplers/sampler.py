@@ -6,9 +6,10 @@ Invariant: a sampler knows nothing of batches, filters or the ledger; whoever as
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
+from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.grading.service import GradedBy
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.sample import Sample
 
@@ -18,12 +19,14 @@ GREEDY = -1
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """The held-out set that a response is asked for: its name, its file, how many responses it wants in all and to a prompt."""
+    """The held-out set that a response is asked for: its name, how many responses it wants in all and to a prompt, how they are
+    sampled, and what grades them."""
 
     name: str
-    path: Path
     size: int
     each: int
+    sampling: Sampling
+    by: GradedBy
 
 
 @dataclass(frozen=True)

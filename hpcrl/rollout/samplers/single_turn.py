@@ -12,7 +12,6 @@ from dataclasses import replace
 from hpcrl.config.options import Options
 from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
 from hpcrl.sample import ABORTED, Sample
@@ -21,12 +20,10 @@ from hpcrl.sample import ABORTED, Sample
 class SingleTurnSampler:
     """Samples from the policy, graded by the reward where there is one."""
 
-    def __init__(
-        self, options: Options, file: PromptFile, tokenizer: Tokenizer, generator: Generator, grading: Grading | None
-    ) -> None:
+    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading | None) -> None:
         self._sampling = Sampling.of(options, tokenizer)
         self._seed = options.rollout_seed
-        self._file, self._tokenizer, self._generator, self._grading = file, tokenizer, generator, grading
+        self._tokenizer, self._generator, self._grading = tokenizer, generator, grading
         self._size, self._each = options.samples_per_rollout, options.n_samples_per_prompt
 
     async def make(self, asked: Asked) -> list[Sample]:
@@ -44,7 +41,7 @@ class SingleTurnSampler:
         asked.made.append(sample)
         if self._grading is not None:
             tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
-            await self._grading.grade(sample, f"{self._file.path}, line {group.prompt.line}", tally)
+            await self._grading.grade(sample, group.prompt.where, tally)
         return [sample]
 
 
@@ -53,6 +50,11 @@ def _begun(asked: Asked) -> Completion | None:
     if not asked.begun:
         return None
     (sample,) = asked.begun
+    experts = sample.extra.get("routed_experts")
     return Completion(
-        sample.tokens[len(sample.tokens) - sample.response_length :], sample.logprobs, sample.versions, sample.status
+        sample.tokens[len(sample.tokens) - sample.response_length :],
+        sample.logprobs,
+        sample.versions,
+        sample.status,
+        None if experts is None else experts[:-1],  # the engine has not read the last token
     )

@@ -9,18 +9,18 @@ import asyncio
 
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
-from hpcrl.sample import ABORTED, Sample
+from hpcrl.sample import Sample
 
 
 class TaughtSampler:
-    """Shows every sample to the teacher once it is made.  file: the prompts', for messages."""
+    """Shows every sample to the teacher once it is made."""
 
-    def __init__(self, maker: Sampler, teacher: Teacher, file: str) -> None:
-        self._maker, self._teacher, self._file = maker, teacher, file
+    def __init__(self, maker: Sampler, teacher: Teacher) -> None:
+        self._maker, self._teacher = maker, teacher
 
     async def make(self, asked: Asked) -> list[Sample]:
         samples = await self._maker.make(asked)
-        if asked.index != GREEDY and not any(sample.status == ABORTED for sample in samples):
-            where = f"{self._file}, line {asked.group.prompt.line}"
+        if asked.index != GREEDY:
+            where = asked.group.prompt.where
             await asyncio.gather(*(self._teacher.mark(sample, asked.rollout_id, where) for sample in samples))
         return samples

@@ -15,14 +15,7 @@ import torch
 
 from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
-
-#: what a setting may need besides CUDA -> the packages of which one must be installed
-PARTS: dict[str, tuple[str, ...]] = {
-    "Transformer Engine": ("transformer_engine",),
-    "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),
-    "DeepEP": ("deep_ep",),
-    "Apex": ("apex",),
-}
+from hpcrl.trainer.megatron.needed_parts import NEEDS, PARTS, VALUE_NEEDS
 
 
 @dataclass(frozen=True)
@@ -47,35 +40,6 @@ class Machine:
         """Whether layers are built from Transformer Engine: where there is CUDA and it is installed."""
         return self.has("Transformer Engine")
 
-
-_CUDA = """
-fp8 fp4 nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
-pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
-"""
-_ENGINE = """
-apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading fp8_param
-fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion moe_router_fusion qk_clip
-use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
-"""
-#: a setting that is on -> the part that it needs ("" is CUDA alone)
-NEEDS: dict[str, str] = (
-    dict.fromkeys(_CUDA.split(), "")
-    | dict.fromkeys(_ENGINE.split(), "Transformer Engine")
-    | {
-        "gradient_accumulation_fusion": "Apex",  # the output layer is Megatron's own, whatever the others are
-        "moe_enable_deepep": "DeepEP",
-        "persist_layer_norm": "Transformer Engine",
-    }
-)
-#: a setting with this value -> the part that it needs
-VALUE_NEEDS: dict[tuple[str, Any], str] = {
-    ("attention_backend", "flash"): "flash-attn or Transformer Engine",
-    ("attention_backend", "fused"): "Transformer Engine",
-    ("attention_backend", "unfused"): "Transformer Engine",
-    ("attention_softmax_in_fp32", False): "Transformer Engine",  # ours always is in fp32
-    ("moe_token_dispatcher_type", "flex"): "DeepEP",
-    ("transformer_impl", "transformer_engine"): "Transformer Engine",
-}
 
 _INFERENCE = "it is for inference, which is vLLM's here"
 _GRAPH = "packed micro-batches differ in length, so none could replay another's CUDA graph"
@@ -104,6 +68,7 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
     "average_in_collective": "gradients are summed and divided once by what the loss counts",
     "config_logger_dir": "all settings are in the run's options.json",
     "log_num_zeros_in_grad": "it is no metric of hpcrl's",
+    "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose choice it is",
     "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
     "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is Transformer Engine's",
     "num_distributed_optimizer_instances": "the optimizer's state is spread over all data-parallel ranks",
@@ -175,6 +140,16 @@ def rope_fusion(given: Mapping[str, Any], model: Mapping[str, Any], machine: Mac
     if interleaved and given.get("apply_rope_fusion"):
         _refuse("apply_rope_fusion", True, "for packed sequences it rotates halves of a head, this model neighbouring columns")
     return machine.engine and not interleaved
+
+
+def check_replay(given: Mapping[str, Any], flag: str) -> None:
+    """UsageError if the user's settings have a router that does not ask whose choice of experts is replayed; flag: for which."""
+    if given.get("moe_router_fusion"):
+        _refuse("moe_router_fusion", True, f"Transformer Engine's fused router replays no choice of experts, as {flag} wants")
+    kinds = given.get("moe_router_load_balancing_type")
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind in ("sinkhorn", "quantile_balancing"):
+            _refuse("moe_router_load_balancing_type", kind, f"that router replays no choice of experts, as {flag} wants")
 
 
 def _combinations(given: Mapping[str, Any], machine: Machine) -> None:

@@ -27,6 +27,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, check_spec, find_family
+from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.trainer.megatron.hf_weights import export, load_hf
 from hpcrl.trainer.megatron.optimizer import make_optimizer, make_scheduler
 from hpcrl.trainer.megatron.packed_attention import block_spec
@@ -98,6 +99,8 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     hf_config = read_config(options.hf_checkpoint)
     family = find_family(hf_config, options.hf_checkpoint)
     check_spec(options.spec, hf_config)
+    if replay_flag(options):
+        find_routing(options, hf_config)
     fields, gpt = family.transformer(hf_config), family.gpt(hf_config)
     if value_head:  # with its embedding it shares nothing
         gpt = gpt | {"share_embeddings_and_output_weights": False}

@@ -29,6 +29,7 @@ from hpcrl.config.passthrough import as_flag
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import UsageError
 from hpcrl.models.model_args import check_model_args
+from hpcrl.models.routing import replay_flag
 from hpcrl.trainer.megatron import capabilities
 from hpcrl.trainer.megatron.capabilities import Machine
 from hpcrl.trainer.megatron.pipeline import pipeline_fields
@@ -59,6 +60,8 @@ def resolve_settings(
     settled = gather_table("megatron", options.megatron, "[megatron]")  # names that a machine without Megatron took as they were
     given = {name: _coerced(name, value) for name, value in check_model_args(settled, model, gpt).items()}
     capabilities.check_capabilities(given, _dataclass_defaults(), machine)
+    if flag := replay_flag(options):
+        capabilities.check_replay(given, flag)
     fused = capabilities.rope_fusion(given, model, machine)
     fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given}, machine.cuda)}
     for name in given.keys() & fixed.keys():

@@ -21,6 +21,7 @@ from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
 from hpcrl.trainer.step.divergence import TeacherRows
+from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel.parallel_state import Ranks
@@ -41,6 +42,8 @@ class Packed:
     reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes); advantages; a critic's
     values, before any of its steps, and the returns that it learns.
     Filled in by its optimizer step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
+
+    choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded them.
     """
 
     tokens: torch.Tensor
@@ -62,6 +65,7 @@ class Packed:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    choices: Choices | None = None
     trainer: torch.Tensor | None = None
 
     @property
@@ -83,14 +87,22 @@ def check_batch(batch: SampleBatch, vocab_size: int) -> None:
         )
 
 
-def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_parallel: bool) -> Packed:
-    """Pack the samples `rows` of `batch` for this rank."""
+def pack(
+    batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_parallel: bool, experts: np.ndarray | None = None
+) -> Packed:
+    """Pack the samples `rows` of `batch` for this rank.
+
+    experts: the ones that the engine chose, [tokens of the batch, layers, experts a token].
+    """
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
     padded = _padded(lengths, ranks, sequence_parallel)
     bounds = _offsets(padded)
     tokens = np.zeros(int(bounds[-1]), np.int64)
-    tokens[_spans(bounds[:-1], lengths)] = batch.tokens[_spans(batch.token_offsets[rows], lengths)]
+    real, of_batch = _spans(bounds[:-1], lengths), _spans(batch.token_offsets[rows], lengths)
+    tokens[real] = batch.tokens[of_batch]
+    routed = np.full(len(tokens), -1)  # which of the batch's tokens a row is
+    routed[real] = of_batch
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
     columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
@@ -101,11 +113,14 @@ def pack(batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_paralle
         at[part] = np.arange(len(part))
         kept = at[places] >= 0
         places, *columns = (column[kept] for column in (at[places], *columns))
-        tokens, positions = tokens[part], positions[part]
+        tokens, positions, routed = tokens[part], positions[part], routed[part]
+    if sequence_parallel and experts is not None:  # a router sees its TP rank's rows
+        routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
     of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)
     of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples))
-    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()))
+    choices = None if experts is None else GivenChoices(experts, routed)
+    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()), choices=choices)
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:

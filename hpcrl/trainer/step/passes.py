@@ -18,13 +18,22 @@ from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.output_head import Head, apart
 from hpcrl.trainer.megatron.packed_attention import boundaries
 from hpcrl.trainer.step.packing import Packed
+from hpcrl.trainer.step.routing_replay import Difference, How, routed
 from hpcrl.trainer.step.token_logprobs import Tokens, Vocabulary, tokens_of
 
 
-def run(policy: Policy, micro_batches: Sequence[Packed], body: Callable[..., Any], forward_only: bool) -> list[Any]:
+def run(
+    policy: Policy,
+    micro_batches: Sequence[Packed],
+    body: Callable[..., Any],
+    forward_only: bool,
+    experts: How = "own",
+    difference: Difference | None = None,
+) -> list[Any]:
     """Megatron's schedule over the micro-batches; what `body` gave of each, on the last pipeline stage.
 
-    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.
+    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.  experts: whose
+    choice of experts, and whether it is recorded; difference: where to count what a replay changes.
     """
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -34,16 +43,17 @@ def run(policy: Policy, micro_batches: Sequence[Packed], body: Callable[..., Any
             output = model(packed.tokens, packed.positions, None, packed_seq_params=sequences)
         return output, partial(body, packed, head)
 
-    return get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
-        model=list(policy.chunks),
-        num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.size(1),  # unread: variable_seq_lengths exchanges the shapes
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with routed(policy, micro_batches, experts, not forward_only, difference):
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
+            model=list(policy.chunks),
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.size(1),  # unread: variable_seq_lengths exchanges the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
 
 
 def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -> Tokens:
@@ -57,13 +67,16 @@ def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -
 
 
 @torch.no_grad()
-def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
-    """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
+def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed], experts: How = "own") -> list[torch.Tensor]:
+    """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last.
+
+    experts: as in `run`.
+    """
 
     def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         return tokens_under(policy, options, packed, head).logprobs
 
-    found = run(policy, micro_batches, body, forward_only=True)
+    found = run(policy, micro_batches, body, forward_only=True, experts=experts)
     return found if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
 
 

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
-from hpcrl.config.rules.algorithm_needs import Needs, needs
+from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
@@ -30,6 +30,10 @@ from hpcrl.trainer.step import passes
 from hpcrl.trainer.step.divergence import TeacherRows
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.response_columns import to_columns, to_rows
+from hpcrl.trainer.step.routing_replay import How
+
+#: what the old policy's pass does about experts, by whose choice is trained with
+OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def prepare(
         columns["log_probs"] = take("old", [packed.rollout for packed in micro_batches])
     elif wanted.old_logprobs:
         hooks.before_log_probs(policy, "")
-        columns["log_probs"] = take("old", _under(policy, options, steps, others.old))
+        columns["log_probs"] = take("old", _under(policy, options, steps, others.old, OLD_PASS[routing(options)]))
     if wanted.divergence:
         assert others.teacher is not None
         _give(micro_batches, "teacher", _teacher_rows(policy, options, steps, others.teacher))
@@ -99,8 +103,10 @@ def prepare(
         columns["values"] = take("values", [found for step in steps for found in passes.values(others.critic, step)])
     if hooks.edits_masks:
         share = hooks.edited(share, columns, policy.ranks.device)
+        chosen = [packed.choices for packed in micro_batches]  # of the same rows, whatever their masks
         steps = pack(share)
         micro_batches = list(chain.from_iterable(steps))
+        _give(micro_batches, "choices", chosen)
         for name, column in columns.items():
             _give(micro_batches, FIELDS[name], to_rows(column, micro_batches))
     if wanted.advantages:
@@ -125,13 +131,17 @@ def _means(columns: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, fl
 
 
 def _under(
-    policy: Policy, options: Options, steps: Sequence[Sequence[Packed]], weights: HostWeights | None
+    policy: Policy,
+    options: Options,
+    steps: Sequence[Sequence[Packed]],
+    weights: HostWeights | None,
+    experts: How = "own",
 ) -> list[torch.Tensor]:
     """Log-probs of every micro-batch under `weights`, or (None) those that are trained."""
     if weights is None:
-        return [found for step in steps for found in passes.logprobs(policy, options, step)]
+        return [found for step in steps for found in passes.logprobs(policy, options, step, experts)]
     with weights.swapped_in():
-        return [found for step in steps for found in passes.logprobs(policy, options, step)]
+        return [found for step in steps for found in passes.logprobs(policy, options, step, experts)]
 
 
 def _teacher_column(

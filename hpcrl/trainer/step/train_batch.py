@@ -22,7 +22,7 @@ from hpcrl.algorithms.loss import compute_loss, compute_value_loss
 from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
 from hpcrl.config.options import Options
-from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import responses_of
@@ -35,6 +35,7 @@ from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.report_totals import Totals, total
+from hpcrl.trainer.step.routing_replay import Difference, given_experts
 from hpcrl.trainer.step.sample_sums import sums_over_samples
 
 #: of --max-logprob-diff, without and with bf16
@@ -79,18 +80,21 @@ def train(
     """
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
+    whose = routing(options)
+    replay = None if whose == "own" else Difference.on(ranks.device)
     split = policy.config.sequence_parallel
     hooks = hooks or TrainerHooks(options, {})
 
     def pack(share: Share) -> list[list[Packed]]:
-        return [[packing.pack(share.batch, rows, ranks, split) for rows in step] for step in share.micro_batches]
+        experts = given_experts(policy, share.batch) if whose == "engine" else None
+        return [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
     current = torch.from_numpy(share.batch.versions == share.version)
     fresh = None if bool(current.all()) else current.to(ranks.device)
     found: list[dict[str, float]] = []
-    spreads = _samples_a_response(share)
+    spreads = samples_a_response(share)
     for number, micro_batches in enumerate(steps):
         step = StepTotals(
             f"rollout {share.rollout_id}, optimizer step {number}",
@@ -104,14 +108,15 @@ def train(
         row: dict[str, float] = {}
         if policy_steps(options, share):
             hooks.before_step(policy, share.rollout_id, number)
-            row |= _step(policy, ranks, options, micro_batches, step, _loss)
+            row |= _step(policy, ranks, options, micro_batches, step, _loss, replay=replay)
         if others.critic is not None:
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
     record(share, [packed for step in steps for packed in step])
     times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
-    return before | _over_steps(found) | times
+    changed = {} if replay is None or not policy_steps(options, share) else {"train/routing_changed": replay.share()}
+    return before | _over_steps(found) | changed | times
 
 
 def policy_steps(options: Options, share: Share) -> int:
@@ -128,12 +133,14 @@ def _step(
     step: StepTotals,
     loss: Callable[..., Any],
     prefix: str = "",
+    replay: Difference | None = None,
 ) -> dict[str, float]:
-    """One optimizer step of a model; prefix: of its metrics' names."""
+    """One optimizer step of a model; prefix: of its metrics' names; replay: with the experts that were chosen before."""
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()
-    reports = passes.run(model, micro_batches, partial(loss, model, options, step), forward_only=False)
+    body, experts = partial(loss, model, options, step), "own" if replay is None else "replay"
+    reports = passes.run(model, micro_batches, body, forward_only=False, experts=experts, difference=replay)
     own = sum(len(packed.rows) for packed in micro_batches)
     totals = total(reports, own, ranks)
     if totals.tokens != step.tokens:
@@ -173,12 +180,12 @@ def _loss(
     return _counted(policy, options, packed, compute_loss(_token_batch(policy, options, step, packed, head), options))
 
 
-def _counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch.Tensor:
+def counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch.Tensor:
     """Weights of a loss that is divided by samples, so that it is one by responses."""
     return weights if divides_by_tokens(options) or step.spread == 1 else weights * step.spread
 
 
-def _samples_a_response(share: Share) -> list[float]:
+def samples_a_response(share: Share) -> list[float]:
     """Of every optimizer step its samples by its responses."""
     numbers, ends = responses_of(share.table), np.cumsum(share.step_samples)
     return [count / len(np.unique(numbers[end - count : end])) for count, end in zip(share.step_samples, ends, strict=True)]
@@ -190,7 +197,7 @@ def _value_loss(
     """The same for a critic."""
     if packed.values is None or packed.returns is None:
         raise UsageError(f"--advantage-estimator {options.advantage_estimator} gives a critic no returns to learn")
-    weights = _counting(token_weights(packed.counts, options), options, step)[packed.sample]
+    weights = counting(token_weights(packed.counts, options), options, step)[packed.sample]
     found = compute_value_loss(passes.values_under(head), packed.values, packed.returns, weights, options)
     return _counted(critic, options, packed, found)
 
@@ -214,8 +221,8 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         greedy=found.greedy,
         sample=packed.sample,
         samples=packed.samples,
-        weights=_counting(token_weights(packed.counts, options), options, step)[packed.sample],
-        pg_weights=None if pg_weights is None else _counting(pg_weights, options, step)[packed.sample],
+        weights=counting(token_weights(packed.counts, options), options, step)[packed.sample],
+        pg_weights=None if pg_weights is None else counting(pg_weights, options, step)[packed.sample],
         old=old,
         trainer=packed.trainer,
         rollout=packed.rollout,

@@ -1,0 +1,205 @@
+"""`hpcrl eval`: held-out sets of a recipe, of a checkpoint or of a Hugging Face model, as a run of its own that trains nothing.
+
+Invariant: the run is an ordinary one, of a recipe with num_rollout = 0 that lies in its directory: it is watched, stopped, resumed
+and submitted like any other.  What the recipe says of training is left out, and what a flag says is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrl.commands.dry_run import preview
+from hpcrl.commands.submit import OWN as SUBMIT
+from hpcrl.commands.submit import USAGE as SUBMIT_USAGE
+from hpcrl.commands.submit import submit_recipe
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, Stage, load_recipe
+from hpcrl.config.rules.option_rules import inert
+from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
+from hpcrl.config.sections.optimizer import OptimizerOptions
+from hpcrl.config.setting_names import spell
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import UsageError
+from hpcrl.launch.job import directory_of
+from hpcrl.report.metrics import read_metrics
+
+USAGE = """\
+usage: hpcrl eval RECIPE.toml [--load CHECKPOINT] [--option value ...] [--dry-run]
+       hpcrl eval RUN | CHECKPOINT [--option value ...]      a run, its checkpoints or one of them (.../iter_0000100)
+       hpcrl eval HF-DIR --eval-prompt-data NAME PATH --rm-type math --input-key prompt --label-key label ...
+       hpcrl eval ... --site NAME                            as a batch job, with the flags of hpcrl submit
+
+Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints what it found. Options
+are those of hpcrl run; of a recipe or a run, those that say how to train are left out. Of a recipe with stages the last that
+evaluates is taken, of a run the last that has begun."""
+
+#: options of the sections that say how to train, and what else makes no sense without training
+_TRAINING = {
+    *(name for section in (AlgorithmOptions, OffPolicyOptions, OptimizerOptions) for name in section.__annotations__),
+    *["num_rollout", "num_epoch", "prompt_data", "skip_eval_before_train", "run_dir", "name", "rejected_key", "rollout_shuffle"],
+    *["save", "save_interval", "async_save", "save_retain_interval", "save_keep_last", "ref_load"],
+}
+_STEP = re.compile(r"iter_(\d+)")
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def evaluate(argv: list[str]) -> int:
+    """The command."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(argv, SUBMIT | {"submit": Kind("bool")})
+    if len(words) != 1:
+        raise UsageError(
+            f"{len(words)} things to evaluate", "name one: hpcrl eval RECIPE.toml, a checkpoint or a Hugging Face directory"
+        )
+    if "print" in own:
+        raise UsageError("--print has no effect here", f"see hpcrl submit --help:\n{SUBMIT_USAGE}")
+    recipe = recipe_for(Path(words[0]), overrides)
+    recipe = replace(recipe, name=overrides.get("name", recipe.name))
+    if own.pop("submit", False) or own.keys() - {"dry-run"}:
+        return submit_recipe(recipe, overrides, own, words[0])
+    if own.get("dry-run"):
+        print(preview(recipe, overrides))
+        return 0
+    from hpcrl.launch.local import run_recipe
+
+    root = directory_of(recipe, overrides)
+    status = run_recipe(recipe, overrides | {"run_dir": str(root)}, None)
+    for line in found(root):
+        print(line)
+    return status
+
+
+def found(root: Path) -> list[str]:
+    """The results of an evaluation, a line a set."""
+    rows = [row for row in read_metrics(root / "metrics.jsonl") if any(key.startswith("eval/") for key in row)]
+    if not rows:
+        return []
+    lines = []
+    for name in sorted({key.split("/")[1] for key in rows[-1] if key.startswith("eval/")}):
+        values = {key.removeprefix(f"eval/{name}/"): value for key, value in rows[-1].items() if key.startswith(f"eval/{name}/")}
+        more = [f"{key} {values[key]:.3f}" for key in sorted(values, key=_order) if "@" in key]
+        ci = f"({values['ci_low']:.3f} to {values['ci_high']:.3f})" if values.get("ci_low") is not None else ""
+        parts = [f"{values['accuracy']:.3f} {ci}".strip(), *more, f"truncated {values['truncated_ratio']:.3f}"]
+        lines.append(f"{name}: {', '.join(parts)}, {values['n']:.0f} responses")
+    return lines
+
+
+def _order(name: str) -> tuple[str, int]:
+    kind, _, number = name.partition("@")
+    return kind, int(number) if number.isdecimal() else 0
+
+
+# ---- what is evaluated
+
+
+def recipe_for(what: Path, overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe of an evaluation of `what`.  UsageError says why there is none."""
+    if what.suffix == ".toml":
+        return _of_recipe(load_recipe(what), overrides)
+    if not what.is_dir():
+        raise UsageError(f"{what} is neither a recipe (.toml) nor a directory", "name a recipe, a checkpoint or a model")
+    if (what / "config.json").is_file():
+        return _recipe(what.resolve().name, what, (), {"hf_checkpoint": str(what.resolve())}, overrides)
+    return _of_checkpoint(what.resolve(), overrides)
+
+
+def _of_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """Of the last stage that evaluates, or else of the last."""
+    evaluating = [stage for stage in recipe.stages if "eval_interval" in recipe.values | stage.values]
+    stage = (evaluating or recipe.stages)[-1]
+    values = recipe.values | stage.values
+    start = str(overrides.get("load") or values.get("load") or "")
+    if "{run}" in start:
+        raise UsageError(
+            f"stage {stage.name} of {recipe.path.name} starts from {start}, which another stage makes",
+            "give --load CHECKPOINT, or name the run that has trained it: hpcrl eval RUN",
+        )
+    return _recipe(recipe.name, recipe.path, recipe.prepare, values, overrides)
+
+
+def _of_checkpoint(what: Path, overrides: Mapping[str, Any]) -> Recipe:
+    """Of a run, of the folder of its checkpoints, or of one of them."""
+    step = _STEP.fullmatch(what.name)
+    folder = what.parent if step else what
+    run = next((path for path in (what, *what.parents[:2]) if (path / "options.json").is_file()), None)
+    stages = [path.parent for path in what.glob("*/options.json")] if run is None else []
+    if stages:
+        run = max(stages, key=lambda path: (path / "options.json").stat().st_mtime)
+    if run is None:
+        if not (folder / TRACKER).is_file():
+            raise UsageError(
+                f"{what} holds no run, no checkpoint and no Hugging Face model",
+                f"it has no options.json, {TRACKER} or config.json",
+            )
+        values: dict[str, Any] = {}
+    else:
+        values = _changed(run / "options.json")
+        if folder == run or folder == run.parent:
+            folder = Path(values.get("save") or run / "checkpoints")
+    values |= {"load": str(folder)} | ({"ckpt_step": int(step[1])} if step else {})
+    if not step:
+        values.pop("ckpt_step", None)
+    name = f"{(run or what).name}-{what.name}" if step else (run or what).name
+    return _recipe(name, what, (), values, overrides)
+
+
+def _changed(path: Path) -> dict[str, Any]:
+    """What an options.json says otherwise than the defaults.  UsageError if it cannot be read."""
+    try:
+        said = Options.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}", "name its checkpoint, and give --hf-checkpoint") from error
+    plain = json.loads(said.model_dump_json())
+    return {name: value for name, value in plain.items() if getattr(said, name) != _default(name)}
+
+
+def _default(name: str) -> Any:
+    return Options.model_fields[name].get_default(call_default_factory=True)
+
+
+# ---- the recipe that is made of it
+
+
+def _recipe(name: str, path: Path, prepare: Any, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe that evaluates, of what is left of `values` without training."""
+    left = {key: value for key, value in values.items() if key not in _TRAINING and value is not None}
+    left |= {"num_rollout": 0, "eval_interval": 1}
+    with contextlib.suppress(ValidationError):  # which whoever resolves the recipe says better
+        for key in inert(Options.model_validate(left | overrides)).keys() & left.keys() - overrides.keys():
+            del left[key]
+    if not (left | overrides).keys() & {"eval_prompt_data", "eval_config"}:
+        raise UsageError("nothing to evaluate is named", "give --eval-prompt-data NAME PATH, or --eval-config")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name}-eval")
+    text = recipe_text(name, prepare, left)
+    return Recipe(name, path.resolve(), left, tuple(prepare), (Stage("", {}),), text)
+
+
+def recipe_text(name: str, prepare: Any, values: Mapping[str, Any]) -> str:
+    """The recipe's file."""
+    lines = ["# made by hpcrl eval", f"name = {spell(name)}"]
+    lines += [f"prepare = {spell([list(command) for command in prepare])}"] if prepare else []
+    tables = {key: value for key, value in values.items() if key in ("megatron", "vllm")}
+    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if key not in tables]
+    for key, table in tables.items():
+        lines += ["", f"[{key}]", *(f"{spell(inner)} = {_toml(value)}" for inner, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML has it: as JSON, but for tables."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{spell(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return spell(value)

@@ -1,0 +1,64 @@
+"""What Megatron's settings say of the model and ask of the packages, looked at before any node is.
+
+Invariant: refused here is only what a trainer would refuse as well; where the model or the packages cannot be seen, nothing is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hpcrl.config.options import Options
+from hpcrl.config.passthrough import as_flag, locate
+from hpcrl.config.setting_names import gather_table
+from hpcrl.errors import DataError, UsageError, failures, raise_together
+from hpcrl.launch.site import Site
+from hpcrl.model_files.config_json import CONFIG, read_object
+from hpcrl.models.family import check_spec, find_family
+from hpcrl.models.model_args import check_model_args
+from hpcrl.trainer.megatron import needed_parts
+
+
+def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> None:
+    """UsageError for all that cannot be.  same_packages: whether this interpreter's are those of the nodes."""
+    wrong = [error for options in stages for error in failures((check_model,), options)]
+    if same_packages:
+        wrong += [problem for options in stages for problem in missing_packages(options)]
+    raise_together([*{str(error): error for error in wrong}.values()])
+
+
+def same_packages(site: Site) -> bool:
+    """Whether the nodes run this interpreter, so that its packages are theirs."""
+    return site.python in (None, sys.executable) and site.container.kind == "none" and site.trainer.gpus_per_node != 0
+
+
+def check_model(options: Options) -> None:
+    """UsageError if --spec or a flag of Megatron's says otherwise than config.json, where it can be read."""
+    directory = options.hf_checkpoint or ""
+    try:
+        config = read_object(Path(directory), CONFIG)
+        if config is None:
+            return  # it may be on the nodes alone
+        family = find_family(config, directory)
+        fields, gpt = family.transformer(config), family.gpt(config)
+    except DataError as error:
+        raise UsageError(error.what, error.hint) from None
+    check_spec(options.spec, config)
+    sizes = {name: config.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    check_model_args(gather_table("megatron", options.megatron, "[megatron]"), fields, {**gpt, **family.facts, **sizes})
+
+
+def missing_packages(options: Options, installed: Callable[[str], bool] | None = None) -> Iterator[UsageError]:
+    """Settings whose package is not installed here; none where Megatron-core itself is not: this is no place to train then."""
+    there = installed or (lambda name: importlib.util.find_spec(name) is not None)
+    if not locate("megatron"):
+        return
+    for name, value, part in needed_parts.settings_with_parts(options.megatron):
+        packages = needed_parts.PARTS[part]
+        if not any(there(package) for package in packages):
+            yield UsageError(
+                f"{as_flag(name, value)} needs {part}, and {' or '.join(packages)} is not installed",
+                "install it, or leave the flag out",
+            )

@@ -1,0 +1,81 @@
+"""Which experts each token went to, in a vLLM worker whose model runner does not tell: that of the CPU build.
+
+vLLM's routers have a place for whoever wants to see their choice, and its runner says which rows of a forward pass are whose;
+the rest is a table for every request that asks for it.  On CUDA vLLM's own (`--enable-return-routed-experts`) does the same.
+
+Invariants: nothing of vLLM is replaced; a request's table has a row for every token that was read, at that token's position,
+however its prompt was cut into passes; what is read from a cache is never read, so the prefix cache must be off; a table is
+there until it is taken, and only of requests that have asked.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+from hpcrl.token_frames import EXPERTS
+
+
+class Rows(NamedTuple):
+    """Rows [begin, end) of a forward pass are the tokens of a request from `position` on."""
+
+    table: np.ndarray
+    position: int
+    begin: int
+    end: int
+
+
+class ExpertTables:
+    """The tables of one worker.  runner: vLLM's model runner.  ValueError if its routers' choice cannot be seen."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._tables, self._pass = runner, {}, []  # type: ignore[var-annotated]
+        layers = sorted((m for m in runner.model.modules() if isinstance(m, MoERunner)), key=lambda m: m.layer_id)
+        if not layers:
+            raise ValueError("the model has no layer with experts")
+        for place, layer in enumerate(layers):
+            if layer._quant_method.is_monolithic:
+                raise ValueError(f"{type(layer._quant_method).__name__} chooses experts inside its kernel")
+            layer.router.set_capture_fn(partial(self._see, place))
+        first = layers[0].router
+        dtype = np.dtype("u1") if first.global_num_experts <= 256 else np.dtype("<u2")
+        self._shape, self._dtype = (len(layers), first.top_k), dtype
+
+    def take(self, request: str, tokens: int) -> tuple[int, int, bytes]:
+        """(layers with experts, bytes of each, the table [tokens, layers, bytes]) of a request, which is then forgotten.
+
+        tokens: that were read, at most; there are fewer, or none, of a request that ended before.
+        """
+        table = self._tables.pop(request, np.zeros((0, *self._shape), self._dtype))
+        return self._shape[0], self._shape[1] * self._dtype.itemsize, table[:tokens].tobytes()
+
+    def _see(self, place: int, experts: torch.Tensor) -> None:
+        """A router has chosen [rows, experts a token]."""
+        if place == 0:
+            self._pass = self._whose()
+        if self._pass:
+            chosen = experts.cpu().numpy()
+            for rows in self._pass:
+                rows.table[rows.position : rows.position + rows.end - rows.begin, place] = chosen[rows.begin : rows.end]
+
+    def _whose(self) -> list[Rows]:
+        """The rows of the pass that has just begun, of requests that ask."""
+        batch, found = self._runner.input_batch, []
+        bounds = self._runner.query_start_loc.np
+        for number, name in enumerate(batch.req_ids):
+            params = self._runner.requests[name].sampling_params
+            if params is None or not (params.extra_args or {}).get(EXPERTS):
+                continue
+            begin, end = int(bounds[number]), int(bounds[number + 1])
+            position = int(batch.num_computed_tokens_cpu[number])
+            table = self._tables.get(name)
+            if table is None and position == 0:  # else it has been taken: a pass that was under way when the request ended
+                most = self._runner.requests[name].num_prompt_tokens + (params.max_tokens or 0)
+                table = self._tables[name] = np.zeros((most, *self._shape), self._dtype)
+            if table is not None and end - begin <= len(table) - position:
+                found.append(Rows(table, position, begin, end))
+        return found

@@ -1,0 +1,1 @@
+"""How many bytes a run will take, on each GPU and on each host, before anything is started; docs/memory.md has the formulas."""

@@ -1,0 +1,70 @@
+"""Bytes that a GPU of an engine takes, and how many tokens its KV cache holds: a pure function of config.json and the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcrl.config.options import Options
+from hpcrl.config.passthrough import settings
+from hpcrl.memory.parameters import whole_model
+from hpcrl.memory.training import GIB, longest_sample
+from hpcrl.models.family import Config, Family
+
+#: what vLLM's forward passes need beside weights and cache: not computed, an allowance
+WORKING = 3 * GIB
+UTILIZATION = 0.9  #: vLLM's share of a GPU where it is not installed here to ask
+_ITEMS = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class EngineTerms:
+    """gpu: bytes by what takes them; cached_tokens: of all requests together; at_once: samples of full length among them."""
+
+    gpu: Mapping[str, float]
+    cached_tokens: int
+    at_once: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.gpu.values())
+
+
+def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: float) -> EngineTerms:
+    """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not fit."""
+    size = options.rollout_num_gpus_per_engine
+    weights = model_bytes(options, family, config) / size
+    bucket = float(options.update_weight_buffer_size)
+    cache = gpu_bytes * utilization(options) - weights - WORKING
+    tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
+    terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING), "weight update": bucket}
+    return EngineTerms(terms, tokens, tokens // longest_sample(options))
+
+
+def utilization(options: Options) -> float:
+    """The share of a GPU that vLLM takes for weights, cache and working memory."""
+    given = options.vllm.get("gpu_memory_utilization")
+    if given is not None:
+        return float(given)
+    found = (settings("vllm") or {}).get("gpu_memory_utilization")
+    try:
+        return float(found.default) if found else UTILIZATION
+    except ValueError:
+        return UTILIZATION
+
+
+def model_bytes(options: Options, family: Family, config: Config) -> float:
+    """Bytes of the weights that an engine serves: with a quantization_config, matrices of one byte and bf16 embeddings."""
+    count = whole_model(family, config)
+    plain = 2 * config["vocab_size"] * config["hidden_size"]
+    if config.get("quantization_config"):
+        return (count.all - plain) * 1.0 + plain * 2.0
+    return count.all * (2.0 if options.bf16 else 4.0)
+
+
+def token_bytes(options: Options, family: Family, config: Config) -> float:
+    """Bytes of one token in the KV cache of one GPU: keys and values of every layer; with fewer heads than GPUs each holds one."""
+    fields = family.transformer(config)
+    heads = max(1.0, fields["num_query_groups"] / options.rollout_num_gpus_per_engine)
+    item = _ITEMS.get(str(options.vllm.get("kv_cache_dtype")), 2 if options.bf16 else 4)
+    return 2.0 * fields["num_layers"] * heads * fields["kv_channels"] * item

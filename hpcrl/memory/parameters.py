@@ -1,0 +1,151 @@
+"""How many parameters a rank holds, by its pipeline stage: a pure function of config.json and the layout.
+
+Invariant: counted from the family's own rules, tensor by tensor, so a family needs no second place that knows its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.models.family import Config, Family, Rule, tied
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parallel sizes that a rank's share depends on.
+
+    copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP); expert_copies: the
+    same for the weights of experts.
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    copies: int
+    expert_copies: int
+    sequence_parallel: bool
+    virtual_stages: int
+
+    @classmethod
+    def of(cls, options: Options, layers: int) -> Layout:
+        """The layout that the options ask for."""
+        tp, pp, cp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size, options.context_parallel_size
+        ep, etp = options.expert_model_parallel_size, options.expert_tensor_size
+        each = options.num_layers_per_virtual_pipeline_stage
+        stages = layers // (pp * each) if each else options.num_virtual_stages_per_pipeline_rank or 1
+        return cls(
+            tp,
+            pp,
+            cp,
+            ep,
+            etp,
+            copies=options.world_size // (tp * pp),
+            expert_copies=options.world_size // (etp * ep * pp),
+            sequence_parallel=options.sequence_parallel and tp > 1,
+            virtual_stages=stages,
+        )
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of one rank: dense ones, spread over TP, and those of experts, spread over EP and ETP."""
+
+    dense: int
+    expert: int
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.expert
+
+
+def stage_layers(layers: int, layout: Layout, stage: int, megatron: Mapping[str, Any]) -> list[int]:
+    """Numbers of the layers on a pipeline stage; with virtual stages, of all its chunks.
+
+    megatron: fields that the user set; read are the lengths of uneven first and last stages.
+    """
+    first, last = megatron.get(FIRST), megatron.get(LAST)
+    if first or last:
+        middle = layout.pp - bool(first) - bool(last)
+        rest = layers - (first or 0) - (last or 0)
+        sizes = [rest // middle if middle else 0] * layout.pp
+        sizes[0], sizes[-1] = first or sizes[0], last or sizes[-1]
+        start = sum(sizes[:stage])
+        return list(range(start, start + sizes[stage]))
+    chunks = layout.pp * layout.virtual_stages
+    cuts = [layers * number // chunks for number in range(chunks + 1)]  # even cuts, but for layouts of the user's own
+    return [layer for number in range(stage, chunks, layout.pp) for layer in range(cuts[number], cuts[number + 1])]
+
+
+def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]) -> Count:
+    """Parameters of a rank on a pipeline stage."""
+    fields = family.transformer(config)
+    layers = stage_layers(fields["num_layers"], layout, stage, megatron)
+    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
+    found = [_layer(family, config, layout, bool(sparse[layer])) for layer in layers]
+    dense = sum(count.dense for count in found) + _ends(config, fields, layout, stage)
+    return Count(dense, sum(count.expert for count in found))
+
+
+def whole_model(family: Family, config: Config) -> Count:
+    """Parameters of the whole model."""
+    return on_stage(family, config, Layout(1, 1, 1, 1, 1, 1, 1, False, 1), 0, {})
+
+
+def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int) -> int:
+    """Embedding, final norm and output layer, as far as they lie on the stage."""
+    width = -(-config["vocab_size"] // layout.tp) * fields["hidden_size"]
+    last = stage == layout.pp - 1
+    output = last and not (tied(config) and layout.pp == 1)  # on a last stage of its own, a tied one is a copy
+    return (width if stage == 0 else 0) + (width if output else 0) + (fields["hidden_size"] if last else 0)
+
+
+def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Count:
+    fields = family.transformer(config)
+    dense = expert = 0
+    for rule in _rules(family, fields, experts):
+        if ".experts." in rule.megatron:
+            expert += _experts(rule, fields, layout)
+        else:
+            dense += _dense(rule, fields, layout.tp)
+    return Count(dense, expert)
+
+
+def _rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
+    """Rules of a layer, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
+    seen: set[Sequence[str]] = set()
+    kinds = ("all", "experts" if experts else "dense")
+    for rule in family.rules:
+        mine = "{layer}" in rule.megatron and rule.layers in kinds and (not rule.needs or fields.get(rule.needs))
+        if mine and rule.hf not in seen and not rule.megatron.endswith("expert_bias"):  # which is a buffer
+            seen.add(rule.hf)
+            yield rule
+
+
+def _experts(rule: Rule, fields: Mapping[str, Any], layout: Layout) -> int:
+    """One of the two matrices of every expert of a rank."""
+    width = fields["moe_ffn_hidden_size"] * (2 if rule.kind in ("gate_up", "fused_gate_up") else 1)
+    return fields["num_moe_experts"] // layout.ep * (width // layout.etp) * fields["hidden_size"]
+
+
+def _dense(rule: Rule, fields: Mapping[str, Any], tp: int) -> int:
+    """A rank's part of a tensor of a layer."""
+    hidden, head = fields["hidden_size"], fields["kv_channels"]
+    name = rule.megatron
+    if rule.kind == "same":
+        if ".q_layernorm." in name or ".k_layernorm." in name:
+            return head
+        return hidden * fields["num_moe_experts"] if ".router." in name else hidden
+    if rule.kind == "qkv":
+        rows = (fields["num_attention_heads"] + 2 * fields["num_query_groups"]) * head // tp
+        return rows if name.endswith("bias") else rows * hidden
+    if "linear_proj" in name:
+        return hidden * fields["num_attention_heads"] * head // tp
+    size = fields["moe_shared_expert_intermediate_size"] if "shared_experts" in name else fields["ffn_hidden_size"]
+    return hidden * size // tp * (2 if rule.kind in ("gate_up", "fused_gate_up") else 1)

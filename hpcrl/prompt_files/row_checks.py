@@ -1,0 +1,199 @@
+"""What a row of a prompt file must hold, and what it says: the prompt, the label, the metadata, the tools.
+
+Invariant: pure functions of a row and the keys; every fault is a DataError that names file and line.  A row that passes can be
+rendered, unless the chat template itself refuses it, and be graded, as far as its label is concerned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import EvalSet
+from hpcrl.config.reward_names import RewardWord, declared, file_of, needing_labels, read_words
+from hpcrl.config.rules.option_rules import label_key
+from hpcrl.errors import DataError
+from hpcrl.prompt_files.rows import kind_of_json
+
+Messages = list[dict[str, Any]]
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a row has what.
+
+    label None: labels are not wanted; label_needed: the reward compares with it (or it is learned); own_types: the metadata's
+    rm_type takes the reward's place; learned: the keys of responses that are learned, or, with `conversation`, none of them:
+    then the prompt is a whole conversation, whose assistant turns are learned.
+    """
+
+    input: str = "input"
+    label: str | None = None
+    metadata: str = "metadata"
+    tools: str = "tools"
+    chat_template: bool = False
+    label_needed: bool = False
+    own_types: bool = True
+    learned: tuple[str, ...] = ()
+    conversation: bool = False
+
+    @classmethod
+    def of(cls, options: Options) -> Keys:
+        """Those of the training prompts.  UsageError if a label is needed and no key is given."""
+        learns, label = options.learns_labels, label_key(options)
+        return cls(
+            options.input_key,
+            label,
+            options.metadata_key,
+            options.tool_key,
+            options.apply_chat_template,
+            label_needed=learns or needs_label(options, read_words(options.rm_type)),
+            own_types=options.custom_rm_path is None,
+            learned=tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
+            conversation=learns and label is None,
+        )
+
+    @classmethod
+    def of_set(cls, held: EvalSet) -> Keys:
+        """Those of a held-out set."""
+        return cls(
+            held.input_key,
+            held.label_key,
+            held.metadata_key,
+            held.tool_key,
+            held.apply_chat_template,
+            label_needed=held.needs_label,
+            own_types=held.own_types,
+        )
+
+
+def needs_label(options: Options, words: Sequence[RewardWord]) -> bool:
+    """Whether a reward compares with the label, as far as that is known."""
+    return options.custom_rm_path is None and bool(needing_labels(words))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row says.  raw: the prompt as it stands there; text or messages: the prompt; tools: their schemas."""
+
+    raw: Any
+    text: str | None
+    messages: Messages | None
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
+    learned: tuple[Any, ...] = ()
+
+
+def read_row(where: str, row: dict[str, Any], keys: Keys) -> Row:
+    """Check a row.  where: its file and line, for the DataError."""
+    metadata = _metadata(where, row, keys)
+    label = _label(where, row, keys, metadata)
+    for key in keys.learned[1:]:
+        _wanted(where, row, key, "--rejected-key")
+    for key in keys.learned:
+        if isinstance(row[key], bool) or not isinstance(row[key], str | int | float):
+            said = "the label" if key == keys.label else f"the worse response ({key!r})"
+            raise DataError(f"{where}: {said} is neither text nor a number but {kind_of_json(row[key])}")
+    raw = _wanted(where, row, keys.input, "--input-key")
+    text, messages = _prompt(where, raw, keys)
+    tools = _tools(where, row, keys)
+    return Row(raw, text, messages, label, metadata, tools, tuple(row[key] for key in keys.learned))
+
+
+def _wanted(where: str, row: dict[str, Any], key: str, flag: str) -> Any:
+    if row.get(key) is None:
+        what = f"{key!r} is null" if key in row else f"no key {key!r}"
+        raise DataError(f"{where}: {what}", f"its keys are {', '.join(sorted(row))}; {flag} chooses one")
+    return row[key]
+
+
+def _metadata(where: str, row: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    found = row.get(keys.metadata)
+    if found is not None and not isinstance(found, dict):
+        raise DataError(f"{where}: {keys.metadata!r} is not a JSON object but {kind_of_json(found)}")
+    if keys.own_types and found and not isinstance(name := found.get("rm_type"), str | None):
+        raise DataError(f"{where}: metadata rm_type is {name!r}, not the name of a reward")
+    return found or {}
+
+
+def _label(where: str, row: dict[str, Any], keys: Keys, metadata: dict[str, Any]) -> Any:
+    """The label: text, a number, true or false, a list, an object; null where the row's reward compares with none."""
+    if keys.label is None:
+        return None
+    own = metadata.get("rm_type") if keys.own_types else None
+    file = file_of(own.strip()) if isinstance(own, str) else None
+    needed = bool(declared(file)["NEEDS_LABEL"]) if file and not keys.learned else keys.label_needed
+    if needed or (keys.label not in row and file is None):
+        _wanted(where, row, keys.label, "--label-key")
+    return row.get(keys.label)
+
+
+def _prompt(where: str, prompt: Any, keys: Keys) -> tuple[str | None, Messages | None]:
+    """The prompt as text, or as chat messages where a template is to render them."""
+    if isinstance(prompt, list):
+        messages = _messages(where, prompt)
+        if not keys.chat_template:
+            raise DataError(f"{where}: the prompt is a list of chat messages", "give --apply-chat-template")
+        if keys.conversation and messages[-1]["role"] != ASSISTANT:
+            raise DataError(
+                f"{where}: the conversation ends with a message of {messages[-1]['role']!r}, there is nothing to learn at its end",
+                "end it with the assistant's turn, or name the response with --label-key",
+            )
+        return None, messages
+    if not isinstance(prompt, str):
+        raise DataError(f"{where}: the prompt is neither text nor a list of chat messages but {kind_of_json(prompt)}")
+    if keys.conversation:
+        raise DataError(
+            f"{where}: the prompt is text, there is no turn of an assistant to learn", "name the response: --label-key"
+        )
+    return (None, [{"role": "user", "content": prompt}]) if keys.chat_template else (prompt, None)
+
+
+def _messages(where: str, messages: list[Any]) -> Messages:
+    if not messages:
+        raise DataError(f"{where}: the prompt is an empty list")
+    return [_message(where, message) for message in messages]
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    """A chat message, its content as one text; null stays null beside calls of tools."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: a chat message of the prompt is not an object with role and content")
+    content = message.get("content")
+    if isinstance(content, str):
+        return message
+    if content is None and message.get("tool_calls"):
+        return message | {"content": None}
+    if isinstance(content, list):
+        return message | {"content": "".join(_part(where, part) for part in content)}
+    shown = "null" if content is None else kind_of_json(content)
+    raise DataError(
+        f"{where}: the content of a chat message is {shown}: role and content as text, or a list of parts, are wanted"
+    )
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else kind_of_json(part)
+    raise DataError(f"{where}: a part of a chat message is {kind!r}, only text is read", "leave out images, audio and video")
+
+
+def _tools(where: str, row: dict[str, Any], keys: Keys) -> list[Any] | None:
+    """The schemas of the tools that the template is to show: a list, or one written as JSON text."""
+    found = row.get(keys.tools) if keys.chat_template else None
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError as error:
+            raise DataError(f"{where}: {keys.tools!r} is text that is no JSON: {error}") from None
+    if found is not None and (not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found)):
+        raise DataError(f"{where}: {keys.tools!r} is not a list of objects but {kind_of_json(found)}")
+    return found or None

@@ -1,0 +1,161 @@
+"""A prompt file as numbered rows, each read when it is asked for.
+
+Invariant: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes that the
+size and SHA-256 were taken of, or the file is refused as changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+
+from hpcrl.config.prompts.prompt_words import KINDS, PromptWord
+from hpcrl.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+
+
+class Rows(Protocol):
+    """The rows of one prompt file, or of a slice of it.  size: bytes, sha256: of the whole file."""
+
+    path: Path
+    size: int
+    sha256: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Row `index`.  DataError if it is no JSON object, or the file has changed."""
+        ...
+
+    def line(self, index: int) -> int:
+        """Its number in the file, from 1."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Its file and line, for an error."""
+        ...
+
+
+def open_rows(word: PromptWord) -> Rows:
+    """The rows that a word names.  DataError if the file cannot be read, is of no known kind, or the slice is empty."""
+    path = Path(word.path)
+    if path.suffix not in KINDS:
+        raise DataError(
+            f"{path} is no {' or '.join(KINDS)} file",
+            "a prompt file has one JSON object a line and ends in .jsonl, or is parquet",
+        )
+    try:
+        if path.suffix == ".parquet":
+            from hpcrl.prompt_files.parquet_rows import ParquetRows
+
+            rows: Rows = ParquetRows(path, word.rows)
+        else:
+            rows = JsonlRows(path, word.rows)
+    except OSError as error:
+        raise DataError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
+    if not len(rows):
+        whole = word.whole
+        raise DataError(f"{path if whole else word.word} holds no prompts", "one JSON object a line is wanted" if whole else "")
+    return rows
+
+
+class JsonlRows:
+    """A .jsonl file: one JSON object a line; blank lines count as lines and are no rows."""
+
+    def __init__(self, path: Path, rows: slice = slice(None)) -> None:
+        """Read it once, to the end.  OSError as `open`."""
+        self.path = path
+        self._file = path.open("rb")
+        starts, numbers, self.size, self.sha256 = _index(self._file)
+        taken = range(len(numbers))[rows]
+        first, last = (taken[0], taken[-1] + 1) if len(taken) else (0, 0)
+        self._starts = starts[first : last + 1].copy()
+        self._first_line = int(numbers[first]) if len(taken) else 1
+        together = not len(taken) or int(numbers[last - 1]) - self._first_line == len(taken) - 1
+        self._lines = None if together else numbers[first:last].copy()  # without blank lines they follow from the first
+        self._written = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        begin, end = int(self._starts[index]), int(self._starts[index + 1])
+        text = os.pread(self._file.fileno(), end - begin, begin)
+        if self._stamp() != self._written:
+            raise DataError(f"{self.path} was written to while the run reads it", "put the old file back, and resume the run")
+        try:
+            row = msgspec.json.decode(text.strip() if begin else text.removeprefix(BOM).strip())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.where(index)}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self.where(index)}: not a JSON object but {kind_of_json(row)}")
+        return row
+
+    def line(self, index: int) -> int:
+        return self._first_line + index if self._lines is None else int(self._lines[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, line {self.line(index)}"
+
+
+def _index(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, int, str]:
+    """Where every row of a .jsonl file begins (int64 [rows + 1], the last is its end), their line numbers, its size and SHA-256."""
+    digest, at, begins, lines = hashlib.sha256(), 0, array("q"), array("q")
+    for number, text in enumerate(file, 1):
+        digest.update(text)
+        if not _blank(text, number):
+            begins.append(at)
+            lines.append(number)
+        at += len(text)
+    begins.append(at)
+    return np.asarray(begins, np.int64), np.asarray(lines, np.int64), at, digest.hexdigest()
+
+
+def _blank(text: bytes, number: int) -> bool:
+    """Whether line `number` of a .jsonl file holds no row."""
+    return not (text.removeprefix(BOM) if number == 1 else text).strip()
+
+
+def first_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of the first rows of a .jsonl file, without reading the rest.  DataError as `Rows`."""
+    found = 0
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if _blank(text, number):
+                    continue
+                try:
+                    row = msgspec.json.decode(text.removeprefix(BOM).strip() if number == 1 else text.strip())
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise DataError(f"{path}, line {number}: not a JSON object but {kind_of_json(row)}")
+                yield f"{path}, line {number}", row
+                found += 1
+                if found == count:
+                    return
+    except OSError as error:
+        raise DataError(f"cannot read the prompt file {path}: {error.strerror}") from error
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def kind_of_json(value: Any) -> str:
+    """A JSON value's kind, for a message."""
+    names = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""Held-out sets: their responses, and the numbers that are made of them."""

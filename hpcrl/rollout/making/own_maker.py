@@ -1,0 +1,144 @@
+"""A rollout made by a function of the user's (--rollout-function-path), in place of `maker.py`.
+
+    groups = await data_source.get_samples(4)          # of four prompts: samples that wait for their response
+    done = await data_source.generate(groups[0][0])    # sampled by the engines, and graded: one sample, or several
+
+Invariants: the function can lose or invent no group: what it returns is checked against what it was given, and groups that it was
+given and did not return are dropped, with a reason; whatever it raises is one error that names the option.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpcrl.config.dotted_path import named, settled, short
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.batch_assembly import Rollout
+from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.ledger.held import Held
+from hpcrl.rollout.making.maker import Made
+from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.samplers.sampler import Asked, Sampler
+from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
+
+UNUSED = "unused"  #: the reason of groups that the function was given and did not return
+
+
+class RolloutSource:
+    """What the function is given as data_source, for one rollout."""
+
+    def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, rollout_id: int, version: int) -> None:
+        self._options, self._shelf, self._sampler = options, shelf, sampler
+        self._rollout_id, self._version = rollout_id, version
+        self.held: dict[int, Held] = {}
+
+    async def get_samples(self, count: int) -> list[list[Sample]]:
+        """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status "pending"."""
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
+        finished, unfinished = await self._shelf.take(count, self._rollout_id, self._version)
+        self.held |= {held.number: held for held in (*finished, *unfinished)}
+        return [self._pending(held) for held in sorted((*finished, *unfinished), key=lambda held: held.number)]
+
+    def _pending(self, held: Held) -> list[Sample]:
+        found = []
+        for index in range(self._options.n_samples_per_prompt):
+            sample = Completion.empty(PENDING).sample(held.number, index, held.group.prompt, "")
+            found += held.finished.get(index, [sample])  # an earlier attempt may have left some on disk
+        return found
+
+    async def generate(self, sample: Sample) -> list[Sample]:
+        """The run's own way from a pending sample to finished ones, reward included; a finished one comes back as it is."""
+        if sample.status != PENDING:
+            return [sample]
+        if sample.group not in self.held:
+            raise ValueError(f"group {sample.group} is none of this rollout's")
+        return await self._sampler.make(Asked(self.held[sample.group].group, sample.index, self._rollout_id, self._version))
+
+    async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The same for all samples of a group, side by side."""
+        found = await asyncio.gather(*(self.generate(sample) for sample in samples))
+        return [sample for several in found for sample in several]
+
+
+class OwnMaker:
+    """Makes one rollout after another by the function of --rollout-function-path."""
+
+    def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, function: Callable[..., Any]) -> None:
+        self._options, self._shelf, self._sampler, self._function = options, shelf, sampler, function
+        self._shown = f"--rollout-function-path {options.rollout_function_path}"
+
+    def __str__(self) -> str:
+        """Who is awaited, for an error."""
+        return f"what {self._shown} makes"
+
+    async def make(self, rollout_id: int, version: int) -> Made:
+        """The rollout, as `Maker.make`.  HpcrlError if the function raises, or returns no whole batch of what it was given."""
+        source = RolloutSource(self._options, self._shelf, self._sampler, rollout_id, version)
+        with named(self._shown):
+            found = await settled(self._function(self._options, rollout_id, source, evaluation=False))
+        groups = getattr(found, "samples", found)
+        metrics = getattr(found, "metrics", None) or {}
+        batch = [self._held(source, group) for group in self._whole(groups)]
+        if len({held.number for held in batch}) < len(batch):
+            raise HpcrlError(f"{self._shown} returned a group twice")
+        batch.sort(key=lambda held: held.number)
+        for held in batch:
+            if held.number in self._shelf.ledger.in_flight:
+                await self._shelf.write(held)
+                self._shelf.finish(held)
+        unused = [held for number, held in source.held.items() if number not in {kept.number for kept in batch}]
+        self._shelf.drop(unused, UNUSED)
+        self._shelf.hand_over(rollout_id, batch)
+        rollout = Rollout(rollout_id, version, [held.group for held in batch], self._options.n_samples_per_prompt)
+        for held in batch:
+            for samples in held.finished.values():
+                rollout.add(samples)
+        dropped = [sample for held in unused for sample in held.all_samples()]
+        return Made(rollout, self._numbers(metrics), dropped)
+
+    def _whole(self, groups: Any) -> list[list[Sample]]:
+        wanted = self._options.rollout_batch_size
+        if (
+            not isinstance(groups, list)
+            or len(groups) != wanted
+            or not all(isinstance(group, list) and group for group in groups)
+        ):
+            count = f" of {len(groups)}" if isinstance(groups, list) else ""
+            raise HpcrlError(f"{self._shown} returned {type(groups).__name__}{count}, a list of {wanted} groups is wanted")
+        return groups
+
+    def _held(self, source: RolloutSource, group: list[Sample]) -> Held:
+        """What a returned group is here, with its samples."""
+        number = getattr(group[0], "group", None)
+        held = source.held.get(number) if isinstance(number, int) else None
+        if held is None or not all(isinstance(sample, Sample) and sample.group == number for sample in group):
+            raise HpcrlError(f"{self._shown} returned a group that is none of those it was given: {short(group)}")
+        found: dict[int, list[Sample]] = {}
+        for sample in group:
+            if sample.status not in (COMPLETED, TRUNCATED) or not math.isfinite(sample.reward):
+                state = f"{sample.status}, with reward {sample.reward:g}"
+                raise HpcrlError(f"{self._shown} returned sample {sample.index} of group {number} {state}: it must be finished")
+            found.setdefault(sample.index, []).append(sample)
+        if set(found) != set(range(self._options.n_samples_per_prompt)):
+            has = ", ".join(map(str, sorted(found)))
+            raise HpcrlError(
+                f"{self._shown} returned of group {number} the responses {has}, not all {self._options.n_samples_per_prompt}"
+            )
+        held.finished = found
+        return held
+
+    def _numbers(self, metrics: Any) -> dict[str, float]:
+        try:
+            if not isinstance(metrics, Mapping):
+                raise TypeError
+            found = {f"rollout/{str(name).removeprefix('rollout/')}": float(value) for name, value in metrics.items()}
+            if not all(map(math.isfinite, found.values())):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise HpcrlError(f"{self._shown} returned metrics {short(metrics)}, names with finite numbers are wanted") from None
+        return found

@@ -1,0 +1,194 @@
+"""`hpcrl eval`: what it makes of recipes, runs and checkpoints; and what is refused before a run directory exists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.commands.evaluate import evaluate, found, recipe_for
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.errors import DataError, UsageError
+from hpcrl.prompt_files.early_look import findings, look_at
+
+REPO = Path(__file__).parents[2]
+PLACES = {"run": "/run", "prepared": "/run/prepared"}
+
+
+def options_of(recipe: Recipe, tmp_path: Path, **overrides: Any) -> Options:
+    """As the run itself will read them: from the copy of the recipe's text."""
+    (tmp_path / "copy.toml").write_text(str(recipe.text))
+    again = load_recipe(tmp_path / "copy.toml")
+    assert resolve_stages(again, overrides, PLACES) == resolve_stages(recipe, overrides, PLACES)
+    (options,) = resolve_stages(again, overrides, PLACES)
+    return options
+
+
+def test_a_recipe_is_evaluated_without_what_says_how_to_train(tmp_path: Path) -> None:
+    given = {"load": "/somewhere/checkpoints"}
+    recipe = recipe_for(REPO / "examples" / "quickstart.toml", given)
+    options = options_of(recipe, tmp_path, **given)
+    assert (options.num_rollout, options.eval_interval, options.load, options.name) == (0, 1, given["load"], "quickstart-eval")
+    assert (options.n_samples_per_eval_prompt, options.rm_type, options.prompt_data) == (4, "math", None)
+    assert options.lr == Options().lr and recipe.prepare
+    with pytest.raises(
+        UsageError, match="stage grpo of quickstart.toml starts from .*another stage makes; give --load CHECKPOINT"
+    ):
+        recipe_for(REPO / "examples" / "quickstart.toml", {})
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "examples").glob("*.toml")))
+def test_every_example_that_evaluates_can_be_evaluated(name: str, tmp_path: Path) -> None:
+    given = {"load": "/c", "eval_prompt_data": ["held", "held.jsonl"]}
+    options = options_of(recipe_for(REPO / "examples" / name, given), tmp_path, **given)
+    assert options.only_evaluates and options.num_engines > 0
+
+
+def run_dir(path: Path, **values: Any) -> Path:
+    """A run that was trained, as far as an evaluation looks at it."""
+    base = {
+        "hf_checkpoint": "/model",
+        "prompt_data": "/p.jsonl",
+        "label_key": "a",
+        "rm_type": "math",
+        "num_rollout": 9,
+        "lr": 1e-5,
+    }
+    base |= {"rollout_num_gpus": 1, "actor_num_gpus_per_node": 1, "n_samples_per_prompt": 4, "advantage_estimator": "rloo"}
+    (path / "checkpoints" / "iter_0000004").mkdir(parents=True)
+    (path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    (path / "options.json").write_text(Options(**(base | values)).model_dump_json())
+    return path
+
+
+def test_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "r1", vllm={"max_num_seqs": 7}, megatron={"recompute_granularity": "full"})
+    given = {"eval_prompt_data": ["held", "h.jsonl"]}
+    for what, step in ((run, None), (run / "checkpoints", None), (run / "checkpoints" / "iter_0000004", 4)):
+        options = options_of(recipe_for(what, given), tmp_path, **given)
+        assert (options.load, options.ckpt_step) == (str(run / "checkpoints"), step)
+        assert (options.hf_checkpoint, options.rm_type, options.vllm) == ("/model", "math", {"max_num_seqs": 7})
+        assert options.advantage_estimator == "grpo" and options.num_rollout == 0
+    staged = tmp_path / "r2"
+    run_dir(staged / "grpo")
+    assert options_of(recipe_for(staged, given), tmp_path, **given).load == str(staged / "grpo" / "checkpoints")
+    with pytest.raises(UsageError, match="nothing to evaluate is named; give --eval-prompt-data NAME PATH"):
+        recipe_for(run, {})
+
+
+def test_a_checkpoint_without_a_run_and_a_model(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("4")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    given = {"eval_prompt_data": ["h.jsonl"], "rm_type": "random", "rollout_num_gpus": 1, "actor_num_gpus_per_node": 1}
+    options = options_of(recipe_for(tmp_path / "ckpt", given), tmp_path, **given, hf_checkpoint="/m")
+    assert options.load == str(tmp_path / "ckpt")
+    options = options_of(recipe_for(tmp_path / "model", given), tmp_path, **given)
+    assert options.hf_checkpoint == str(tmp_path / "model") and options.load is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "0 things to evaluate"),
+        (["a", "b"], "2 things to evaluate"),
+        (["absent"], "neither a recipe"),
+        (["{here}"], "holds no run, no checkpoint and no Hugging Face model"),
+    ],
+)
+def test_what_cannot_be_evaluated(argv: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        evaluate([word.format(here=tmp_path) for word in argv])
+
+
+def test_dry_runs_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)  # whatever lies on this machine
+    run = run_dir(tmp_path / "r1")
+    argv = ["eval", str(run), "--eval-prompt-data", "held", "h.jsonl", "--run-dir", str(tmp_path / "out")]
+    assert main([*argv, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "num_rollout = 0" in shown and "engine" in shown
+    assert main([*argv, "--site", "default", "--dry-run"]) == 0
+    assert "#SBATCH" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_the_results_are_lines(tmp_path: Path) -> None:
+    row = {
+        "rollout_id": -1,
+        "eval/a/accuracy": 0.5,
+        "eval/a/ci_low": 0.25,
+        "eval/a/ci_high": 0.75,
+        "eval/a/n": 8,
+        "eval/a/pass@1": 0.5,
+    }
+    row |= {"eval/a/pass@16": 1.0, "eval/a/pass@2": 0.75, "eval/a/truncated_ratio": 0.0, "eval/a/majority@16": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert found(tmp_path) == [
+        "a: 0.500 (0.250 to 0.750), majority@16 0.500, pass@1 0.500, pass@2 0.750, pass@16 1.000, truncated 0.000, 8 responses"
+    ]
+
+
+# ---- before anything is made
+
+
+def options(tmp_path: Path, **values: Any) -> Options:
+    base = {
+        "hf_checkpoint": "m",
+        "prompt_data": str(tmp_path / "p.jsonl"),
+        "label_key": "label",
+        "num_rollout": 1,
+        "rm_type": "math",
+    }
+    return Options(**(base | values))
+
+
+GOOD = '{"input": "1", "label": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("train", "held", "values", "words"),
+    [
+        (GOOD + '{"input": "1"}\n', GOOD, {}, "p.jsonl, line 2: no key 'label'"),
+        ("", GOOD, {}, "p.jsonl holds no prompts"),
+        (GOOD, '{"input": "1"}\n', {}, "h.jsonl, line 1: no key 'label'"),
+        (GOOD, '{"input": "1", "label": null}\n', {}, "h.jsonl, line 1: 'label' is null"),
+        (GOOD, "{\n", {}, "h.jsonl, line 1: not JSON"),
+        (GOOD, GOOD, {"eval_label_key": "truth"}, "no key 'truth'; its keys are input, label"),
+    ],
+)
+def test_a_bad_file_is_refused_at_once(tmp_path: Path, train: str, held: str, values: dict[str, Any], words: str) -> None:
+    (tmp_path / "p.jsonl").write_text(train)
+    (tmp_path / "h.jsonl").write_text(held)
+    both = options(tmp_path, eval_interval=1, eval_prompt_data=[str(tmp_path / "h.jsonl")], **values)
+    with pytest.raises(DataError) as caught:
+        look_at([both])
+    assert words in str(caught.value)
+    assert next(f.what for f in findings([both], tmp_path / "run") if f.level == "fail") in str(caught.value)
+
+
+def test_what_is_not_here_yet_is_left_to_the_run(tmp_path: Path) -> None:
+    absent = options(tmp_path, prompt_data=[str(tmp_path / "p.jsonl"), str(tmp_path / "run" / "q.jsonl")])
+    look_at([absent])
+    assert [(f.level, "made by the run" in f.what) for f in findings([absent], tmp_path / "run")] == [
+        ("warn", False),
+        ("ok", True),
+    ]
+    (tmp_path / "p.jsonl").write_text("{\n" + GOOD)
+    look_at([options(tmp_path, prompt_data=f"{tmp_path}/p.jsonl@[1:]")])
+
+
+def test_no_run_directory_is_made_for_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text('{"input": "1"}\n')
+    (tmp_path / "r.toml").write_text(
+        f'hf_checkpoint = "m"\nprompt_data = "{tmp_path}/p.jsonl"\nlabel_key = "label"\nrm_type = "math"\nnum_rollout = 1\n'
+        "rollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n"
+    )
+    for argv in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):
+        command, *flags = argv
+        assert main([command, str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "out"), *flags]) == 1
+        assert "p.jsonl, line 1: no key 'label'" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,193 @@
+"""The estimate: published sizes, sums over layouts, what changes a term, and the warnings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
+from hpcrl.memory.engine import engine_terms, model_bytes, token_bytes
+from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
+from hpcrl.memory.report import memory_lines
+from hpcrl.memory.training import (
+    GIB,
+    fullest_rank,
+    gradient_bytes,
+    logits_bytes,
+    micro_batches,
+    optimizer_bytes,
+    rank_on,
+    tokens_per_gpu,
+)
+from hpcrl.models.family import find_family
+from hpcrl.slime.arguments import translate
+from tests.slime.guides import GUIDES
+from tests.support.published_models import MODELS
+
+#: parameters in billions, as the models' own pages and files say; GLM-4.5 without its layer for further tokens
+PUBLISHED = {
+    "Qwen2.5-0.5B": 0.494, "Qwen2.5-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-32B": 32.76,
+    "Qwen3-30B-A3B": 30.53, "Qwen3-235B-A22B": 235.1, "Llama-3.1-8B": 8.030, "Llama-3.2-3B": 3.213, "GLM-4-9B-0414": 9.40,
+    "GLM-4.5-Air": 106.85, "GLM-4.5": 352.8,
+}  # fmt: skip
+REFERENCE = {"GLM4-9B": "GLM-4-9B-0414", "Qwen3-4B": "Qwen3-4B", "Qwen3-30B-A3B": "Qwen3-30B-A3B", "GLM-4.5-355B": "GLM-4.5"}
+
+
+def of(name: str) -> tuple[Any, dict[str, Any]]:
+    config = MODELS[name][1]
+    return find_family(config, name), config
+
+
+def guide(name: str, **changes: Any) -> Options:
+    return build_options(translate(GUIDES[name][0]).values | changes)
+
+
+def model_of(name: str) -> tuple[Any, dict[str, Any]]:
+    return of(next(model for start, model in REFERENCE.items() if name.startswith(start)))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    assert whole_model(*of(name)).all / 1e9 == pytest.approx(PUBLISHED[name], rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-30B-A3B", "GLM-4.5"])
+def test_all_ranks_together_hold_the_model(name: str) -> None:
+    family, config = of(name)
+    tied = config["tie_word_embeddings"]
+    layout = Layout(tp=2, pp=4, cp=1, ep=4, etp=1, copies=4, expert_copies=2, sequence_parallel=True, virtual_stages=1)
+    layers = family.transformer(config)["num_layers"]
+    assert sorted(n for stage in range(4) for n in stage_layers(layers, layout, stage, {})) == list(range(layers))
+    counts = [on_stage(family, config, layout, stage, {}) for stage in range(4)]
+    whole = whole_model(family, config)
+    assert sum(count.expert for count in counts) * 4 == whole.expert
+    # norms, routers and a tied embedding's copy lie on more than one rank
+    more = sum(count.dense for count in counts) * 2 - whole.dense
+    copy = config["vocab_size"] * config["hidden_size"] if tied else 0
+    assert 0 <= more - copy <= 0.01 * whole.dense
+
+
+def test_which_layers_lie_on_a_stage() -> None:
+    layout = Layout(1, 4, 1, 1, 1, 1, 1, False, 2)
+    assert stage_layers(16, layout, 1, {}) == [2, 3, 10, 11], "chunk i of every rank comes before chunk i + 1 of any"
+    uneven = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
+    plain = Layout(1, 4, 1, 1, 1, 1, 1, False, 1)
+    assert [len(stage_layers(16, plain, stage, uneven)) for stage in range(4)] == [1, 6, 6, 3]
+    assert [micro_batches(plain, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert micro_batches(layout, 0) == (4 + 6 + 1) / 2
+
+
+def test_what_the_optimizer_takes() -> None:
+    count, layout = Count(1000, 800), Layout(1, 1, 1, 1, 1, 4, 2, False, 1)
+    own = 1000 / 4 + 800 / 2
+
+    def taken(**megatron: Any) -> tuple[float, float]:
+        return optimizer_bytes(Options(megatron=megatron), count, layout)
+
+    assert taken() == (own * 12, 0)
+    assert taken(use_distributed_optimizer=False) == (1800 * 12, 0)
+    assert taken(use_precision_aware_optimizer=True) == (own * 10, 0)
+    assert taken(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", store_param_remainders=False) == (own * 10, 0)
+    assert taken(optimizer_cpu_offload=True) == (own * 4, own * 16)
+    assert taken(optimizer_cpu_offload=True, use_precision_aware_optimizer=True) == (0, own * 16)
+    assert optimizer_bytes(Options(bf16=False), count, layout) == (own * 8, 0)
+    assert gradient_bytes(Options()) == 4 and gradient_bytes(Options(megatron={"grad_reduce_in_fp32": False})) == 2
+
+
+def test_tokens_and_logits() -> None:
+    options = guide("GLM4-9B, 4 + 4")
+    assert tokens_per_gpu(options) == 4608, "a response of 8192 tokens over CP 2 is less"
+    assert tokens_per_gpu(guide("GLM4-9B, 4 + 4", rollout_max_response_len=32768)) == 16384
+    family, config = model_of("GLM4-9B")
+    layout = Layout.of(options, 40)
+    assert logits_bytes(options, config, layout) == 4608 * 151552 / 2 * 10
+    assert logits_bytes(guide("GLM4-9B, 4 + 4", log_probs_chunk_size=512), config, layout) == 512 * 151552 / 2 * 10
+    assert family.model_type == "glm4"
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_guides_trainers_fit_as_they_are_known_to(name: str) -> None:
+    """They run on 80 GB cards, with the engines asleep while they train."""
+    options, (family, config) = guide(name), model_of(name)
+    assert fullest_rank(options, family, config).total < 80 * GIB
+    assert engine_terms(options, family, config, 80 * GIB).at_once > 8
+
+
+def test_355b_needs_its_cpu_adam_and_takes_much_host_memory() -> None:
+    name = "GLM-4.5-355B, BF16 rollouts"
+    family, config = model_of(name)
+    with_it = guide(name)
+    host = 8 * sum(fullest_rank(with_it, family, config).host.values()) / 1e12
+    assert 0.7 < host < 1.6, f"{host:.2f} TB a node of 8; slime's own figure is 1.4 to 1.5"
+    without = with_it.model_copy(update={"megatron": {**with_it.megatron, "optimizer_cpu_offload": False}})
+    assert fullest_rank(without, family, config).total > 80 * GIB
+
+
+def test_a_warning_names_the_term_and_what_to_change() -> None:
+    name = "GLM4-9B, 4 + 4"
+    family, config = model_of(name)
+
+    def warned(options: Options, gpu: float = 80.0) -> str:
+        return "\n".join(line for line in memory_lines(options, family, config, gpu) if line.startswith("warn"))
+
+    options = guide(name)
+    assert warned(options) == ""
+    assert "optimizer weigh most: give --optimizer-cpu-offload" in warned(options, 40)
+    wide = guide(name, max_tokens_per_gpu=65536)
+    assert "logits weigh most: give --log-probs-chunk-size 1024" in warned(wide)
+    chunked = guide(name, max_tokens_per_gpu=131072, log_probs_chunk_size=512, megatron={})
+    assert "activations weigh most: give --recompute-granularity full" in warned(chunked)
+    both = guide("GLM4-9B, colocated", vllm={"gpu_memory_utilization": 0.9})
+    assert "both stay in memory; lower --vllm-gpu-memory-utilization to 0." in warned(both)
+    assert "weights do not fit into the engine's share" in warned(guide(name, vllm={"gpu_memory_utilization": 0.05}))
+
+
+EXAMPLES = {
+    "glm-z1-9b-8gpu": "GLM-4-9B-0414",
+    "glm-z1-9b-8gpu-colocated": "GLM-4-9B-0414",
+    "qwen3-4b-8gpu": "Qwen3-4B",
+    "qwen3-4b-8gpu-colocated": "Qwen3-4B",
+    "glm-4.5-355b-64gpu": "GLM-4.5",
+    "glm-4.5-355b-64gpu-bf16": "GLM-4.5",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_reference_recipes_fit(name: str) -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "examples" / f"{name}.toml")
+    (options,) = resolve_stages(recipe, {}, {"run": "r", "prepared": "p"})
+    assert not [line for line in memory_lines(options, *of(EXAMPLES[name])) if line.startswith("warn")]
+
+
+def test_an_engines_cache() -> None:
+    name = "Qwen3-4B, 2 + 6"
+    options, (family, config) = guide(name), model_of(name)
+    assert token_bytes(options, family, config) == 2 * 36 * 4 * 128 * 2
+    assert token_bytes(options.model_copy(update={"vllm": {"kv_cache_dtype": "fp8"}}), family, config) == 36 * 4 * 128 * 2
+    half = model_bytes(options, family, {**config, "quantization_config": {"quant_method": "fp8"}})
+    assert 0.5 < half / model_bytes(options, family, config) < 0.7
+
+
+def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
+    words = " ".join(GUIDES["Qwen3-4B, 2 + 6"][0]).replace("/scratch/Qwen3-4B ", f"{tmp_path} ").split()
+    assert main(["plan", "--", *words]) == 0
+    said = capsys.readouterr().out
+    assert "trainer rank: " in said and "GPU of an engine: " in said and "host, for 2 ranks: " in said and "warn" not in said
+    assert main(["plan", "--gpu-memory", "30", "--", *words]) == 0
+    assert "warn: a trainer rank takes" in capsys.readouterr().out
+    assert main(["plan", "--", *GUIDES["Qwen3-4B, 2 + 6"][0]]) == 0
+    assert "memory: not estimated: --hf-checkpoint /scratch/Qwen3-4B" in capsys.readouterr().out
+
+
+def test_every_stage_of_a_pipeline_is_looked_at() -> None:
+    name = "GLM-4.5-355B, BF16 rollouts"
+    options, (family, config) = guide(name), model_of(name)
+    layout = Layout.of(options, 92)
+    totals = [rank_on(options, family, config, layout, stage).total for stage in range(4)]
+    assert fullest_rank(options, family, config).total == max(totals)
