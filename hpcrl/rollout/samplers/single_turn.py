@@ -50,6 +50,11 @@ def _begun(asked: Asked) -> Completion | None:
     if not asked.begun:
         return None
     (sample,) = asked.begun
+    experts = sample.extra.get("routed_experts")
     return Completion(
-        sample.tokens[len(sample.tokens) - sample.response_length :], sample.logprobs, sample.versions, sample.status
+        sample.tokens[len(sample.tokens) - sample.response_length :],
+        sample.logprobs,
+        sample.versions,
+        sample.status,
+        None if experts is None else experts[:-1],  # the engine has not read the last token
     )

@@ -1,6 +1,6 @@
 """Samples of another sampler, with what a teacher says of their tokens.
 
-Invariant: the teacher changes no token and no reward; the greedy response, which nobody trains on, is not shown to it.
+Invariant: the teacher changes no token and no reward; what nobody trains on is not shown to it: greedy and unfinished responses.
 """
 
 from __future__ import annotations
