@@ -5,7 +5,7 @@
 Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8 are kept in
 flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own route, the same over
 vLLM's, and raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.
-Then our own route with 8 to 1,024 engines, and the memory of this process over --long groups.
+Then our own route with 8 to 1,024 engines, and the memory of this process over --long groups of 2.
 
 The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the engine core,
 which computes) for each sample: over either route, and of the engine's client alone, to which the same is given from within the
@@ -94,13 +94,13 @@ async def closed_loop(groups: int, in_flight: int, one: Callable[[int], Awaitabl
     await asyncio.gather(*(worker() for _ in range(max(1, in_flight // EACH))))
 
 
-def complete(found: Generator, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
-    """A group of EACH samples, as the samplers ask for them."""
+def complete(found: Generator, tokens: int, prompt: int = 64, each: int = EACH) -> Callable[[int], Awaitable[None]]:
+    """A group, as the samplers ask for it."""
     how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,))
 
     async def one(number: int) -> None:
         ids = np.full(prompt, 5 + number % 90, np.int32)
-        asked = [found.complete(ids, how, number * EACH + index, 0) for index in range(EACH)]
+        asked = [found.complete(ids, how, number * each + index, 0) for index in range(each)]
         for completion in await asyncio.gather(*asked):
             assert len(completion.tokens) == tokens
 
@@ -155,18 +155,13 @@ async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> W
 async def over_fleets(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
     """Processor seconds a sample over our route, by the number of engines."""
     ways: Ways = {str(count): [] for count in FLEETS}
-    async with contextlib.AsyncExitStack() as stack:
-        jobs = {}
+    for round_ in range(rounds):
         for count in FLEETS:
-            ports = stack.enter_context(simulated(count, tokens))
-            found = await stack.enter_async_context(generator(root / f"fleet-{count}", ports, True))
-            jobs[str(count)] = complete(found, tokens)
-            await closed_loop(
-                max(4 * count, 500), max(IN_FLIGHT, 2 * count * EACH), jobs[str(count)]
-            )  # every connection is there
-        for _ in range(rounds):
-            for name, one in jobs.items():
-                ways[name].append(await seconds(groups, one))
+            with simulated(count, tokens) as ports:
+                async with generator(root / f"fleet-{count}-{round_}", ports, True) as found:
+                    one = complete(found, tokens)
+                    await closed_loop(count + 250, IN_FLIGHT, one)  # every connection is there, as in a run that is busy
+                    ways[str(count)].append(await seconds(groups, one))
     return ways
 
 
@@ -177,7 +172,7 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
         async with generator(root / "long", ports, True) as lean:
             done = 0
             for part in (groups // 10, groups // 2, groups):
-                await closed_loop(part - done, IN_FLIGHT, complete(lean, tokens))
+                await closed_loop(part - done, IN_FLIGHT, complete(lean, tokens, each=2))
                 done = part
                 found[part] = process.memory_info().rss / 2**20
     return found

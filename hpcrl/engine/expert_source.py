@@ -29,9 +29,16 @@ class ExpertSource:
         self._open = False
 
     async def open(self, client: AsyncLLM) -> None:
-        """Have them kept from now on; to be called before a request that asks for them."""
+        """Have them kept from now on; to be called before a request that asks for them.  ValueError if they cannot be seen."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         if not self._open and not native(client):
-            await client.collective_rpc("hpcrl_see_experts")
+            try:
+                await client.collective_rpc("hpcrl_see_experts")
+            except EngineDeadError:
+                raise
+            except Exception as error:  # whatever its workers raise comes as an Exception
+                raise ValueError(f"which experts were chosen cannot be told: {error}") from error
         self._open = True
 
 

@@ -52,6 +52,10 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             {"use_rollout_logprobs": True, "use_routing_replay": True},
             "with --use-rollout-logprobs there is no such pass; give --use-rollout-routing-replay instead",
         ),
+        (
+            {"use_rollout_routing_replay": True, "custom_generate_function_path": "own.generate"},
+            "--custom-generate-function-path makes the samples, and its turns bring no experts of the engine's; .*give --use-routing",
+        ),
         ({"advantage_estimator": "gppo"}, "--advantage-estimator gppo is unknown; known: cispo, grpo, gspo, "),
         ({"pg_loss_type": "clip"}, "--pg-loss-type clip is unknown; known: cispo, gmpo, gspo, ppo, reinforce, sapo; or module"),
         (KL | {"kl_loss_type": "k4"}, "--kl-loss-type k4 is unknown; known: k1, k2, k3, low_var_kl, unbiased"),
