@@ -1,16 +1,16 @@
 """What a sample costs beside its computing: in the rollout process, with simulated engines, and in a real engine's server.
 
-    python bench/rollout.py [--rounds 5] [--groups 500] [--long 100000] [--skip-real]
+    python bench/rollout.py [--rounds 5] [--groups 500] [--long 100000] [--only simulated|real]
 
 Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8 are kept in
 flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own route, the same over
 vLLM's, and raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.
-Then our own route with 8 to 1,024 engines, and the memory of this process over --long groups.
+Then our own route with 8 to 1,024 engines, and the memory of this process over --long groups of 2.
 
 The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the engine core,
 which computes) for each sample: over either route, and of the engine's client alone, to which the same is given from within the
 server.  Rounds are interleaved; figures are medians over the rounds, ratios medians of the rounds' ratios.  Prints tables (also to
-bench/results/rollout.md) and, as its last line, one JSON object of the ratios.
+bench/results/rollout.md and rollout_server.md) and, as its last line, one JSON object of the ratios.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ async def closed_loop(groups: int, in_flight: int, one: Callable[[int], Awaitabl
     await asyncio.gather(*(worker() for _ in range(max(1, in_flight // EACH))))
 
 
-def complete(found: Generator, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
-    """A group of EACH samples, as the samplers ask for them."""
-    how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,))
+def complete(found: Generator, tokens: int, prompt: int = 64, each: int = EACH) -> Callable[[int], Awaitable[None]]:
+    """A group, as the samplers ask for it."""
+    how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,), min_tokens=tokens)
 
     async def one(number: int) -> None:
         ids = np.full(prompt, 5 + number % 90, np.int32)
-        asked = [found.complete(ids, how, number * EACH + index, 0) for index in range(EACH)]
+        asked = [found.complete(ids, how, number * each + index, 0) for index in range(each)]
         for completion in await asyncio.gather(*asked):
             assert len(completion.tokens) == tokens
 
@@ -155,18 +155,13 @@ async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> W
 async def over_fleets(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
     """Processor seconds a sample over our route, by the number of engines."""
     ways: Ways = {str(count): [] for count in FLEETS}
-    async with contextlib.AsyncExitStack() as stack:
-        jobs = {}
+    for round_ in range(rounds):
         for count in FLEETS:
-            ports = stack.enter_context(simulated(count, tokens))
-            found = await stack.enter_async_context(generator(root / f"fleet-{count}", ports, True))
-            jobs[str(count)] = complete(found, tokens)
-            await closed_loop(
-                max(4 * count, 500), max(IN_FLIGHT, 2 * count * EACH), jobs[str(count)]
-            )  # every connection is there
-        for _ in range(rounds):
-            for name, one in jobs.items():
-                ways[name].append(await seconds(groups, one))
+            with simulated(count, tokens) as ports:
+                async with generator(root / f"fleet-{count}-{round_}", ports, True) as found:
+                    one = complete(found, tokens)
+                    await closed_loop(count + 250, IN_FLIGHT, one)  # every connection is there, as in a run that is busy
+                    ways[str(count)].append(await seconds(groups, one))
     return ways
 
 
@@ -177,7 +172,7 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
         async with generator(root / "long", ports, True) as lean:
             done = 0
             for part in (groups // 10, groups // 2, groups):
-                await closed_loop(part - done, IN_FLIGHT, complete(lean, tokens))
+                await closed_loop(part - done, IN_FLIGHT, complete(lean, tokens, each=2))
                 done = part
                 found[part] = process.memory_info().rss / 2**20
     return found
@@ -188,6 +183,7 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
 
 async def real(root: Path, rounds: int) -> dict[str, Ways]:
     """Processor seconds a sample of a real engine's server, by load and way."""
+    from hpcrl.weights.engine_http import ask
     from tests.support.engines import Engines
     from tests.support.tiny import make_model
 
@@ -197,6 +193,7 @@ async def real(root: Path, rounds: int) -> dict[str, Ways]:
     found: dict[str, Ways] = {}
     try:
         await asyncio.to_thread(engines.wait)
+        ask(engines.address(), "POST", "/update_weight_version", 60, {"new_version": "0"})  # as after the first update
         server = psutil.Process(psutil.Process(engines.processes[0].pid).children()[0].pid)
         for tokens in (8, 64):
             found[f"{tokens} tokens"] = await _real(engines, server, rounds, tokens)
@@ -256,60 +253,66 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=500)
     parser.add_argument("--long", type=int, default=100_000)
-    parser.add_argument("--skip-real", action="store_true")
+    parser.add_argument("--only", choices=["simulated", "real"])
     args = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        found: dict[str, Any] = {
-            "ways": {tokens: asyncio.run(beside_aiohttp(root, args.rounds, args.groups, tokens)) for tokens in (8, 256)},
-            "fleets": asyncio.run(over_fleets(root, args.rounds, args.groups, 8)),
-            "memory": asyncio.run(memory(root, args.long, 8)) if args.long else {},
-            "real": {} if args.skip_real else asyncio.run(real(root, args.rounds)),
-        }
-    report(found, args.rounds, args.groups)
+        lines: dict[str, float] = {}
+        if args.only != "real":
+            lines |= simulated_part(root, args)
+        if args.only != "simulated":
+            lines |= real_part(asyncio.run(real(root, args.rounds)), args.rounds)
+    print(json.dumps(lines))
 
 
-def report(found: dict[str, Any], rounds: int, groups: int) -> None:
-    """The tables, and one JSON object as the last line."""
+def show(name: str, parts: list[str]) -> None:
+    text = "\n".join(parts)
+    print(text)
+    (REPO / "bench" / "results" / name).write_text(text)
+
+
+def simulated_part(root: Path, args: argparse.Namespace) -> dict[str, float]:
+    """The rollout process: its tables, and the ratios."""
+    rows: list[tuple[str, ...]] = []
     ratios: dict[str, float] = {}
-    parts = [
-        f"The cost of a sample, {os.cpu_count()} cores, {rounds} rounds of {groups} groups of {EACH}, {IN_FLIGHT} samples in flight.\n"
-    ]
-    rows = []
-    for tokens, ways in found["ways"].items():
-        for name, values in ways.items():
-            rows.append((str(tokens), name, micro(values), f"{ratio(values, ways['raw aiohttp']):.2f}"))
+    for tokens in (8, 256):
+        ways = asyncio.run(beside_aiohttp(root, args.rounds, args.groups, tokens))
+        rows += [(str(tokens), name, micro(values), f"{ratio(values, ways['raw aiohttp']):.2f}") for name, values in ways.items()]
         ratios[f"ours_over_aiohttp_{tokens}_tokens"] = round(ratio(ways["our route"], ways["raw aiohttp"]), 3)
         ratios[f"us_a_sample_{tokens}_tokens"] = round(1e6 * statistics.median(ways["our route"]), 1)
-    parts.append("The rollout process, 8 simulated engines:\n")
+    head = f"{os.cpu_count()} cores, {args.rounds} rounds of {args.groups} groups of {EACH}, {IN_FLIGHT} samples in flight"
+    parts = [f"The cost of a sample in the rollout process: {head}.\n"]
     parts.append(table("| tokens | way | processor time a sample, us | over raw aiohttp |", rows))
-    fleets = found["fleets"]
+    fleets = asyncio.run(over_fleets(root, args.rounds, args.groups, 8))
     rows = [(name, micro(values), f"{ratio(values, fleets['8']):.2f}") for name, values in fleets.items()]
     parts.append(table("| engines | processor time a sample, us | over 8 engines |", rows))
     ratios["1024_engines_over_8"] = round(ratio(fleets["1024"], fleets["8"]), 3)
-    if found["memory"]:
-        parts.append(
-            table("| groups done | MiB of the rollout process |", [(str(n), f"{m:.1f}") for n, m in found["memory"].items()])
-        )
-        first, *_, last = found["memory"].values()
+    if args.long:
+        used = asyncio.run(memory(root, args.long, 8))
+        parts.append(table("| groups done | MiB of the rollout process |", [(str(n), f"{m:.1f}") for n, m in used.items()]))
+        first, *_, last = used.values()
         ratios["memory_all_over_a_tenth"] = round(last / first, 3)
-    rows = []
-    for load, ways in found["real"].items():
+    show("rollout.md", parts)
+    return ratios
+
+
+def real_part(found: dict[str, Ways], rounds: int) -> dict[str, float]:
+    """A real engine's server: its table, and the microseconds beyond the engine's client."""
+    rows: list[tuple[str, ...]] = []
+    beyond: dict[str, float] = {}
+    for load, ways in found.items():
         own = ways["the engine's client alone"]
         for name, values in ways.items():
-            beyond = statistics.median(a - b for a, b in zip(values, own, strict=True))
-            rows.append((load, name, micro(values), f"{1e6 * beyond:.0f}" if values is not own else ""))
+            more = 1e6 * statistics.median(a - b for a, b in zip(values, own, strict=True))
+            rows.append((load, name, micro(values), "" if values is own else f"{more:.0f}"))
             if values is not own:
-                ratios[f"server_us_beyond_{name.split()[0].rstrip(chr(39) + 's')}_{load.split()[0]}_tokens"] = round(1e6 * beyond)
-    if rows:
-        parts.append("The server process of a real engine (vLLM, tiny model), the engine core not counted:\n")
-        parts.append(table("| load | way | processor time a sample, us | beyond the engine's client, us |", rows))
-    text = "\n".join(parts)
-    print(text)
-    (REPO / "bench" / "results" / "rollout.md").write_text(text)
-    print(json.dumps(ratios))
+                beyond[f"us_beyond_{'ours' if name == 'our route' else 'vllm'}_{load.split()[0]}_tokens"] = round(more)
+    parts = [f"The cost of a sample in the server of a real engine (vLLM, tiny model), its core not counted: {rounds} rounds.\n"]
+    parts.append(table("| load | way | processor time a sample, us | beyond the engine's client, us |", rows))
+    show("rollout_server.md", parts)
+    return beyond
 
 
 if __name__ == "__main__":

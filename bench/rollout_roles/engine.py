@@ -35,7 +35,13 @@ async def own(client: Any, receive: Receive, send: Send) -> None:
 
     async def one(number: int, index: int) -> None:
         params = SamplingParams(
-            temperature=1.0, max_tokens=tokens, stop_token_ids=[1], detokenize=False, logprobs=0, seed=number * each + index
+            temperature=1.0,
+            max_tokens=tokens,
+            stop_token_ids=[1],
+            detokenize=False,
+            logprobs=0,
+            min_tokens=tokens,
+            seed=number * each + index,
         )
         params.output_kind = RequestOutputKind.FINAL_ONLY
         inputs = tokens_input([5 + number % 90] * prompt)

@@ -81,6 +81,9 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
     except ValueError as error:  # vLLM's refusals are ValueErrors
         await _end(client, queues)
         return await _text(send, 400, str(error))
+    except BaseException:
+        await _end(client, queues)
+        raise
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]})
     return await Stream(client, queues, send, experts).run(receive)
 

@@ -52,10 +52,14 @@ def _absent(path: Path, made_in: Path) -> Finding:
 
 def _files(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
     """Every prompt file of a stage, and where its rows have what."""
-    if not options.only_evaluates:
+    if not options.only_evaluates and options.load_debug_rollout_data is None:
         keys = Keys.of(options)
         yield from ((word, keys) for word in read_words(options.prompt_data, "--prompt-data"))
-    if options.eval_interval is not None and (options.eval_config is None or Path(options.eval_config).is_file()):
+    if (
+        options.eval_interval is not None
+        and not options.trains_only
+        and (options.eval_config is None or Path(options.eval_config).is_file())
+    ):
         yield from ((held.word, Keys.of_set(held)) for held in eval_sets(options))
 
 

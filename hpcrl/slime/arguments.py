@@ -13,8 +13,9 @@ from typing import Any
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
+from hpcrl.config.passthrough import dashed
 from hpcrl.config.recipe import build_options
-from hpcrl.config.rules.option_rules import inert
+from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.setting_names import own
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError
@@ -188,7 +189,9 @@ def _drop_inert(found: _Found) -> None:
             return
         defaults = {name: info.get_default(call_default_factory=True) for name, info in Options.model_fields.items()}
         without = {name: why for name, why in _inert(options).items() if name in found.values}
-        dropped = {name: why for name, why in without.items() if found.values[name] != defaults[name]}
+        wrong = _broken(options)  # what contradicts something else is no flag without effect
+        changed = [name for name in without if found.values[name] != defaults[name]]
+        dropped = {name: without[name] for name in changed if f"--{dashed(name)} " not in f"{wrong} "}
         if not dropped:
             return
         for name in dropped:
@@ -201,6 +204,15 @@ def _inert(options: Options) -> dict[str, str]:
         return inert(options)
     except (KeyError, ZeroDivisionError):  # an unknown algorithm, or a layout that does not divide: the rules will say so
         return {}
+
+
+def _broken(options: Options) -> str:
+    """What the rules that join options say against these."""
+    try:
+        check_options(options, [])
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _without(line: Line, dropped: dict[str, str]) -> Line:

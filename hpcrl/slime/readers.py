@@ -14,7 +14,6 @@ from typing import Literal
 from hpcrl.config.dotted_path import ours
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
-from hpcrl.slime.flag_table import verdicts
 
 Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the words after it
 
@@ -40,15 +39,6 @@ def eval_prompt_data(flag: str, given: Given) -> Reading:
     if len(words) != 1:
         return Reading("kept", (f"--{flag}", *words))
     return Reading("translated", (f"--{flag}", "aime", words[0]), "a path without a name is the set aime, as in slime")
-
-
-def over_sampling(flag: str, given: Given) -> Reading:
-    """As many groups as a rollout needs is slime's default, and says nothing."""
-    if flag in own():
-        return Reading("kept", (f"--{flag}", *given[flag]))
-    if one(given, flag) == one(given, "rollout-batch-size"):
-        return Reading("needless", (), "it is --rollout-batch-size: no more groups are sampled than are needed")
-    return Reading("refused", (), "as many groups are sampled as a rollout needs")
 
 
 def own_function(flag: str, given: Given) -> Reading:
@@ -96,9 +86,7 @@ def train_only(flag: str, given: Given) -> Reading:
     """Supervised fine-tuning starts no engines anyway."""
     if one(given, "loss-type") == "sft_loss":
         return Reading("needless", (), "--loss-type sft_loss asks no engine")
-    if flag in own():
-        return Reading("kept", (f"--{flag}", *given[flag]))
-    return Reading("refused", (), verdicts()["debug-rollout-only"].text)
+    return Reading("kept", (f"--{flag}", *given[flag]))
 
 
 _BACKENDS = {"fa3": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN", "torch_native": "TORCH_SDPA"}
@@ -165,7 +153,6 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         deterministic,
         eval_prompt_data,
         expert_parallel,
-        over_sampling,
         own_function,
         rollout_function,
         train_only,

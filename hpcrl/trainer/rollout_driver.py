@@ -95,7 +95,7 @@ class RolloutDriver:
         return True
 
     def _evaluate(self, rollout_id: int) -> None:
-        if not self.options.eval_prompt_data or self.options.eval_interval is None:
+        if self.options.eval_interval is None:
             return
         results = self._ask("evaluate", rollout_id=rollout_id, version=0)
         if results:

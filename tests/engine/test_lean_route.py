@@ -30,6 +30,11 @@ def sampling(count: int, **fields: Any) -> Sampling:
     return Sampling(temperature=fields.pop("temperature", 1.0), max_tokens=count, stop=(), stop_token_ids=(), **fields)
 
 
+def endless(count: int, **fields: Any) -> Sampling:
+    """The same, and nothing ends it before."""
+    return sampling(count, min_tokens=count, **fields)
+
+
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     found = Nursery()
@@ -103,7 +108,7 @@ def test_logprobs_are_of_the_whole_distribution_whatever_is_sampled_from(side: S
 
 
 def test_an_evaluation_has_no_logprobs(side: Side) -> None:
-    (found,) = run(side.engines, group(sampling(8, logprobs=False, temperature=0.0), 1))
+    (found,) = run(side.engines, group(endless(8, logprobs=False, temperature=0.0), 1))
     assert not found.logprobs.any() and len(found.logprobs) == len(found.tokens) == 8
 
 
@@ -111,11 +116,11 @@ def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) ->
     """And it goes on, with the versions of each part, from the exact tokens; an evaluation is left alone."""
     if side.version == 0:
         side.step()
-    whole = run(side.engines, group(sampling(400), 4))
+    whole = run(side.engines, group(endless(400), 4))
 
     async def job(generator: Generator, pool: EnginePool) -> None:
-        asked = [asyncio.create_task(generator.complete(TOKENS, sampling(400), seed_of(i), 0)) for i in range(4)]
-        held = asyncio.create_task(generator.complete(TOKENS, sampling(60, logprobs=False, evaluation=True), seed_of(9), 0))
+        asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
+        held = asyncio.create_task(generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0))
         await asyncio.sleep(0.15)
         await generator.abort()
         parts = await asyncio.gather(*asked)
@@ -128,7 +133,7 @@ def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) ->
         assert max(len(part.tokens) for part in parts) > 0
         assert (await held).status == TRUNCATED, "the evaluation ran to its end"
         begun = max(parts, key=lambda part: len(part.tokens))
-        more = await generator.complete(TOKENS, sampling(len(begun.tokens) + 20), 5, 0, begun=begun)
+        more = await generator.complete(TOKENS, endless(len(begun.tokens) + 20), 5, 0, begun=begun)
         assert len(more.tokens) == len(begun.tokens) + 20 and more.status == TRUNCATED
         assert more.tokens[: len(begun.tokens)].tolist() == begun.tokens.tolist()
         ours = side.reference.logprobs(PROMPT, more.tokens.tolist())
@@ -139,7 +144,7 @@ def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) ->
 
 def test_vllms_own_route_is_ended_early_too(side: Side) -> None:
     async def job(generator: Generator, pool: EnginePool) -> list[Completion]:
-        asked = [asyncio.create_task(generator.complete(TOKENS, sampling(400), seed_of(i), 0)) for i in range(4)]
+        asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
         await asyncio.sleep(0.15)
         await generator.abort()
         return list(await asyncio.gather(*asked))
@@ -162,7 +167,7 @@ def sampled(side: Side) -> float:
 def test_who_waits_no_more_is_not_worked_for(side: Side) -> None:
     async def job(generator: Generator, pool: EnginePool) -> None:
         before = sampled(side)
-        asked = [asyncio.create_task(generator.complete(TOKENS, sampling(900), seed_of(i), 0)) for i in range(6)]
+        asked = [asyncio.create_task(generator.complete(TOKENS, endless(900), seed_of(i), 0)) for i in range(6)]
         await asyncio.sleep(0.3)
         assert pool.engines[0].in_flight == 6
         for task in asked[:2]:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Place, Plan
@@ -24,6 +25,7 @@ from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.rollout.engines import dispatch
 from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
 from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import Asked
@@ -477,12 +479,24 @@ def test_sampling_is_as_the_options_say() -> None:
 
 def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
     tokenizer: Any = SimpleNamespace(eos_ids=frozenset({1}))
-    same = Sampling.of(Options(rollout_top_p=0.9, rollout_top_k=7, rollout_min_p=0.1), tokenizer, evaluation=True)
+
+    def of(options: Options) -> Sampling:
+        (held,) = eval_sets(options)
+        return sampling_of(held, options, tokenizer)
+
+    held = {"rm_type": "random", "eval_interval": 1, "eval_prompt_data": ["a", "a.jsonl"]}
+    same = of(Options(rollout_top_p=0.9, rollout_top_k=7, rollout_min_p=0.1, **held))
     assert (same.top_p, same.top_k, same.min_p, same.min_tokens, same.logprobs, same.evaluation) == (0.9, 7, 0.1, 0, False, True)
     options = Options(
-        rollout_top_p=0.9, eval_top_p=1.0, eval_top_k=3, eval_min_new_tokens=6, eval_temperature=0.0, eval_max_response_len=9
+        rollout_top_p=0.9,
+        eval_top_p=1.0,
+        eval_top_k=3,
+        eval_min_new_tokens=6,
+        eval_temperature=0.0,
+        eval_max_response_len=9,
+        **held,
     )
-    own = Sampling.of(options, tokenizer, evaluation=True)
+    own = of(options)
     assert (own.top_p, own.top_k, own.min_tokens, own.temperature, own.max_tokens) == (1.0, 3, 6, 0.0, 9)
     assert own.params(9)["min_tokens"] == 6 and own.params(7, begun=2)["min_tokens"] == 4
     assert "min_tokens" not in own.params(2, begun=7) and "logprobs" not in own.params(9)
@@ -658,7 +672,6 @@ def test_no_two_requests_share_their_noise_without_deterministic_mode_either(ben
     """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to it."""
     prompt = Prompt(1, "p", PROMPT)
     tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops, skip: "text")
-    file: Any = SimpleNamespace(path="file")
 
     class Grading:
         def tally(self, *_: Any) -> None: ...
@@ -666,7 +679,7 @@ def test_no_two_requests_share_their_noise_without_deterministic_mode_either(ben
         async def grade(self, *_: Any) -> None: ...
 
     async def job(generator: Generator, pool: EnginePool) -> list[int]:
-        sampler = SingleTurnSampler(Options(), file, tokenizer, generator, Grading())
+        sampler = SingleTurnSampler(Options(), tokenizer, generator, Grading())
         groups = [Group(number, prompt) for number in range(2)]
         await asyncio.gather(*(sampler.make(Asked(g, i, r, 0)) for r in range(2) for g in groups for i in range(8)))
         return [len(engine.bodies) for engine in bench.engines]

@@ -24,6 +24,7 @@ from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.single_turn import _begun
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 
@@ -559,3 +560,14 @@ def test_what_a_policy_may_learn_from(versions: list[int], version: int, bound: 
         assert (part.response_length, part.status, part.reward, len(part.tokens)) == (kept, ABORTED, 0.0, 2 + kept)
     else:
         assert not found.begun
+
+
+def test_columns_of_a_response_are_cut_with_it_and_go_on_with_it() -> None:
+    experts = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
+    extra = {"routed_experts": experts, "teacher_logprobs": np.arange(3, dtype=np.float32)}
+    found, _ = fit(Held(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
+    (part,) = found.begun[0]
+    assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
+    begun = _begun(Asked(group(), 0, 0, 5, begun=(part,)))
+    assert begun is not None and begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
+    assert begun.tokens.tolist() == part.tokens[2:].tolist() and begun.status == ABORTED

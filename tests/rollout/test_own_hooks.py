@@ -86,7 +86,7 @@ def test_a_hook_that_raises_costs_its_sample(group_rm: bool, capfd: pytest.Captu
     samples = [sample("bad"), sample("good!", index=1)]
 
     async def body() -> None:
-        grading = Grading(options, (), RolloutHooks(options, load_points(options, "rollout")))
+        grading = Grading(options, hooks=RolloutHooks(options, load_points(options, "rollout")))
         try:
             await grading.start()
             tally = grading.tally("rollout 0", 100, 2)

@@ -431,6 +431,26 @@ def test_fine_tuning_may_be_evaluated(tmp_path: Path, model: Path) -> None:
         assert attempt.end() == 0
 
 
+def test_an_evaluation_alone_needs_no_training_prompts(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "eval.yaml").write_text(
+        "eval: {defaults: {n_samples_per_eval_prompt: 2, max_response_len: 3, temperature: 0.5}, datasets: ["
+        f"{{name: a, path: {model}/held.jsonl, rm_type: random, top_p: 0.5}}, {{name: b, path: '{model}/held.jsonl@[:2]', rm_type: exact}}]}}"
+    )
+    values = {"num_rollout": 0, "prompt_data": None, "eval_prompt_data": [], "eval_config": str(tmp_path / "eval.yaml")}
+    with Attempt(tmp_path / "run", model, None, custom_rm_path=None, log_passrate=True, **values) as attempt:
+        assert attempt.begin() == 0
+        found = attempt.call("evaluate", rollout_id=-1, version=0)
+        assert (found["a"]["n"], found["b"]["n"]) == (10, 4) and {"pass@1", "pass@2"} <= found["a"].keys()
+        assert found["b"]["accuracy"] == 0.0 and 0 <= found["a"]["ci_low"] <= found["a"]["ci_high"] <= 1
+        attempt.call("finish", rollout_id=0)
+        assert attempt.end() == 0, attempt.log.read_text()
+        assert [(name, len(rows)) for name, rows in attempt.samples().items()] == [
+            ("eval-a--1.jsonl", 10),
+            ("eval-b--1.jsonl", 4),
+        ]
+        assert {row["response_len"] <= 3 for row in attempt.samples()["eval-a--1.jsonl"]} == {True}
+
+
 def test_an_evaluation_of_old_weights_is_an_error(tmp_path: Path, model: Path) -> None:
     with Attempt(tmp_path / "run", model, old_weights) as attempt:
         attempt.begin()

@@ -61,7 +61,7 @@ async def sampler(model: Path, name: str, **values: Any) -> AsyncIterator[tuple[
 def asked(model: Path, index: int = 1, number: int = 0, label: str = "", held_out: HeldOutSet | None = None) -> Asked:
     tokenizer = Tokenizer(model)
     text = tokenizer.render([{"role": "user", "content": "1+1="}], generation=True)
-    prompt = Prompt(number + 1, "1+1=", tokenizer.encode([text])[0], label)
+    prompt = Prompt(number + 1, "1+1=", tokenizer.encode([text])[0], label, where=f"p.jsonl, line {number + 1}")
     return Asked(Group(number, prompt), index, 3, 7, held_out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from hpcrl.rollout.engines.teacher import KEY, NAME, Teacher
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
 from hpcrl.rollout.samplers.taught import TaughtSampler
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.tiny import make_tokenizer
 
 #: what the server answers to a question about a sample; None: what a teacher would say
@@ -201,10 +202,10 @@ def test_a_teacher_that_is_none_is_refused(own: Tokenizer) -> None:
         mark(server, own, [])  # it is gone
 
 
-def test_every_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> None:
+def test_every_finished_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> None:
     class Maker:
         async def make(self, asked: Asked) -> list[Sample]:
-            return [sample(0), sample(1)]
+            return [replace(sample(i), status=ABORTED if asked.index == 1 else COMPLETED) for i in range(2)]
 
     async def go(server: Server) -> list[list[Sample]]:
         teacher = Teacher(Options(opd_teacher_url=server.url), own)
@@ -213,10 +214,10 @@ def test_every_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> None:
             TaughtSampler(Maker(), teacher),
             type("Group", (), {"prompt": type("P", (), {"where": "train.jsonl, line 1"})}),
         )
-        found = [await maker.make(Asked(group, index, 0, 0)) for index in (0, GREEDY)]  # type: ignore[arg-type]
+        found = [await maker.make(Asked(group, index, 0, 0)) for index in (0, 1, GREEDY)]  # type: ignore[arg-type]
         await teacher.close()
         return found
 
     with Server(own) as server:
-        shown, greedy = asyncio.run(go(server))
-    assert [NAME in one.extra for one in (*shown, *greedy)] == [True, True, False, False]
+        shown, cut, greedy = asyncio.run(go(server))
+    assert [NAME in one.extra for one in (*shown, *cut, *greedy)] == [True, True, False, False, False, False]

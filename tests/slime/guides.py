@@ -93,6 +93,12 @@ GUIDES: dict[str, tuple[list[str], tuple[int, int, int]]] = {
             f"--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 {GLM4} --rollout-num-gpus-per-engine 2",
             (4, 2, 2),
         ),
+        "GLM4-9B, 4 + 4, dynamic sampling": (
+            f"--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 {GLM4} --rollout-num-gpus-per-engine 2"
+            " --over-sampling-batch-size 64 --partial-rollout --eval-top-p 0.7 --dynamic-sampling-filter-path"
+            " slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+            (4, 2, 2),
+        ),
         "GLM4-9B, colocated": (
             f"--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate {GLM4} --rollout-num-gpus-per-engine 2"
             " --sglang-mem-fraction-static 0.7",

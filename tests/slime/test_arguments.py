@@ -85,7 +85,6 @@ def test_defaults_that_differ_are_set_and_told() -> None:
         ("--kl-loss-type k9", ["--kl-loss-type k9"]),
         ("--use-kl-loss yes", ["--use-kl-loss", "yes"]),
         ("--data-source-path slime.x.Y", ["--data-source-path slime.x.Y", "slime's that hpcrl does not have"]),
-        ("--rollout-function-path a.b", ["--rollout-function-path a.b"]),
         ("--eval-top-p 0.7x", ["--eval-top-p 0.7x"]),
     ],
 )  # fmt: skip
@@ -107,6 +106,12 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     assert len(parts_of(error.value)) >= 5
     for part in ("--lora-rank", "--no-such-thing", "--sglang-config", "--ci-test", "--rollout-num-gpus 5"):
         assert part in text
+
+
+def test_a_contradiction_is_no_flag_without_effect() -> None:
+    words = BASE.replace("--use-kl-loss ", "").split()
+    with pytest.raises(UsageError, match=r"--kl-coef 0.1 and --kl-loss-coef 0.2 both weigh the KL"):
+        resolve_stages(recipe_of([*words, "--kl-coef", "0.1", "--kl-loss-coef", "0.2"], {}), {}, PLACES)
 
 
 def test_a_refused_flag_brings_no_error_about_its_absence() -> None:

@@ -11,7 +11,7 @@ from hpcrl.config.passthrough import spellings
 from hpcrl.config.setting_names import find_flag, own
 from hpcrl.errors import UsageError
 from hpcrl.slime.arguments import read_flag, translate
-from hpcrl.slime.flag_table import other_defaults, says_default, verdicts
+from hpcrl.slime.flag_table import Verdict, other_defaults, says_default, verdicts
 from hpcrl.slime.readers import READERS
 from hpcrl.slime.script import model_families
 
@@ -59,8 +59,10 @@ def test_a_flag_that_only_says_slimes_default_is_never_refused() -> None:
 
 
 def test_whatever_is_declared_later_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.slime.arguments.own", lambda: {"partial-rollout": None})
-    assert read_flag("partial-rollout", {"partial-rollout": []}).outcome == "kept"
+    flag = next(flag for flag, verdict in verdicts().items() if verdict.way == "later" and flag not in own() and "." not in flag)
+    assert read_flag(flag, {flag: ["x.y"]}).outcome == "refused"
+    monkeypatch.setattr("hpcrl.slime.arguments.own", lambda: {flag: None})
+    assert read_flag(flag, {flag: ["x.y"]}).outcome == "kept"
     monkeypatch.undo()
 
 
@@ -81,8 +83,10 @@ def test_other_defaults_differ_from_ours() -> None:
 
 
 def test_says_default() -> None:
-    assert says_default(verdicts()["rollout-top-p"], ["1"]) and says_default(verdicts()["rollout-top-p"], ["1.00"])
-    assert not says_default(verdicts()["rollout-top-p"], ["0.7"]) and not says_default(verdicts()["rollout-top-p"], ["x"])
+    factor = Verdict("refused", "x", 0.2)
+    assert says_default(factor, ["0.2"]) and says_default(factor, ["0.20"])
+    assert not says_default(factor, ["0.7"]) and not says_default(factor, ["x"]) and not says_default(factor, [])
+    assert says_default(Verdict("refused", "x", "nccl"), ["nccl"]) and not says_default(Verdict("refused", "x"), ["nccl"])
 
 
 def test_every_model_file_names_a_family_that_there_is() -> None:

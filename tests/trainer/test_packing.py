@@ -141,3 +141,30 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
     data.tokens[2] = 100
     with pytest.raises(DataError, match="token id 100 is outside the model's vocabulary of 100"):
         check_batch(data, 100)
+
+
+def test_responses_of_several_samples_weigh_as_much_as_one() -> None:
+    """Each response's tokens share one weight, whatever its samples and whatever fills the step up; of the loss's own numbers."""
+    from hpcrl.algorithms.reducers import token_weights
+    from hpcrl.config.options import Options
+    from hpcrl.rollout.batch_assembly import shares_of
+    from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
+
+    whole = batch([(3, 4), (2, 5), (4, 3), (2, 6)])
+    data = whole.take([0, 0, 0, 1, 2, 3, 3])
+    data.rows["index"], data.rows["group"] = [0, 0, 0, 1, 2, 3, 3], 0
+    sums = np.add.reduceat(data.loss_mask.astype(np.int64), data.response_offsets[:-1])
+    data.rows["trained"] = [sums[data.rows["index"] == index].sum() for index in data.rows["index"]]
+    options = Options(actor_num_gpus_per_node=2, rollout_batch_size=1, n_samples_per_prompt=4, num_steps_per_rollout=2)
+    shares = shares_of(data, options, 0, 0, {})
+    assert shares[0].step_samples == [4, 4] and samples_a_response(shares[0]) == [2, 2]
+    for step in range(2):
+        found = np.zeros(4)
+        for share in shares:
+            for rows in share.micro_batches[step]:
+                packed = pack(share.batch, rows, layout(), sequence_parallel=False)
+                totals = StepTotals("", 4, share.step_tokens[step], True, spread=samples_a_response(share)[step])
+                weights = counting(token_weights(packed.counts, options), options, totals)[packed.sample]
+                index = share.batch.rows["index"][rows][packed.sample.numpy()]
+                np.add.at(found, index, weights.numpy() / 4)  # the loss is divided by the samples of the step
+        assert found[2 * step : 2 * step + 2] == pytest.approx([0.5, 0.5]), "half of the step each: it has two responses"

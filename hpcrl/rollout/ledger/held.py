@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import ABORTED, Sample
+from hpcrl.sample import ABORTED, OPTIONAL, Sample
 
 
 @dataclass
@@ -87,7 +87,7 @@ def _fits(sample: Sample, version: int, bound: int | None) -> bool:
 
 def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | None:
     """The part of a plain response (one sample, all of its tokens the policy's) up to the first token of a later policy."""
-    if len(samples) != 1 or not samples[0].loss_mask.all() or samples[0].extra:
+    if len(samples) != 1 or not samples[0].loss_mask.all():
         return None
     (sample,) = samples
     later = sample.versions > version
@@ -95,8 +95,10 @@ def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | Non
     if count == 0 or count == len(later):
         return None
     prompt = len(sample.tokens) - sample.response_length
+    sizes = {"length": prompt + count, "response_length": count}
     part = replace(
         sample,
+        extra={name: column[: sizes[OPTIONAL[name].of]] for name, column in sample.extra.items()},
         tokens=sample.tokens[: prompt + count],
         response_length=count,
         loss_mask=sample.loss_mask[:count],

@@ -89,7 +89,8 @@ class OwnMaker:
         batch.sort(key=lambda held: held.number)
         for held in batch:
             if held.number in self._shelf.ledger.in_flight:
-                await self._shelf.finish(held)
+                await self._shelf.write(held)
+                self._shelf.finish(held)
         unused = [held for number, held in source.held.items() if number not in {kept.number for kept in batch}]
         self._shelf.drop(unused, UNUSED)
         self._shelf.hand_over(rollout_id, batch)

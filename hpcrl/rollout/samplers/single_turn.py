@@ -56,5 +56,5 @@ def _begun(asked: Asked) -> Completion | None:
         sample.logprobs,
         sample.versions,
         sample.status,
-        experts if experts is None else experts[:-1],
+        None if experts is None else experts[:-1],  # the engine has not read the last token
     )

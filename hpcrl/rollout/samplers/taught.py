@@ -1,6 +1,6 @@
 """Samples of another sampler, with what a teacher says of their tokens.
 
-Invariant: the teacher changes no token and no reward; the greedy response, which nobody trains on, is not shown to it.
+Invariant: the teacher changes no token and no reward; what nobody trains on is not shown to it: greedy and unfinished responses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
-from hpcrl.sample import Sample
+from hpcrl.sample import ABORTED, Sample
 
 
 class TaughtSampler:
@@ -20,7 +20,7 @@ class TaughtSampler:
 
     async def make(self, asked: Asked) -> list[Sample]:
         samples = await self._maker.make(asked)
-        if asked.index != GREEDY:
+        if asked.index != GREEDY and not any(sample.status == ABORTED for sample in samples):
             where = asked.group.prompt.where
             await asyncio.gather(*(self._teacher.mark(sample, asked.rollout_id, where) for sample in samples))
         return samples

@@ -92,9 +92,6 @@ def prepare(
     elif wanted.old_logprobs:
         hooks.before_log_probs(policy, "")
         columns["log_probs"] = take("old", _under(policy, options, steps, others.old, OLD_PASS[routing(options)]))
-    if wanted.divergence:
-        assert others.teacher is not None
-        _give(micro_batches, "teacher", _teacher_rows(policy, options, steps, others.teacher))
     if wanted.teacher:
         columns["teacher_log_probs"] = _teacher_column(policy, options, share, steps, others.teacher)
         columns["opd_reverse_kl"] = columns["log_probs"] - columns["teacher_log_probs"]
@@ -108,7 +105,11 @@ def prepare(
         micro_batches = list(chain.from_iterable(steps))
         _give(micro_batches, "choices", chosen)
         for name, column in columns.items():
-            _give(micro_batches, FIELDS[name], to_rows(column, micro_batches))
+            if name in FIELDS:
+                _give(micro_batches, FIELDS[name], to_rows(column, micro_batches))
+    if wanted.divergence:  # of the rows that are trained on, so after the masks are what they stay
+        assert others.teacher is not None
+        _give(micro_batches, "teacher", _teacher_rows(policy, options, steps, others.teacher))
     if wanted.advantages:
         found = compute_advantages(_rollout_batch(policy, share, columns, wanted), options)
         for name, column in found._asdict().items():

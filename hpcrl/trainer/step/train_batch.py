@@ -94,7 +94,7 @@ def train(
     current = torch.from_numpy(share.batch.versions == share.version)
     fresh = None if bool(current.all()) else current.to(ranks.device)
     found: list[dict[str, float]] = []
-    spreads = _samples_a_response(share)
+    spreads = samples_a_response(share)
     for number, micro_batches in enumerate(steps):
         step = StepTotals(
             f"rollout {share.rollout_id}, optimizer step {number}",
@@ -180,12 +180,12 @@ def _loss(
     return _counted(policy, options, packed, compute_loss(_token_batch(policy, options, step, packed, head), options))
 
 
-def _counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch.Tensor:
+def counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch.Tensor:
     """Weights of a loss that is divided by samples, so that it is one by responses."""
     return weights if divides_by_tokens(options) or step.spread == 1 else weights * step.spread
 
 
-def _samples_a_response(share: Share) -> list[float]:
+def samples_a_response(share: Share) -> list[float]:
     """Of every optimizer step its samples by its responses."""
     numbers, ends = responses_of(share.table), np.cumsum(share.step_samples)
     return [count / len(np.unique(numbers[end - count : end])) for count, end in zip(share.step_samples, ends, strict=True)]
@@ -197,7 +197,7 @@ def _value_loss(
     """The same for a critic."""
     if packed.values is None or packed.returns is None:
         raise UsageError(f"--advantage-estimator {options.advantage_estimator} gives a critic no returns to learn")
-    weights = _counting(token_weights(packed.counts, options), options, step)[packed.sample]
+    weights = counting(token_weights(packed.counts, options), options, step)[packed.sample]
     found = compute_value_loss(passes.values_under(head), packed.values, packed.returns, weights, options)
     return _counted(critic, options, packed, found)
 
@@ -221,8 +221,8 @@ def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Pac
         greedy=found.greedy,
         sample=packed.sample,
         samples=packed.samples,
-        weights=_counting(token_weights(packed.counts, options), options, step)[packed.sample],
-        pg_weights=None if pg_weights is None else _counting(pg_weights, options, step)[packed.sample],
+        weights=counting(token_weights(packed.counts, options), options, step)[packed.sample],
+        pg_weights=None if pg_weights is None else counting(pg_weights, options, step)[packed.sample],
         old=old,
         trainer=packed.trainer,
         rollout=packed.rollout,
