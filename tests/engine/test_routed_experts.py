@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hpcrl.config.options import Options
 from hpcrl.model_files.config_json import read_config
@@ -23,6 +24,7 @@ from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.generate import Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import SampleBatch
+from hpcrl.weights.sender import WeightSender
 from tests.engine.test_lean_route import run
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
@@ -43,14 +45,12 @@ def nursery() -> Iterator[Nursery]:
 
 
 def near_ties(directory: Path) -> Path:
-    """Three layers, one dense; every expert has a twin whose score is the same but for a thousandth."""
-    from safetensors.torch import load_file, save_file
-
-    make_family(directory, "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=16)
+    """Three layers, one dense; every expert has a twin of nearly the same score, and one of the three that are chosen has not his."""
+    make_family(directory, "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=16, num_experts_per_tok=3)
     tensors = load_file(directory / "model.safetensors")
     for name, gate in tensors.items():
         if name.endswith("mlp.gate.weight"):
-            gate[1::2] = gate[::2] * (1 + 1e-3 * torch.randn(8, 1, generator=torch.Generator().manual_seed(len(name))))
+            gate[1::2] = gate[::2] * (1 + 5e-3 * torch.randn(gate[::2].shape, generator=torch.Generator().manual_seed(1)))
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
 
@@ -69,7 +69,10 @@ def sampled(nursery: Nursery, root: Path, model: Path, **values: Any) -> tuple[O
 
         return [list(await asyncio.gather(*(one(tokens, i) for i in range(EACH)))) for tokens in PROMPTS]
 
+    sender = WeightSender(engines.rundir, engines.plan, opts, is_driver=True)
+    sender.publish(((name, tensor.bfloat16()) for name, tensor in load_file(model / "model.safetensors").items()), 0)
     found = run(engines, job)
+    sender.close()
     assert engines.stop() == [0]
     return opts, routing, found
 
@@ -117,7 +120,7 @@ def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path)
     assert routing is not None and routing.layers == (0, 2)
     for tokens, completions in zip(PROMPTS, found, strict=True):
         for one in completions:
-            assert one.experts is not None and one.experts.shape == (len(tokens) + TOKENS - 1, 2, 2)
+            assert one.experts is not None and one.experts.shape == (len(tokens) + TOKENS - 1, 2, 3)
             assert (one.experts[..., 0] != one.experts[..., 1]).all()
     data = batch_of(found)
 
