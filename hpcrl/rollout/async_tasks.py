@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, however."""
-    alive = [task for task in tasks if task is not None and not task.done()]
-    for task in alive:
+    """Cancel tasks and wait until they have ended, however; what one of them has raised is looked at, and so not reported as lost."""
+    given = [task for task in tasks if task is not None]
+    for task in given:
         task.cancel()
-    await asyncio.gather(*alive, return_exceptions=True)
+    await asyncio.gather(*given, return_exceptions=True)
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T], late: Callable[[], str]) -> T:
