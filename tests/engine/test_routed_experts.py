@@ -144,6 +144,6 @@ def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path)
     print({"agreement": agreement, "replayed": replayed[DIFFERENCE], "plain": plain[DIFFERENCE], "one off": shifted[DIFFERENCE],
            "dense": bound, "changed": replayed["train/routing_changed"]})  # fmt: skip
     assert replayed[DIFFERENCE] < 1.5 * bound
-    assert plain[DIFFERENCE] > 2 * replayed[DIFFERENCE]
+    assert plain[DIFFERENCE] > 1.4 * replayed[DIFFERENCE]
     assert shifted[DIFFERENCE] > 2 * replayed[DIFFERENCE]
     assert replayed["train/routing_changed"] == pytest.approx(1 - agreement["own"], abs=0.02)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tools.cluster import processes
-from tools.cluster.layout import REPO
+from tools.cluster.layout import GRACE, REPO
 
 pytestmark = pytest.mark.cluster
 
@@ -103,7 +103,7 @@ def test_the_stronger_job_pushes_out_the_weaker(cluster: Cluster, tmp_path: Path
     pushed = cluster.sbatch("--requeue", "-N4", "--exclusive", "-o", tmp_path / "log", *weak, script=script)
     cluster.wait_state(pushed, "RUNNING", 10)
     job = cluster.sbatch("-N1", "--exclusive", "-o", tmp_path / "log2", *strong, "--wrap", "true")
-    cluster.wait_state(job, "COMPLETED", 20)
+    cluster.wait_state(job, "COMPLETED", GRACE + 20)  # the weaker has its grace time, and takes no notice of it
     cluster.wait_state(pushed, "COMPLETED", 40)
     assert cluster.job(pushed)["Restarts"] == "1"
 

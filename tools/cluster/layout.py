@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 HEAD = "head"
 NETWORK = "10.77.0"
 GPUS_PER_NODE = 8
-GRACE = 60  #: seconds that a preempted job has to save and end
+GRACE = 20  #: seconds that a preempted job has to save and end
 #: what is private on every node: nothing may travel from node to node through these
 PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
