@@ -188,7 +188,7 @@ def test_what_is_wrong_with_the_hosts_is_one_line(cluster: Cluster, tmp_path: Pa
     refused(attempt("node1 slots=1\nnode9 slots=1\n"), "host node9 cannot be reached")
     refused(attempt("node1 slots=1\n", "--actor-num-gpus-per-node", "2"), "4 slots", "the hosts have 1")
     refused(attempt("node1 slots=1\n127.0.0.1 slots=1\n"), "127.0.0.1", "other hosts cannot reach", "address")
-    refused(attempt("node1 slots=1\nnode1 slots=1\n"), ":2:1", "node1")
+    refused(attempt("node1 slots=1\nNODE1 slots=1\n"), ":2:1", "one host")
     cluster.link("node4", "down")
     try:
         refused(attempt("node1 slots=1\nnode4 slots=1\n"), "host node4")
