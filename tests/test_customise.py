@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,8 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         lambda f: f(torch.tensor([4, 0]), OPTIONS).tolist() == [0.5, 1],
     ),
     "rollout_function_path": ("examples_of_rollouts.best_of_twice_as_many", lambda f: best(f)),
+    "eval_function_path": ("examples_of_evaluations.hints_count_half", lambda f: halves(f)),
+    "data_source_path": ("examples_of_sources.Sums", lambda f: sums(f)),
     "rollout_sample_hook_path": ("examples_of_samples.strip_thoughts", lambda f: strips(f)),
     "rollout_sample_filter_path": ("examples_of_samples.without_truncated", lambda f: removes(f)),
     "rollout_all_samples_process_path": (
@@ -182,6 +185,33 @@ def best(function: Callable[..., Any]) -> bool:
 
     found = asyncio.run(function(Options(rollout_batch_size=2), 0, Source(), evaluation=False))
     return [[one.reward for one in group] for group in found] == [[0, 3], [0, 2]]
+
+
+def halves(function: Callable[..., Any]) -> bool:
+    class Source:
+        names = ("easy", "hard")
+
+        async def get_samples(self, name: str) -> list[list[Sample]]:
+            metadata = {"hinted": name == "hard"}
+            return [[replace(sample(index=index, reward=1.0), metadata=metadata) for index in (0, 1)] for _ in range(3)]
+
+        async def generate_group(self, group: list[Sample]) -> list[Sample]:
+            return group
+
+    found = asyncio.run(function(OPTIONS, 0, Source(), evaluation=True))
+    return {name: {one.reward for group in groups for one in group} for name, groups in found.items()} == {
+        "easy": {1.0},
+        "hard": {0.5},
+    }
+
+
+def sums(source: Callable[..., Any]) -> bool:
+    one = source(OPTIONS)
+    first, state, second = one.take(2), one.state(), one.take(3)
+    other = source(OPTIONS)
+    other.restore(state)
+    right = all(sum(map(int, row["input"].rstrip("=").split("+"))) == int(row["label"]) for row in first + second)
+    return right and len(first) == 2 and other.take(3) == second and one.metrics() == {"largest": 10}
 
 
 def strips(hook: Callable[..., Any]) -> bool:

@@ -46,6 +46,7 @@ evaluates is taken, of a run the last that has begun."""
 _TRAINING = {
     *(name for section in (AlgorithmOptions, OffPolicyOptions, OptimizerOptions) for name in section.__annotations__),
     *["num_rollout", "num_epoch", "prompt_data", "skip_eval_before_train", "run_dir", "name", "rejected_key", "rollout_shuffle"],
+    "data_source_path",
     *["save", "save_interval", "async_save", "save_retain_interval", "save_keep_last", "ref_load"],
 }
 _STEP = re.compile(r"iter_(\d+)")
@@ -90,8 +91,11 @@ def found(root: Path) -> list[str]:
         values = {key.removeprefix(f"eval/{name}/"): value for key, value in rows[-1].items() if key.startswith(f"eval/{name}/")}
         more = [f"{key} {values[key]:.3f}" for key in sorted(values, key=_order) if "@" in key]
         ci = f"({values['ci_low']:.3f} to {values['ci_high']:.3f})" if values.get("ci_low") is not None else ""
-        parts = [f"{values['accuracy']:.3f} {ci}".strip(), *more, f"truncated {values['truncated_ratio']:.3f}"]
-        lines.append(f"{name}: {', '.join(parts)}, {values['n']:.0f} responses")
+        parts = [f"{values['accuracy']:.3f} {ci}".strip()] if "accuracy" in values else []
+        parts += [*more, *([f"truncated {values['truncated_ratio']:.3f}"] if "truncated_ratio" in values else [])]
+        parts += [f"{values['n']:.0f} responses"] if "n" in values else []
+        parts = parts or [f"{key} {value:.3f}" for key, value in sorted(values.items())]  # an own function's
+        lines.append(f"{name}: {', '.join(parts)}")
     return lines
 
 

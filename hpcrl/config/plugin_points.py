@@ -43,6 +43,10 @@ POINTS: dict[str, Point] = {
     "custom_rm_path": Point("grading", ("options", "sample"), own=True),
     "rm_type": Point("grading", ("options", "sample")),
     "rollout_function_path": Point("rollout", ("options", "rollout_id", "data_source"), ("evaluation",), own=True),
+    "eval_function_path": Point("rollout", ("options", "rollout_id", "data_source"), ("evaluation",), own=True),
+    "data_source_path": Point(
+        "rollout", ("options",), methods={"take": ("count",), "state": (), "restore": ("state",)}, own=True
+    ),
     "custom_generate_function_path": Point("generating", ("args", "sample", "sampling_params"), own=True),
     "rollout_sample_hook_path": Point("rollout", ("options", "sample"), ("rollout_id", "evaluation"), own=True),
     "rollout_sample_filter_path": Point("rollout", ("options", "groups"), own=True),

@@ -105,8 +105,6 @@ _NOWHERE: dict[str, str] = {
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
     "a run goes on with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
-    "evaluation is hpcrl's own; what it reports is extended by --custom-eval-rollout-log-function-path": "eval-function-path",
-    "prompts come from the files of --prompt-data; --rollout-function-path may answer them in its own way": "data-source-path",
     "the model is built from config.json by a file of hpcrl/models/: another one's weights would fit no engine": "custom-model-provider-path",
     "a file of settings that goes round every check: write its keys as flags, or in the recipe": "custom-config-path",
     "roles differ by options of their own, such as --critic-load and --critic-lr": "megatron-config-path",

@@ -52,7 +52,7 @@ def _absent(path: Path, made_in: Path) -> Finding:
 
 def _files(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
     """Every prompt file of a stage, and where its rows have what."""
-    if not options.only_evaluates and options.load_debug_rollout_data is None:
+    if not options.only_evaluates and options.load_debug_rollout_data is None and options.data_source_path is None:
         keys = Keys.of(options)
         yield from ((word, keys) for word in read_words(options.prompt_data, "--prompt-data"))
     if (

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
@@ -29,11 +30,13 @@ from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
+from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.making.maker import Maker
 from hpcrl.rollout.making.own_maker import OwnMaker
 from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.own_hooks import RolloutHooks
+from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.prompts.prompt_files import PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
@@ -65,7 +68,7 @@ class Work:
         self.custom: CustomSampler | None = None  # makes samples with the user's function
         self.file: PromptFile | None = None
         if options.load_debug_rollout_data is not None:
-            self.source: PromptSource | SavedRollouts = SavedRollouts(options)
+            self.source: PromptSource | OwnSource | SavedRollouts = SavedRollouts(options)
             self.total, self.said = self.source.total, str(self.source)
             return
         if self.samples and not context.plan.engines:
@@ -73,12 +76,10 @@ class Work:
         evaluates = options.eval_interval is not None and bool(context.plan.engines)
         if evaluates:
             self.held_out = read_held_out(options, self.tokenizer)
-        self.file = read_training(options, self.tokenizer)
-        self.total = count_rollouts(options, len(self.file))
+        self._open_source(options)
         self.said = "; ".join(
             [*(str(file) for file in (self.file, *(h.file for h in self.held_out)) if len(file)), f"{self.total} rollouts"]
         )
-        self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
         graded = [self.file] if self.samples and options.grades and self.total else []
         graded += [held.file for held in self.held_out]
         more = [word for held in self.held_out for word in held.of.rewards]
@@ -87,6 +88,22 @@ class Work:
         if options.custom_generate_function_path and (self.samples or self.held_out):
             host = sockets.bind_address(context.plan)
             self.custom = CustomSampler(options, self.tokenizer, self.grading, host)
+
+    def _open_source(self, options: Options) -> None:
+        """Where the prompts come from, and how many rollouts they make."""
+        if self.hooks.data_source is not None and not options.only_evaluates:
+            own = OwnSource(options, self.tokenizer, self.hooks.data_source)
+            self.source, self.file = own, own.file()
+            if (length := own.length()) is None and options.num_rollout is None:
+                raise UsageError(
+                    f"--num-epoch: --data-source-path {options.data_source_path} does not say how many prompts an epoch has",
+                    "give --num-rollout, or the class a __len__",
+                )
+            self.total = count_rollouts(options, length or 0, f"--data-source-path {options.data_source_path}")
+            return
+        self.file = read_training(options, self.tokenizer)
+        self.total = count_rollouts(options, len(self.file))
+        self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
 
 
 class RolloutRole:
@@ -112,6 +129,9 @@ class RolloutRole:
             self.sampler = TaughtSampler(self.sampler, self.teacher)
         if work.held_out:
             self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
+        self.own_evaluator: OwnEvaluator | None = None
+        if self.evaluator is not None and (own := work.hooks.eval_function) is not None:
+            self.own_evaluator = OwnEvaluator(self.options, self.evaluator, work.held_out, own)
         self.shelf = Shelf(self.options, work.source, context.rundir)
         self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
@@ -230,7 +250,8 @@ class RolloutRole:
         made = await within(self._patience, self.maker.make(rollout_id, version), late)
         self._states = {rollout_id: self.shelf.state(rollout_id)}
         samples = made.rollout.samples()
-        await self.work.hooks.filter(samples, made.dropped, source=self.work.source)
+        source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
+        await self.work.hooks.filter(samples, made.dropped, source=source)
         check_staleness(samples, version, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
@@ -263,13 +284,18 @@ class RolloutRole:
         await self.pool.connect()
         found: dict[str, Any] = {}
         every: dict[str, list[Sample]] = {}
+        made = await self.own_evaluator.make(rollout_id, version) if self.own_evaluator else Evaluated({}, {})
         for held in self.work.held_out:
-            samples = every[held.name] = await self.evaluator.samples(held, version)
+            if held.name in made.numbers and held.name not in made.samples:
+                continue
+            samples = every[held.name] = made.samples.get(held.name) or await self.evaluator.samples(held, version)
             check_staleness(samples, version)
             path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
             await asyncio.to_thread(write_samples, path, samples)
             found[held.name] = held.results(samples, self.options.log_passrate)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
+        for name, row in made.numbers.items():
+            found[name] = found.get(name, {}) | row
         return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing

@@ -60,7 +60,20 @@ class RolloutHooks:
     @property
     def rollout_function(self) -> Callable[..., Any] | None:
         """What makes a rollout in place of hpcrl's own way."""
-        return next(iter(self._own.get("rollout_function_path", ())), None)
+        return self._only("rollout_function_path")
+
+    @property
+    def eval_function(self) -> Callable[..., Any] | None:
+        """What evaluates in place of hpcrl's own way."""
+        return self._only("eval_function_path")
+
+    @property
+    def data_source(self) -> Callable[..., Any] | None:
+        """The class that gives the prompts in place of files."""
+        return self._only("data_source_path")
+
+    def _only(self, name: str) -> Callable[..., Any] | None:
+        return next(iter(self._own.get(name, ())), None)
 
     def _shown(self, name: str) -> str:
         return f"{spelled(name)} {getattr(self._options, name)}"

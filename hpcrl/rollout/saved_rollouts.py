@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,7 +197,7 @@ class SavedRollouts:
             self._response(number, 0)
         return [Group(number, None) for number in sorted(numbers)]  # type: ignore[arg-type]  (nothing is asked of the prompt)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, alive: Collection[int] | None = None) -> dict[str, Any]:
         """Which group is next, as plain JSON."""
         return {"next_group": self._next}
 

@@ -51,15 +51,8 @@ def own_function(flag: str, given: Given) -> Reading:
     if not mine:
         return Reading("needless", (), "it is what is done anyway")
     if flag not in own():
-        return Reading("refused", (), _LATER.get(flag, "there is no place for such a function yet"))
+        return Reading("refused", (), "there is no place for such a function yet")
     return Reading("kept" if mine == path else "translated", (f"--{flag}", mine))
-
-
-_LATER = {
-    "rollout-function-path": "rollouts are sampled by hpcrl itself",
-    "eval-function-path": "held-out prompts are sampled by hpcrl itself",
-    "data-source-path": "prompts come from --prompt-data",
-}
 
 
 def rollout_function(flag: str, given: Given) -> Reading:

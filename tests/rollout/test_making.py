@@ -82,7 +82,9 @@ class FakeSampler:
 class Attempt:
     """What the rollout process does with shelf and maker; a checkpoint is what `step` returns."""
 
-    def __init__(self, path: Path, sampler: FakeSampler, rollout: int = 0, state: Any = None, **values: Any) -> None:
+    def __init__(
+        self, path: Path, sampler: FakeSampler, rollout: int = 0, state: Any = None, source: Any = None, **values: Any
+    ) -> None:
         defaults = {"rollout_batch_size": 4, "n_samples_per_prompt": 3, "rm_type": "math"}
         self.options = Options(**(defaults | values))
         number = len(list((path / "attempts").iterdir())) if path.exists() else 0
@@ -90,7 +92,7 @@ class Attempt:
         self.rundir.attempt = number
         self.rundir.begin()
         prompts = tuple(Prompt(i, i, np.asarray([i, i + 1], np.int32)) for i in range(7))
-        self.source = PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
+        self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
         self.sampler = sampler
         self.shelf = Shelf(self.options, self.source, self.rundir)
         self.maker = Maker(self.options, self.shelf, sampler, sampler.abort)

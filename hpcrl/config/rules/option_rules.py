@@ -64,7 +64,8 @@ def flag(name: str) -> str:
 def _needed(o: Options) -> None:
     if o.hf_checkpoint is None:
         raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
-    if o.prompt_data is None and o.load_debug_rollout_data is None and not o.only_evaluates:
+    given = o.prompt_data or o.data_source_path
+    if given is None and o.load_debug_rollout_data is None and not o.only_evaluates:
         raise UsageError("no prompts given", "give --prompt-data, a .jsonl or .parquet file")
     if o.num_rollout is None and o.num_epoch is None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
@@ -310,7 +311,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield (
             "eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key eval_reward_key n_samples_per_eval_prompt "
             "eval_temperature eval_top_p eval_top_k eval_min_p eval_max_response_len eval_max_prompt_len eval_max_context_len "
-            "eval_min_new_tokens skip_eval_before_train log_passrate custom_eval_rollout_log_function_path",
+            "eval_min_new_tokens skip_eval_before_train log_passrate custom_eval_rollout_log_function_path eval_function_path",
             "--eval-interval is not given",
         )
     if o.learns_labels:
@@ -329,6 +330,12 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
             "--rollout-function-path makes the rollout",
         )
+    if o.data_source_path is not None:
+        yield "rollout_shuffle", "--data-source-path orders its prompts itself"
+    if o.only_evaluates:
+        yield "data_source_path", "--num-rollout 0 trains nothing"
+    if o.load_debug_rollout_data is not None:
+        yield "data_source_path", "--load-debug-rollout-data has the samples"
     if not o.partial_rollout:
         yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
     if o.debug_rollout_only:

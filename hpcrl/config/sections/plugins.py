@@ -11,6 +11,16 @@ class PluginOptions(Base):
     rollout_function_path: str | None = opt(
         None, "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl's own way", "slime"
     )
+    eval_function_path: str | None = opt(
+        None,
+        "(options, rollout_id, data_source, *, evaluation) -> samples, or numbers, by set: evaluates in place of hpcrl's own way",
+        "slime",
+    )
+    data_source_path: str | None = opt(
+        None,
+        "a class that is made with (options) and has take, state and restore: gives the prompts in place of --prompt-data",
+        "slime",
+    )
     rollout_sample_hook_path: list[str] = opt(
         [], "(options, sample, *, rollout_id, evaluation) on every sample before its reward; several are called in order", "slime"
     )

@@ -10,6 +10,7 @@ sampling may await it as a task beside its own, as long as no weights are publis
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,19 +91,22 @@ class Evaluator:
 
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """The graded responses to every prompt of a set, in the order of the file."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self.one(held, asked)) for asked in self.asked(held, version)]
+        return [task.result() for task in running]
+
+    def asked(self, held: HeldOut, version: int) -> Iterator[Asked]:
+        """Every response that a set wants, in the order of the file."""
         each = held.of.n_samples
         by = GradedBy(held.of.rewards, held.of.own_types, held.of.reward_key)
         sampling = sampling_of(held.of, self._options, self._tokenizer)
         whole = HeldOutSet(held.name, len(held.file) * each, each, sampling, by)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._one(held, Asked(Group(number, prompt), index, -1, version, whole)))
-                for number, prompt in enumerate(held.file.prompts)
-                for index in range(each)
-            ]
-        return [task.result() for task in running]
+        for number, prompt in enumerate(held.file.prompts):
+            for index in range(each):
+                yield Asked(Group(number, prompt), index, -1, version, whole)
 
-    async def _one(self, held: HeldOut, asked: Asked) -> Sample:
+    async def one(self, held: HeldOut, asked: Asked) -> Sample:
+        """A graded response of a set."""
         assert asked.held_out is not None
         number, prompt, index, sampling = asked.group.number, asked.group.prompt, asked.index, asked.held_out.sampling
         if (context := held.of.max_context_len) is not None:

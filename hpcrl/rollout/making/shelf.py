@@ -20,6 +20,7 @@ from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.held import Held, fit
 from hpcrl.rollout.ledger.journal import Journal
 from hpcrl.rollout.ledger.ledger import Ledger, ranges_of
+from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.saved_rollouts import SavedRollouts
 from hpcrl.run.role import say
@@ -32,7 +33,7 @@ FILTERED = "buffer_filter"  #: the reason of groups that a buffer filter drops
 class Shelf:
     """The groups of one attempt that are not at work."""
 
-    def __init__(self, options: Options, source: PromptSource | SavedRollouts, rundir: RunDir) -> None:
+    def __init__(self, options: Options, source: PromptSource | OwnSource | SavedRollouts, rundir: RunDir) -> None:
         self._options, self._source, self._rundir = options, source, rundir
         replayed = options.load_debug_rollout_data is not None
         self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
@@ -91,7 +92,8 @@ class Shelf:
         alive, kept, again, useless = set(self.ledger.waiting), [], 0, []
         numbers = self._bank.numbers()
         wanted = [number for number in numbers if number in alive or number >= self.ledger.following]
-        for group in self._source.again(wanted):
+        groups = self._source.again(wanted)
+        for group in groups:
             found = self._bank.read(group)
             if found is None:
                 useless.append(group.number)
@@ -106,7 +108,7 @@ class Shelf:
                 self._hold(held)
             elif not held.empty:
                 kept.append(group.number)
-        self._bank.remove([*useless, *(set(numbers) - set(wanted))])
+        self._bank.remove([*useless, *(set(numbers) - {group.number for group in groups})])
         self._on_disk = set(kept)
         return kept, again
 
@@ -221,7 +223,9 @@ class Shelf:
 
     def state(self, rollout_id: int) -> dict[str, Any]:
         """Where everything stands once `rollout_id` is trained, as plain JSON."""
-        return self._source.state() | {"rollout_id": rollout_id, "ledger": self.ledger.state(rollout_id)}
+        ledger = self.ledger.state(rollout_id)
+        alive = [*ledger["buffer"], *ledger["bank"]]
+        return self._source.state(alive) | {"rollout_id": rollout_id, "ledger": ledger}
 
     def train(self, rollout_id: int, saved: int) -> None:
         """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint."""

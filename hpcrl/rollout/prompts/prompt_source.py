@@ -6,7 +6,7 @@ taken before; `state` says the latter, so a source that `restore`s it goes on ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,8 @@ class PromptSource:
             found += other.take(1)
         return found
 
-    def state(self) -> dict[str, Any]:
-        """Where the source stands, as plain JSON."""
+    def state(self, alive: Collection[int] | None = None) -> dict[str, Any]:
+        """Where the source stands, as plain JSON.  alive: groups that were handed out and are still needed after it."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -95,8 +95,11 @@ class PromptSource:
         self._order = self._permutation()
 
 
-def count_rollouts(options: Options, prompts: int) -> int:
-    """--num-rollout, or as many rollouts as --num-epoch passes over `prompts` prompts make (each epoch rounded down)."""
+def count_rollouts(options: Options, prompts: int, shown: str = "--prompt-data") -> int:
+    """--num-rollout, or as many rollouts as --num-epoch passes over `prompts` prompts make (each epoch rounded down).
+
+    shown: who has the prompts, for an error.
+    """
     if options.num_rollout is not None:
         return options.num_rollout
     if options.num_epoch is None:
@@ -104,7 +107,7 @@ def count_rollouts(options: Options, prompts: int) -> int:
     each = prompts // options.rollout_batch_size
     if each == 0:
         raise DataError(
-            f"--prompt-data has {prompts} prompts, fewer than --rollout-batch-size {options.rollout_batch_size}",
+            f"{shown} has {prompts} prompts, fewer than --rollout-batch-size {options.rollout_batch_size}",
             "lower it, or give --num-rollout instead of --num-epoch",
         )
     return options.num_epoch * each

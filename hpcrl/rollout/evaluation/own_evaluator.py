@@ -1,0 +1,207 @@
+"""Held-out samples that a function of the user's makes (--eval-function-path), in the place of `Evaluator.samples`.
+
+    for name in data_source.names:
+        groups = await data_source.get_samples(name)       # of every prompt of the set: samples that wait for their response
+        done = await data_source.generate_group(groups[0])  # sampled and graded as the set says
+
+Invariants: what is returned is checked against what was given: of each set all responses, finished and with a reward, or numbers;
+what it raises is one error that names the option; it can change what a sample says, never which prompts a set has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcrl.config.dotted_path import named, settled, short
+from hpcrl.config.options import Options
+from hpcrl.config.prompts.eval_sets import NAME
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut
+from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
+
+
+class HeldOutSource:
+    """What the function is given as data_source, for one evaluation.  Groups are numbered on from set to set."""
+
+    def __init__(self, evaluator: Evaluator, sets: Sequence[HeldOut], version: int) -> None:
+        self._evaluator, self._version = evaluator, version
+        self.sets = {held.name: held for held in sets}
+        ends = np.cumsum([0, *(len(held.file) for held in sets)]).tolist()
+        self.first = dict(zip(self.sets, ends, strict=False))  #: set -> the number of its first group
+        self._asked: dict[tuple[int, int], tuple[HeldOut, Asked]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the held-out sets, in order."""
+        return list(self.sets)
+
+    async def get_samples(self, name: str | None = None) -> list[list[Sample]]:
+        """A group for each prompt of a set, with as many pending samples as the set has responses; without a name: of the only set."""
+        name = self.names[0] if name is None and len(self.sets) == 1 else name
+        if name not in self.sets:
+            raise ValueError(f"get_samples({name!r}): there are the sets {', '.join(self.names)}")
+        groups: dict[int, list[Sample]] = {}
+        for asked in self._evaluator.asked(held := self.sets[name], self._version):
+            number = self.first[name] + asked.group.number
+            self._asked[number, asked.index] = held, asked
+            sample = Completion.empty(PENDING).sample(number, asked.index, asked.group.prompt, "")
+            groups.setdefault(number, []).append(sample)
+        return list(groups.values())
+
+    async def generate(self, sample: Sample) -> list[Sample]:
+        """The set's own way from a pending sample to a finished one, reward included; a finished one comes back as it is."""
+        if sample.status != PENDING:
+            return [sample]
+        if (sample.group, sample.index) not in self._asked:
+            raise ValueError(f"response {sample.index} of group {sample.group} is none of this evaluation's")
+        held, asked = self._asked[sample.group, sample.index]
+        return [replace(await self._evaluator.one(held, asked), group=sample.group)]
+
+    async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The same for several samples, side by side."""
+        found = await asyncio.gather(*(self.generate(sample) for sample in samples))
+        return [sample for several in found for sample in several]
+
+
+class Evaluated(NamedTuple):
+    """samples: of the sets that samples were returned of, in the order of the file; numbers: by set, to be logged besides."""
+
+    samples: dict[str, list[Sample]]
+    numbers: dict[str, dict[str, float]]
+
+
+class OwnEvaluator:
+    """Evaluates by the function of --eval-function-path."""
+
+    def __init__(self, options: Options, evaluator: Evaluator, sets: Sequence[HeldOut], function: Callable[..., Any]) -> None:
+        self._options, self._evaluator, self._sets, self._function = options, evaluator, sets, function
+        self._shown = f"--eval-function-path {options.eval_function_path}"
+
+    async def make(self, rollout_id: int, version: int) -> Evaluated:
+        """All sets of the weights after `rollout_id`.  HpcrlError if the function raises, or returns something else than is wanted."""
+        source = HeldOutSource(self._evaluator, self._sets, version)
+        with named(self._shown):
+            found = await settled(self._function(self._options, rollout_id, source, evaluation=True))
+        rows = getattr(found, "data", found)
+        if isinstance(rows, list) and len(source.sets) == 1:
+            rows = {source.names[0]: rows}
+        if not isinstance(rows, Mapping) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in rows):
+            raise HpcrlError(f"{self._shown} returned {short(rows)}, samples or numbers by the name of the set are wanted")
+        if missing := [name for name in source.sets if name not in rows]:
+            raise HpcrlError(
+                f"{self._shown} returned nothing of the set {missing[0]}", f"it returned {', '.join(rows) or 'no set'}"
+            )
+        made = Evaluated({}, {})
+        for name, row in rows.items():
+            self._read(source, made, name, row)
+        self._add_metrics(made, getattr(found, "metrics", None) or {})
+        return made
+
+    def _read(self, source: HeldOutSource, made: Evaluated, name: str, row: Any) -> None:
+        """What was returned of a set: its samples, slime's lists, or numbers."""
+        if isinstance(row, Mapping) and isinstance(row.get("samples"), list):
+            row = self._graded(name, row["samples"], row.get("rewards"))
+        if isinstance(row, list):
+            made.samples[name] = self._samples(source, name, row)
+        elif isinstance(row, Mapping) and "rewards" in row:
+            made.numbers[name] = self._means(name, row)
+        else:
+            made.numbers[name] = self._numbers(name, row)
+            if not made.numbers[name]:
+                raise HpcrlError(f"{self._shown} returned no number of the set {name}")
+
+    def _graded(self, name: str, samples: list[Any], rewards: Any) -> list[Any]:
+        """slime's samples of a set, with the rewards that stand beside them."""
+        if rewards is None:
+            return samples
+        flat = _flat(samples)
+        values = self._floats(name, "rewards", rewards)
+        if len(values) != len(flat) or not all(isinstance(sample, Sample) for sample in flat):
+            raise HpcrlError(f"{self._shown} returned {len(values)} rewards beside {len(flat)} samples of the set {name}")
+        return [replace(sample, reward=value) for sample, value in zip(flat, values, strict=True)]
+
+    def _samples(self, source: HeldOutSource, name: str, row: list[Any]) -> list[Sample]:
+        """The samples of a set, one a response, in the order of the file.  HpcrlError unless they are all there."""
+        if name not in source.sets:
+            raise HpcrlError(
+                f"{self._shown} returned samples of {name}, which is no held-out set", f"there are {', '.join(source.sets)}"
+            )
+        held, first = source.sets[name], source.first[name]
+        found: dict[tuple[int, int], list[Sample]] = {}
+        for sample in _flat(row):
+            if not isinstance(sample, Sample) or not 0 <= sample.group - first < len(held.file):
+                raise HpcrlError(f"{self._shown} returned what is no sample of the set {name}: {short(sample)}")
+            if sample.status not in (COMPLETED, TRUNCATED) or not math.isfinite(sample.reward) or not len(sample.versions):
+                state = f"{sample.status}, with {len(sample.versions)} tokens and reward {sample.reward:g}"
+                raise HpcrlError(
+                    f"{self._shown} returned sample {sample.index} of group {sample.group} ({name}) {state}: it must be finished"
+                )
+            found.setdefault((sample.group - first, sample.index), []).append(sample)
+        wanted = [(line, index) for line in range(len(held.file)) for index in range(held.of.n_samples)]
+        if sorted(found) != wanted:
+            raise HpcrlError(
+                f"{self._shown} returned {len(found)} responses of the set {name}, "
+                f"{held.of.n_samples} to each of its {len(held.file)} prompts are wanted",
+                f"a part of a set is named PATH@[:{max(1, len(found) // held.of.n_samples)}]",
+            )
+        if twice := next((key for key, several in found.items() if len(several) > 1), None):
+            raise HpcrlError(f"{self._shown} returned response {twice[1]} of group {first + twice[0]} ({name}) twice")
+        return [replace(found[key][0], group=key[0]) for key in wanted]
+
+    # ---- numbers
+
+    def _means(self, name: str, row: Mapping[str, Any]) -> dict[str, float]:
+        """Of slime's lists without samples."""
+        rewards = self._floats(name, "rewards", row["rewards"])
+        if not rewards:
+            raise HpcrlError(f"{self._shown} returned no reward of the set {name}")
+        found = {"accuracy": sum(rewards) / len(rewards), "n": float(len(rewards))}
+        if row.get("truncated") is not None:
+            truncated = self._floats(name, "truncated", row["truncated"])
+            found["truncated_ratio"] = sum(truncated) / max(len(truncated), 1)
+        return found
+
+    def _floats(self, name: str, what: str, values: Any) -> list[float]:
+        try:
+            found = [float(value) for value in values]
+            if not all(map(math.isfinite, found)):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise HpcrlError(
+                f"{self._shown} returned {what} of the set {name} that are no finite numbers: {short(values)}"
+            ) from None
+        return found
+
+    def _numbers(self, name: str, row: Any) -> dict[str, float]:
+        try:
+            found = {str(key): float(value) for key, value in row.items()}
+            if not all(map(math.isfinite, found.values())):
+                raise ValueError
+        except (TypeError, ValueError, AttributeError):
+            raise HpcrlError(
+                f"{self._shown} returned {short(row)} of the set {name}, a list of samples or names with finite numbers are wanted"
+            ) from None
+        return found
+
+    def _add_metrics(self, made: Evaluated, metrics: Any) -> None:
+        """slime's metrics, which name the set: "eval/aime/solved"."""
+        if not isinstance(metrics, Mapping):
+            raise HpcrlError(f"{self._shown} returned metrics {short(metrics)}, names with finite numbers are wanted")
+        for name, value in metrics.items():
+            held, _, key = str(name).removeprefix("eval/").partition("/")
+            if not key or held not in {*made.samples, *made.numbers}:
+                raise HpcrlError(f"{self._shown} returned the metric {name!r}, SET/NAME of a set that it returned is wanted")
+            made.numbers.setdefault(held, {}).update(self._numbers(held, {key: value}))
+
+
+def _flat(row: Sequence[Any]) -> list[Any]:
+    """Samples, or groups of samples, as samples."""
+    return [sample for part in row for sample in (part if isinstance(part, list) else [part])]

@@ -1,0 +1,217 @@
+"""Prompts from a class of the user's (--data-source-path), in the place of `PromptSource`.
+
+    class Source:                      # made once, with the options, when the rollout process starts
+        def take(self, count): ...     # the next `count` rows: what a line of a prompt file says, or the prompt alone
+        def state(self): ...           # where it stands, as JSON
+        def restore(self, state): ...  # go on there
+
+Invariants: a row of the class is checked, rendered and tokenized by what reads files, so whatever leaves here can be sampled; a
+snapshot holds the rows of all groups that are not trained yet, so a run that goes on needs nothing again of what the class has given,
+and asks it for the next; whatever the class raises or returns is one error that names the option, and the prompt's number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.dotted_path import is_async, named, short
+from hpcrl.config.options import Options
+from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.prompt_files.rows import kind_of_json
+from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, Reading
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+
+MOST_DROPPED = 1000  #: prompts in a row that are too long before it is an error
+TYPES = "rm_types"  #: attribute of the class: the rewards that its rows' metadata may name
+
+
+class OwnSource:
+    """Hands out groups of what the class gives.  own: its object."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer, function: Callable[..., Any]) -> None:
+        """UsageError if it cannot be made, or lacks a method."""
+        self._path, self._shown = options.data_source_path, f"--data-source-path {options.data_source_path}"
+        self._reading = Reading.of(options, tokenizer)
+        self._tokenizer = tokenizer.given(options.apply_chat_template_kwargs)
+        if self._reading.keys.chat_template:
+            self._tokenizer.need_template(self._tokenizer.template_kwargs)
+        with named(self._shown):
+            self.own = function(options)
+        for name in ("take", "state", "restore"):
+            if not callable(method := getattr(self.own, name, None)):
+                raise UsageError(f"{self._shown} has no method {name}")
+            if is_async(method):
+                raise UsageError(f"{self._shown}.{name} is async", "a plain method is wanted")
+        self._rows: dict[int, dict[str, Any]] = {}  # of groups that are handed out and not known to be trained or dropped
+        self._next = self._given = self._dropped = 0
+        self._types = self._declared()
+
+    def _declared(self) -> tuple[str, ...]:
+        found = getattr(self.own, TYPES, ())
+        if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+            raise UsageError(f"{self._shown}: its {TYPES} is {short(found)}", "a list of names of rewards is wanted")
+        return tuple(name.strip() for name in found)
+
+    def file(self) -> PromptFile:
+        """As a file of unknown length is for whoever counts prompts, or loads the rewards that they name.
+
+        UsageError if its length, which it need not have, is no number.
+        """
+        types = dict.fromkeys(self._types, f"{self._shown}: its {TYPES}") if self._reading.keys.own_types else {}
+        return PromptFile(Path(str(self._path)), (), 0, "", types=types)
+
+    def length(self) -> int | None:
+        """How many prompts an epoch has, None where the class does not say."""
+        if not hasattr(type(self.own), "__len__"):
+            return None
+        with named(self._shown):
+            return len(self.own)
+
+    # ---- handing out
+
+    def take(self, count: int) -> list[Group]:
+        """The next `count` groups.  DataError names the prompt that is none, HpcrlError what the class raises."""
+        taken: list[Group] = []
+        dropped = 0
+        while len(taken) < count:
+            rows = self._ask(count - len(taken))
+            first, self._given = self._given, self._given + len(rows)
+            given = _Given(self._shown, first, [self._row(first + at, row) for at, row in enumerate(rows)])
+            drawn = Drawn(given, self._reading, self._tokenizer)
+            kept = drawn.check().tolist()
+            self._check_types(drawn)
+            for at in kept:
+                self._rows[self._next] = given[at]
+                taken.append(Group(self._next, drawn[at]))
+                self._next += 1
+            dropped = 0 if kept else dropped + len(rows)
+            self._dropped += len(rows) - len(kept)
+            if dropped >= MOST_DROPPED:
+                raise DataError(
+                    f"{self._shown}: {dropped} prompts in a row are longer than the limit of {self._reading.limit} tokens",
+                    f"raise {self._reading.flags}",
+                )
+        return taken
+
+    def _ask(self, count: int) -> list[Any]:
+        with named(f"{self._shown}: take({count})"):
+            rows = self.own.take(count)
+        if not isinstance(rows, list | tuple) or len(rows) != count:
+            many = f" of {len(rows)}" if isinstance(rows, list | tuple) else ""
+            raise HpcrlError(
+                f"{self._shown}: take({count}) returned {type(rows).__name__}{many}, a list of {count} rows is wanted",
+                "a source that is through begins again",
+            )
+        return list(rows)
+
+    def _row(self, number: int, row: Any) -> dict[str, Any]:
+        """A row as a file would have it: what JSON makes of it."""
+        where = _where(self._shown, number)
+        row = row if isinstance(row, Mapping) else {self._reading.keys.input: row}
+        try:
+            found = msgspec.json.decode(msgspec.json.encode(dict(row)))
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise DataError(f"{where}: it is no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise DataError(f"{where}: not a JSON object but {kind_of_json(found)}")
+        return found
+
+    def _check_types(self, drawn: Drawn) -> None:
+        for name, where in drawn.types.items():
+            if name not in self._types:
+                raise DataError(
+                    f"{where}: metadata rm_type is {name!r}, which is none of the class's {TYPES}",
+                    f"rewards are loaded when the run starts: declare {TYPES} = [{name!r}] in the class",
+                )
+
+    def again(self, numbers: Sequence[int]) -> list[Group]:
+        """Those of these groups that were handed out before the snapshot, and not trained; the others the class gives in its turn."""
+        wanted = sorted(number for number in numbers if number < self._next)
+        if missing := [number for number in wanted if number not in self._rows]:
+            raise DataError(f"the checkpoint does not hold the prompt of group {missing[0]}", "resume from another checkpoint")
+        given = _Given(self._shown, 0, [self._rows[number] for number in wanted])
+        drawn = Drawn(given, self._reading, self._tokenizer)
+        return [Group(number, drawn[at]) for at, number in enumerate(wanted)]
+
+    def metrics(self) -> dict[str, float]:
+        """data/dropped: prompts that were too long; and what the class's `metrics`, if it has one, says, as data/..."""
+        found = {"data/dropped": float(self._dropped)}
+        if not callable(function := getattr(self.own, "metrics", None)):
+            return found
+        with named(f"{self._shown}: metrics()"):
+            more = function()
+        try:
+            found |= {f"data/{str(name).removeprefix('data/')}": float(value) for name, value in more.items()}
+            if not all(map(math.isfinite, found.values())):
+                raise ValueError
+        except (TypeError, ValueError, AttributeError):
+            raise HpcrlError(f"{self._shown}: metrics() returned {short(more)}, names with finite numbers are wanted") from None
+        return found
+
+    # ---- across a restart
+
+    def state(self, alive: Collection[int] | None = None) -> dict[str, Any]:
+        """Where the class stands, and the rows of the groups `alive` (None: all that are kept), as plain JSON.
+
+        The rows of others are forgotten: they are trained or dropped.
+        """
+        with named(f"{self._shown}: state()"):
+            own = self.own.state()
+        try:
+            own = msgspec.json.decode(msgspec.json.encode(own))
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise HpcrlError(f"{self._shown}: state() returned {short(own)}, which is no JSON: {error}") from error
+        if alive is not None:
+            self._rows = {number: self._rows[number] for number in sorted(alive) if number in self._rows}
+        rows = [[number, row] for number, row in sorted(self._rows.items())]
+        counts = {"next_group": self._next, "given": self._given, "dropped": self._dropped}
+        return counts | {"source": self._path, "own": own, "rows": rows}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.  DataError if it is of another source."""
+        if state.get("source") != self._path:
+            raise DataError(
+                f"the checkpoint's data position is that of {state.get('source') or 'prompt files'}, not of {self._shown}",
+                "give the same source, or start a new run with --load",
+            )
+        try:
+            following, given, dropped = (int(state[key]) for key in ("next_group", "given", "dropped"))
+            rows = {int(number): dict(row) for number, row in state["rows"]}
+            own = state["own"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint") from error
+        with named(f"{self._shown}: restore()"):
+            self.own.restore(own)
+        self._next, self._given, self._dropped, self._rows = following, given, dropped, rows
+
+
+class _Given:
+    """Rows of the class, as rows of a file; the first is its prompt `first`, from 0."""
+
+    path, size, sha256 = Path(), 0, ""
+
+    def __init__(self, shown: str, first: int, rows: list[dict[str, Any]]) -> None:
+        self._shown, self._first, self._rows = shown, first, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+    def line(self, index: int) -> int:
+        return self._first + index + 1
+
+    def where(self, index: int) -> str:
+        return _where(self._shown, self._first + index)
+
+
+def _where(shown: str, number: int) -> str:
+    """How an error calls prompt `number`, from 0, of those that the class has given."""
+    return f"{shown}, prompt {number + 1}"
