@@ -10,17 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.rollout.ledger.journal import account
 from hpcrl.rollout.main import Work
 from hpcrl.rollout.prompts.own_source import MOST_DROPPED, OwnSource
-from hpcrl.rollout.prompts.prompt_files import read_training
-from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, read_training
+from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.config.test_flags import GRPO
 from tests.rollout.test_making import PARTIAL, Attempt, FakeSampler, numbers, slow
@@ -215,16 +217,17 @@ def test_a_restart_goes_on_with_the_same_prompts(tokenizer: Tokenizer, tmp_path:
         first, _, state = await one.step(0, 0)
         given = {asked.group.number: asked.group for asked in one.sampler.asked}
         waiting = [number for number in given if number not in numbers(first)]
-        assert waiting == [1, 4] and [number for number, _ in json_of(state)["rows"]] == waiting
+        assert waiting == [1, 4] and [number for number, _, _ in json_of(state)["rows"]] == waiting
         rollout, _, later = await one.step(1, 1)
         ledger = later["ledger"]
-        assert [number for number, _ in later["rows"]] == sorted([*ledger["buffer"], *ledger["bank"]])
+        assert [number for number, _, _ in later["rows"]] == sorted([*ledger["buffer"], *ledger["bank"]])
         after = {asked.group.number: asked.group.prompt.raw for asked in one.sampler.asked if asked.group.number > max(given)}
         one.shelf.close()
 
         calls = Chance.calls
         again = attempt(own(tokenizer, "Chance"), rollout=1, state=json_of(state))
         assert plain(again.source.again([1, 4, 99])) == plain([given[number] for number in (1, 4)])
+        assert again.source.again([4])[0].prompt.where == f"--data-source-path {HERE}.Chance, prompt 5"
         rollout, _, _ = await again.step(1, 1)
         seen = {group.number: group for group in (*rollout.groups, *(asked.group for asked in again.sampler.asked))}
         left = [number for number in (1, 4) if number in seen]
@@ -259,6 +262,8 @@ def test_a_position_of_another_source_is_refused(tokenizer: Tokenizer) -> None:
         own(tokenizer, "Listed").restore(state)
     with pytest.raises(DataError, match="position is that of prompt files"):
         own(tokenizer, "Listed").restore({"epoch": 0, "offset": 0, "next_group": 0, "file": {}})
+    with pytest.raises(DataError, match=f"position is that of --data-source-path {HERE}.Counting, not of --prompt-data"):
+        PromptSource(PromptFile(Path("p.jsonl"), (Prompt(0, 0, np.zeros(1, np.int32)),), 0, ""), 0, False).restore(state)
     with pytest.raises(DataError, match="data position is damaged"):
         own(tokenizer, "Counting").restore({"source": f"{HERE}.Counting", "rows": 3})
     with pytest.raises(HpcrlError, match=r"restore\(\) raised KeyError: 'given'"):
@@ -285,7 +290,9 @@ def test_how_long_a_run_is(model: Path) -> None:
         work("Listed", num_epoch=3, rollout_batch_size=16)
 
 
-def test_it_needs_no_prompt_file_and_orders_its_prompts_itself() -> None:
+def test_it_needs_no_prompt_file_and_orders_its_prompts_itself(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("a form of its own\n")
+    look_at([Options(data_source_path="m.C", prompt_data=str(tmp_path / "own.jsonl"))])
     values = {name: value for name, value in GRPO.items() if name != "prompt_data"}
     check_options(Options(**values, data_source_path="m.C"))
     with pytest.raises(UsageError, match="--rollout-shuffle has no effect here: --data-source-path orders its prompts itself"):

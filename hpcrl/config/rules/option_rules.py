@@ -325,6 +325,15 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "partial_rollout",
             "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
         )
+    if not o.partial_rollout:
+        yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
+    if o.debug_rollout_only:
+        yield "save_token_data", "--debug-rollout-only trains nothing"
+    yield from _inert_beside_own(o)
+    yield from _inert_in_training(o)
+
+
+def _inert_beside_own(o: Options) -> Iterator[tuple[str, str]]:
     if o.rollout_function_path is not None:
         yield (
             "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
@@ -336,11 +345,6 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "data_source_path", "--num-rollout 0 trains nothing"
     if o.load_debug_rollout_data is not None:
         yield "data_source_path", "--load-debug-rollout-data has the samples"
-    if not o.partial_rollout:
-        yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
-    if o.debug_rollout_only:
-        yield "save_token_data", "--debug-rollout-only trains nothing"
-    yield from _inert_in_training(o)
 
 
 def _inert_in_training(o: Options) -> Iterator[tuple[str, str]]:

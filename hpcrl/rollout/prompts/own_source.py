@@ -48,7 +48,8 @@ class OwnSource:
                 raise UsageError(f"{self._shown} has no method {name}")
             if is_async(method):
                 raise UsageError(f"{self._shown}.{name} is async", "a plain method is wanted")
-        self._rows: dict[int, dict[str, Any]] = {}  # of groups that are handed out and not known to be trained or dropped
+        # group -> (the prompt's number, its row), of those that are handed out and not known to be trained or dropped
+        self._rows: dict[int, tuple[int, dict[str, Any]]] = {}
         self._next = self._given = self._dropped = 0
         self._types = self._declared()
 
@@ -82,12 +83,12 @@ class OwnSource:
         while len(taken) < count:
             rows = self._ask(count - len(taken))
             first, self._given = self._given, self._given + len(rows)
-            given = _Given(self._shown, first, [self._row(first + at, row) for at, row in enumerate(rows)])
+            given = _Given(self._shown, [(first + at, self._row(first + at, row)) for at, row in enumerate(rows)])
             drawn = Drawn(given, self._reading, self._tokenizer)
             kept = drawn.check().tolist()
             self._check_types(drawn)
             for at in kept:
-                self._rows[self._next] = given[at]
+                self._rows[self._next] = first + at, given[at]
                 taken.append(Group(self._next, drawn[at]))
                 self._next += 1
             dropped = 0 if kept else dropped + len(rows)
@@ -135,7 +136,7 @@ class OwnSource:
         wanted = sorted(number for number in numbers if number < self._next)
         if missing := [number for number in wanted if number not in self._rows]:
             raise DataError(f"the checkpoint does not hold the prompt of group {missing[0]}", "resume from another checkpoint")
-        given = _Given(self._shown, 0, [self._rows[number] for number in wanted])
+        given = _Given(self._shown, [self._rows[number] for number in wanted])
         drawn = Drawn(given, self._reading, self._tokenizer)
         return [Group(number, drawn[at]) for at, number in enumerate(wanted)]
 
@@ -169,7 +170,7 @@ class OwnSource:
             raise HpcrlError(f"{self._shown}: state() returned {short(own)}, which is no JSON: {error}") from error
         if alive is not None:
             self._rows = {number: self._rows[number] for number in sorted(alive) if number in self._rows}
-        rows = [[number, row] for number, row in sorted(self._rows.items())]
+        rows = [[number, given, row] for number, (given, row) in sorted(self._rows.items())]
         counts = {"next_group": self._next, "given": self._given, "dropped": self._dropped}
         return counts | {"source": self._path, "own": own, "rows": rows}
 
@@ -182,7 +183,7 @@ class OwnSource:
             )
         try:
             following, given, dropped = (int(state[key]) for key in ("next_group", "given", "dropped"))
-            rows = {int(number): dict(row) for number, row in state["rows"]}
+            rows = {int(number): (int(at), dict(row)) for number, at, row in state["rows"]}
             own = state["own"]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint") from error
@@ -192,24 +193,24 @@ class OwnSource:
 
 
 class _Given:
-    """Rows of the class, as rows of a file; the first is its prompt `first`, from 0."""
+    """Prompts of the class, each with its number from 0, as rows of a file."""
 
     path, size, sha256 = Path(), 0, ""
 
-    def __init__(self, shown: str, first: int, rows: list[dict[str, Any]]) -> None:
-        self._shown, self._first, self._rows = shown, first, rows
+    def __init__(self, shown: str, rows: list[tuple[int, dict[str, Any]]]) -> None:
+        self._shown, self._rows = shown, rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index]
+        return self._rows[index][1]
 
     def line(self, index: int) -> int:
-        return self._first + index + 1
+        return self._rows[index][0] + 1
 
     def where(self, index: int) -> str:
-        return _where(self._shown, self._first + index)
+        return _where(self._shown, self._rows[index][0])
 
 
 def _where(shown: str, number: int) -> str:

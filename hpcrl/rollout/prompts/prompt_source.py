@@ -79,6 +79,11 @@ class PromptSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.  DataError if the file has changed since, or the state is not one."""
+        if "source" in state:
+            raise DataError(
+                f"the checkpoint's data position is that of --data-source-path {state['source']}, not of --prompt-data",
+                "give the same source, or start a new run with --load",
+            )
         try:
             epoch, offset, following = (int(state[key]) for key in ("epoch", "offset", "next_group"))
             size, sha256 = state["file"]["size"], state["file"]["sha256"]
