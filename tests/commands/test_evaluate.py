@@ -131,6 +131,9 @@ def test_the_results_are_lines(tmp_path: Path) -> None:
     assert found(tmp_path) == [
         "a: 0.500 (0.250 to 0.750), majority@16 0.500, pass@1 0.500, pass@2 0.750, pass@16 1.000, truncated 0.000, 8 responses"
     ]
+    own = {"rollout_id": -1, "eval/b/solved": 3.0, "eval/a/accuracy": 0.5}  # numbers of an own function
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(own) + "\n")
+    assert found(tmp_path) == ["a: 0.500", "b: solved 3.000"]
 
 
 # ---- before anything is made
