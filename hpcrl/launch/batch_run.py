@@ -81,17 +81,24 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     except Stopped as stopped:
         if clock.due:
             _requeue(job, allocation, stopped.what)
-        elif not (job.root / "stop").exists() and allocation.preempted():  # with a grace time it was told to end, and has
+        elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
             _requeue(job, allocation, f"preempted; {stopped.what}")
         say(str(stopped))
         return {"status": "stopped", "message": str(stopped)}
     except HpcrlError as error:
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
+        elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
+            _requeue(job, allocation, f"preempted ({error})")
         elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
             _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault
         raise
     return final_summary(job)
+
+
+def _preempted(job: Job, allocation: Allocation) -> bool:
+    """Whether the scheduler, and not the user, wanted the job's nodes back."""
+    return not (job.root / "stop").exists() and allocation.preempted()
 
 
 def final_summary(job: Job) -> dict[str, Any]:

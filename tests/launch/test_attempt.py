@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import HpcrlError, Interrupted, Stopped
+from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.launch import attempt, batch_run
 from hpcrl.launch.attempt import Stop
 from hpcrl.launch.job import Job
@@ -29,7 +29,11 @@ def test_a_second_signal_ends_at_once_with_the_status_of_an_interruption(tmp_pat
 class Allocation:
     """A scheduler that says whether it preempts the job, and notes whether it was asked to queue it again."""
 
-    title, restarts, backend = "Slurm", 0, None
+    title, restarts = "Slurm", 0
+
+    class backend:
+        count = 2
+        silent = staticmethod(lambda seconds: [])
 
     def __init__(self, preempts: bool) -> None:
         self.preempts, self.requeued = preempts, 0
@@ -47,8 +51,9 @@ class Allocation:
 @pytest.mark.parametrize(
     ("preempts", "user", "requeued"), [(True, None, 1), (False, None, 0), (True, "stop", 0), (True, "cancel", 0)]
 )
+@pytest.mark.parametrize("error", [Stopped("saved and stopped after 3 of 5 rollouts"), PeerError("trainer-1 was told to end")])
 def test_a_run_that_a_preemption_ended_is_queued_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempts: bool, user: str | None, requeued: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: HpcrlError, preempts: bool, user: str | None, requeued: int
 ) -> None:
     """Whoever was told to end within a grace time has saved and left before the scheduler's own end, which would requeue."""
     job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
@@ -56,13 +61,17 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
     def ended(*_: Any) -> int:
         if user:
             (job.root / user).touch()
-        raise Stopped("saved and stopped after 3 of 5 rollouts")
+        raise error
 
     monkeypatch.setattr(batch_run, "run_job", ended)
     monkeypatch.setattr(batch_run, "PARTING", 0.0)
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
     allocation = Allocation(preempts)
-    assert batch_run.run_in_job(job, allocation)["status"] == "stopped"  # type: ignore[arg-type]
+    if isinstance(error, Stopped):
+        assert batch_run.run_in_job(job, allocation)["status"] == "stopped"  # type: ignore[arg-type]
+    else:
+        with pytest.raises(PeerError, match="told to end"):
+            batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
     assert allocation.requeued == requeued
 
 

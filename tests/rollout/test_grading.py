@@ -17,7 +17,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.reward_names import own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.rollout.grading import service
+from hpcrl.rollout import process_pool
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile
@@ -412,6 +412,6 @@ def test_processes_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_import_that_never_ends_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "START", 1.0)
+    monkeypatch.setattr(process_pool, "START", 1.0)
     with pytest.raises(HpcrlError, match="did not start: it was not ready within 1 s"):
         graded(sample("x"), custom_rm_path="tests.support.breakable.reward_never_imported.reward")

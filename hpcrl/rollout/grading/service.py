@@ -12,27 +12,21 @@ import itertools
 import math
 import os
 import sys
-import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hpcrl.config.options import Options
 from hpcrl.config.reward_names import RewardWord, own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
 from hpcrl.rollout.grading.process import GradingProcess, Job
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.own_hooks import BadSample, RolloutHooks
+from hpcrl.rollout.process_pool import ProcessPool
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
 
-POLL = 0.05  #: seconds between two looks at what the processes use
-START = 120.0  #: seconds that a process may take to load the rewards
-END = 5.0  #: seconds that killed processes may take to be gone
-STARTS = 3  #: processes in a row that may fail to start
 SIDE_BY_SIDE = 64  #: gradings by async rewards in one process at once
 QUEUE = 8  #: gradings by plain rewards that one process is given, so that it never waits for the next
 PATIENCE = 2.0  #: seconds that a process has to report a time-out itself
@@ -56,7 +50,7 @@ class GradedBy:
     key: str | None = None
 
 
-class Grading:
+class Grading(ProcessPool[GradingProcess, Job]):
     """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
 
     def __init__(
@@ -82,16 +76,9 @@ class Grading:
         self._arrays = any(not item.file for item in words.values())
         self._setup = Setup(options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30))
         count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
-        self._processes = [GradingProcess(self._setup) for _ in range(count)]
-        self._ended: list[GradingProcess] = []  # killed, but not yet gone
-        self._listening: set[asyncio.Task[None]] = set()
-        self._waiting: deque[Job] = deque()
+        super().__init__(lambda: GradingProcess(self._setup), count)
         self._waits: frozenset[str] = frozenset()
         self._numbers = itertools.count()
-        self._failures = 0  # processes that did not start, in a row
-        self._broken: HpcrlError | None = None
-        self._first: asyncio.Future[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._groups: dict[tuple[str, int], _Group] = {}
         self._tallies: dict[str, Tally] = {}
         self._bad_prompts: set[str] = set()
@@ -99,25 +86,6 @@ class Grading:
 
     def __str__(self) -> str:
         return " ".join(dict.fromkeys(item.word for item in (*self._words, *self._more)))
-
-    async def start(self) -> None:
-        """Wait until a process has loaded the rewards and checked them.  UsageError says what is wrong with one."""
-        self._first = asyncio.get_running_loop().create_future()
-        for process in self._processes:
-            self._listen(process)
-        self._watching = asyncio.create_task(self._watch())
-        await self._first
-
-    async def close(self) -> None:
-        """End every process."""
-        await cancel(self._watching, *self._listening)
-        for process in self._processes:
-            process.kill()
-        self._ended += self._processes
-        self._processes = []
-        deadline = time.monotonic() + END
-        while not all(process.reaped() for process in self._ended) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
 
     # ---- for the samplers
 
@@ -220,33 +188,14 @@ class Grading:
             self._waiting.popleft()
             min(free, key=lambda process: len(process.jobs)).send(job)
 
-    def _listen(self, process: GradingProcess) -> None:
-        task = asyncio.create_task(self._serve(process))
-        self._listening.add(task)
-        task.add_done_callback(self._listening.discard)
+    async def _open(self, process: GradingProcess) -> Ready:
+        ready = await process.listen()
+        self._waits = frozenset(ready.waits)
+        return ready
 
-    async def _serve(self, process: GradingProcess) -> None:
-        """Take what one process says, until it ends; then put another in its place."""
-        try:
-            self._came_up(process, await process.listen())
-            while True:
-                reply = await process.reply()
-                self._settle(process.finish(reply.id), reply.outcomes)
-                self._pump()
-        except (ConnectionError, OSError):
-            if process in self._processes and not process.gone:
-                self._lost(process, await process.ended())
-
-    def _came_up(self, process: GradingProcess, ready: Ready) -> None:
-        if ready.error:
-            if ready.trace:
-                print(ready.trace, file=sys.stderr, flush=True)
-            self._break(UsageError(ready.error, ready.hint))
-            return
-        process.ready, self._failures, self._waits = True, 0, frozenset(ready.waits)
-        if self._first is not None and not self._first.done():
-            self._first.set_result(None)
-        self._pump()
+    async def _take(self, process: GradingProcess) -> None:
+        reply = await process.reply()
+        self._settle(process.finish(reply.id), reply.outcomes)
 
     def _settle(self, job: Job, outcomes: list[Outcome]) -> None:
         """Hand over what came of a grading, or have it repeated."""
@@ -259,19 +208,19 @@ class Grading:
         else:
             job.future.set_result(outcomes)
 
-    def _lost(self, process: GradingProcess, how: str, failure: str = ERROR, text: str = "") -> None:
+    def _lost(self, process: GradingProcess, how: str) -> None:
+        self._charge(process, how)
+
+    def _too_slow(self, process: GradingProcess, text: str) -> None:
+        self._charge(process, "", text=f"it {text}")
+
+    def _charge(self, process: GradingProcess, how: str, failure: str = ERROR, text: str = "") -> None:
         """A process has ended, or was killed: what becomes of its gradings, and another in its place."""
-        self._processes.remove(process)
-        self._ended.append(process)
         running, jobs, process.jobs = process.working_on, list(process.jobs.values()), {}
-        if not process.ready:
-            self._failures += 1
-            if self._failures >= STARTS or text:
-                words = " ".join(self._setup.words)
-                self._break(
-                    HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log")
-                )
-                return
+        if self._remove(process, at_once=bool(text)):
+            words = " ".join(self._setup.words)
+            self._break(HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log"))
+            return
         for job in reversed([job for job in jobs if job not in running]):  # they had not begun
             self._waiting.appendleft(job)
         for job in running:
@@ -281,48 +230,18 @@ class Grading:
             else:
                 said = f"reward {' '.join(job.task.words)} {text or f'ended the process that graded it ({how})'}"
                 self._settle(job, [Outcome(failure=failure, text=said) for _ in job.task.samples])
-        another = GradingProcess(self._setup)
-        self._processes.append(another)
-        self._listen(another)
-        self._pump()
-
-    def _break(self, error: HpcrlError) -> None:
-        """Nothing can be graded."""
-        self._broken = error
-        if self._first is not None and not self._first.done():
-            self._first.set_exception(error)
-        for job in (*self._waiting, *(job for process in self._processes for job in process.jobs.values())):
-            if not job.future.done():
-                job.future.set_exception(error)
-        self._waiting.clear()
+        self._replace()
 
     # ---- limits
 
-    async def _watch(self) -> None:
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(POLL)
-            now = time.monotonic()
-            passed, last = min(now - last, 1.0), now  # while this process itself stood still, nobody's time went by
-            self._ended = [process for process in self._ended if not process.reaped()]
-            for process in list(self._processes):
-                if not process.gone:
-                    self._look_at(process, passed)
-
     def _look_at(self, process: GradingProcess, passed: float) -> None:
         """Kill a process that is over a limit."""
-        if not process.ready:
-            process.starting += passed
-            if process.starting > START:
-                process.kill()
-                self._lost(process, "", text=f"it was not ready within {START:g} s")
-            return
         for job in process.working_on:
             job.waited += passed
         for job in process.working_on:
             if over := self._over(process, job):
                 process.kill()
-                self._lost(process, "", *over)
+                self._charge(process, "", *over)
                 return
 
     def _over(self, process: GradingProcess, job: Job) -> tuple[str, str] | None:

@@ -1,0 +1,190 @@
+"""Processes that run the user's own code, and the jobs that wait for one: what pools of them have in common.
+
+Invariants: the event loop is never blocked by own code; a process that ends, or has to be killed, is replaced, and what becomes of its
+jobs is decided by the pool's kind; where processes do not come up, every job ends with one error that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.rollout.async_tasks import cancel
+
+POLL = 0.05  #: seconds between two looks at the processes
+START = 120.0  #: seconds that a process may take to load the user's code
+END = 5.0  #: seconds that killed processes may take to be gone
+STARTS = 3  #: processes in a row that may fail to start
+
+
+class PooledJob(Protocol):
+    """What somebody waits for."""
+
+    future: asyncio.Future[Any]
+
+
+class PooledProcess(Protocol):
+    """One process.  ready: whether it has loaded what it runs; starting: seconds since it was started, until then; gone: whether it
+    has ended; jobs: what it works on, by number."""
+
+    ready: bool
+    starting: float
+    gone: bool
+
+    @property
+    def jobs(self) -> Mapping[int, PooledJob]: ...
+
+    def kill(self) -> None: ...
+
+    def reaped(self) -> bool: ...
+
+    async def ended(self) -> str: ...
+
+
+class Loaded(Protocol):
+    """A process's first word: error is "" once it has loaded what it runs."""
+
+    error: str
+    hint: str
+    trace: str
+
+
+P = TypeVar("P", bound=PooledProcess)
+J = TypeVar("J", bound=PooledJob)
+
+
+class ProcessPool(ABC, Generic[P, J]):
+    """Made, it has started its processes; `start` waits for the first of them."""
+
+    def __init__(self, make: Callable[[], P], count: int) -> None:
+        self._make = make
+        self._processes = [make() for _ in range(count)]
+        self._ended: list[P] = []  # killed, but not yet gone
+        self._waiting: deque[J] = deque()
+        self._listening: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._failures = 0  # processes that did not start, in a row
+        self._first: asyncio.Future[None] | None = None
+        self._broken: HpcrlError | None = None
+
+    async def start(self) -> None:
+        """Wait until a process has loaded what it runs.  UsageError says what is wrong with it."""
+        self._first = asyncio.get_running_loop().create_future()
+        for process in self._processes:
+            self._listen(process)
+        self._watching = asyncio.create_task(self._watch())
+        await self._first
+
+    async def close(self) -> None:
+        """End every process."""
+        await cancel(self._watching, *self._listening)
+        for process in self._processes:
+            process.kill()
+        self._ended += self._processes
+        self._processes = []
+        deadline = time.monotonic() + END
+        while not all(process.reaped() for process in self._ended) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    # ---- what a kind of pool says
+
+    @abstractmethod
+    async def _open(self, process: P) -> Loaded:
+        """Begin to speak with a process; its first word."""
+
+    @abstractmethod
+    async def _take(self, process: P) -> None:
+        """Take a process's next word.  ConnectionError or OSError when it has ended."""
+
+    @abstractmethod
+    def _pump(self) -> None:
+        """Give waiting jobs, in order, to processes that have room."""
+
+    @abstractmethod
+    def _lost(self, process: P, how: str) -> None:
+        """A process has ended by itself, as `how` says: what becomes of its jobs."""
+
+    @abstractmethod
+    def _too_slow(self, process: P, text: str) -> None:
+        """A process was killed because it was not ready in time."""
+
+    @abstractmethod
+    def _look_at(self, process: P, passed: float) -> None:
+        """Hold a process to its limits; passed: seconds since the last look."""
+
+    # ---- the same for all
+
+    def _listen(self, process: P) -> None:
+        task = asyncio.create_task(self._serve(process))
+        self._listening.add(task)
+        task.add_done_callback(self._listening.discard)
+
+    async def _serve(self, process: P) -> None:
+        """Take what one process says, until it ends; then put another in its place."""
+        try:
+            loaded = await self._open(process)
+            if loaded.error:
+                if loaded.trace:
+                    print(loaded.trace, file=sys.stderr, flush=True)
+                self._break(UsageError(loaded.error, loaded.hint))
+                return
+            process.ready, self._failures = True, 0
+            if self._first is not None and not self._first.done():
+                self._first.set_result(None)
+            self._pump()
+            while True:
+                await self._take(process)
+                self._pump()
+        except (ConnectionError, OSError):
+            if process in self._processes and not process.gone:
+                self._lost(process, await process.ended())
+
+    def _remove(self, process: P, at_once: bool) -> bool:
+        """Count a process out; whether too many have failed to start (at_once: this one is enough)."""
+        self._processes.remove(process)
+        self._ended.append(process)
+        if process.ready:
+            return False
+        self._failures += 1
+        return self._failures >= STARTS or at_once
+
+    def _replace(self) -> None:
+        """Put another process into the place of one that is gone."""
+        another = self._make()
+        self._processes.append(another)
+        self._listen(another)
+        self._pump()
+
+    def _break(self, error: HpcrlError) -> None:
+        """Nothing can be done any more."""
+        self._broken = error
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(error)
+        for job in (*self._waiting, *(job for process in self._processes for job in process.jobs.values())):
+            if not job.future.done():
+                job.future.set_exception(error)
+        self._waiting.clear()
+
+    async def _watch(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL)
+            now = time.monotonic()
+            passed, last = min(now - last, 1.0), now  # while this process itself stood still, nobody's time went by
+            self._ended = [process for process in self._ended if not process.reaped()]
+            for process in list(self._processes):
+                if process.gone:
+                    continue
+                if process.ready:
+                    self._look_at(process, passed)
+                    continue
+                process.starting += passed
+                if process.starting > START:
+                    process.kill()
+                    self._too_slow(process, f"was not ready within {START:g} s")
