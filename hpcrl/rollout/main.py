@@ -248,10 +248,10 @@ class RolloutRole:
         begun = time.monotonic()
         late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
         made = await within(self._patience, self.maker.make(rollout_id, version), late)
-        self._states = {rollout_id: self.shelf.state(rollout_id)}
         samples = made.rollout.samples()
         source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
+        self._states = {rollout_id: self.shelf.state(rollout_id)}  # with what an own source has learned of the samples
         check_staleness(samples, version, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
