@@ -156,7 +156,7 @@ def test_a_dead_rollout_process_is_named_and_everything_ends(tmp_path: Path, tas
 def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path, line: str, words: list[str]) -> None:
     good = (task / "train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:2], line, *good[3:]]) + "\n")
-    run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"))
+    run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"), overlong_prompts="error")
     status, out = run.end(60)
     assert status not in (0, 143)
     error = next(text for text in out.splitlines() if text.startswith("hpcrl: error: "))
@@ -165,8 +165,6 @@ def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path, line: str, words
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: Path, uncut: Path) -> None:
-    import subprocess
-
     small = tmp_path / "small"
     small.mkdir()
     if (
