@@ -732,7 +732,7 @@ def test_a_loss_that_is_no_number(model: Path) -> None:
 
 def test_a_gradient_without_bound_on_one_rank_only(model: Path) -> None:
     opts = options(model, 2, disable_rewards_normalization=True)
-    own = shares(opts)
+    own = shares(opts, deepcopy(batch()))  # the fixed batch stays as it is for the tests that follow
     own[1].table["reward"][own[1].own] = 1e30  # the table is one for all ranks
     errors = run_ranks(2, failure_on_rank, opts, own)
     assert {text.split(";")[0] for text, _ in errors} == {"rollout 0, optimizer step 0: the gradient norm is inf"}
