@@ -78,6 +78,7 @@ def test_a_bad_sample_is_named(response: str, words: str) -> None:
     assert words in caught.value.text and f"--rollout-sample-hook-path {HERE}.on_bad" in caught.value.text
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("group_rm", [False, True])
 def test_a_hook_that_raises_costs_its_sample(group_rm: bool, capfd: pytest.CaptureFixture[str]) -> None:
     options = Options(
