@@ -5,8 +5,6 @@ Invariant: nothing else changes.  A learning rate whose curve was made for the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from hpcrl.config.options import Options
@@ -17,23 +15,15 @@ from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import read_summary, write_summary
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """What the options say about lengths that follow from the number of rollouts."""
-
-    options: Options
-
-    @property
-    def bound(self) -> str:
-        """The flag of what would be bent, or ""."""
-        o = self.options
-        if o.lr_decay_iters is not None:
-            return ""
-        if o.lr_decay_style != "constant":
-            return f"--lr-decay-style {o.lr_decay_style}"
-        if o.lr_warmup_fraction is not None:
-            return "--lr-warmup-fraction"
-        return "--weight-decay-incr-style" if o.weight_decay_incr_style != "constant" else ""
+def _bent(options: Options) -> str:
+    """The flag of what was laid out for the run's length, or ""."""
+    if options.lr_decay_iters is not None:
+        return ""
+    if options.lr_decay_style != "constant":
+        return f"--lr-decay-style {options.lr_decay_style}"
+    if options.lr_warmup_fraction is not None:
+        return "--lr-warmup-fraction"
+    return "--weight-decay-incr-style" if options.weight_decay_incr_style != "constant" else ""
 
 
 def train_longer(job: Job, num_rollout: int) -> None:
@@ -48,9 +38,9 @@ def train_longer(job: Job, num_rollout: int) -> None:
         done = summary.rollout_id if summary else 0
         if num_rollout <= done:
             raise UsageError(f"--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")
-        if bound := _Curve(options).bound:
+        if bent := _bent(options):
             raise UsageError(
-                f"--num-rollout {num_rollout}: {bound} was laid out for the length that the run was begun with",
+                f"--num-rollout {num_rollout}: {bent} was laid out for the length that the run was begun with",
                 f"begin another run with --load {options.save or rundir.checkpoints}",
             )
         longer = options.model_copy(update={"num_rollout": num_rollout})

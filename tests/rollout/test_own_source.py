@@ -26,8 +26,9 @@ from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.config.test_flags import GRPO
 from tests.rollout.test_making import PARTIAL, Attempt, FakeSampler, numbers, slow
-from tests.support.tiny import make_tokenizer
+from tests.rollout.test_prompt_files import model, tokenizer
 
+__all__ = ["model", "tokenizer"]
 HERE = "tests.rollout.test_own_source"
 ROWS: list[Any] = [
     {"input": "1+1=", "label": "2", "metadata": {"from": "a"}},
@@ -35,19 +36,6 @@ ROWS: list[Any] = [
     "1+3=",
     [{"role": "system", "content": "add"}, {"role": "user", "content": "1+4="}],
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1}))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer(model)
 
 
 class Counting:
