@@ -136,7 +136,8 @@ def main() -> int:
     except HpcrlError as error:
         place = context.plan.engines[context.index].host
         say(f"error: {error}")
-        context.rundir.fail("engine", context.index, f"on {place}: {error}")
+        if not context.life:  # a later life is its supervisor's to explain
+            context.rundir.fail("engine", context.index, f"on {place}: {error}")
         return error.exit_code
     return 0
 

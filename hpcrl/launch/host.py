@@ -5,8 +5,9 @@
 The launcher starts one of these on every host of the plan, locally, through srun or through mpirun; with --slot there is
 one for each slot, which starts only what begins on that slot.
 
-Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left; a host
-has done its part only when the trainer has said that the run is over and every role here has ended well.
+Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but for engines,
+which are started again (engine_keeper.py); a host has done its part only when the trainer has said that the run is over and every
+role here has ended well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.launch.engine_keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
@@ -53,6 +55,11 @@ class Role:
     @property
     def status(self) -> int | None:
         return self.process.poll()
+
+    def end(self) -> None:
+        """End it; what it has started ends with it."""
+        if self.status is None:
+            end([psutil.Process(self.process.pid)], GRACE)
 
     def epitaph(self) -> str:
         """How it ended, for a user."""
@@ -175,17 +182,25 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
+
+    def begin(name: str, index: int, command: list[str]) -> Role:
+        gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return start(name, index, command, rundir, gpus)
+
     try:
-        for name, index, command in commands(options, plan, rundir, host, slot):
-            gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            roles.append(start(name, index, command, rundir, gpus))
-        _watch(roles, options, rundir, host, told, turn)
+        ours = commands(options, plan, rundir, host, slot)
+        roles += [begin(*one) for one in ours]
+        engines = {index: command for name, index, command in ours if name == "engine"}
+        keeper = EngineKeeper(rundir, host, options.engine_restarts, engines, begin)
+        _watch(roles, keeper, options, rundir, told, turn)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
         end_descendants(0.5)
 
 
-def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
+def _watch(
+    roles: list[Role], keeper: EngineKeeper, options: Options, rundir: RunDir, told: Told, turn: Callable[[], None]
+) -> None:
     working = [r for r in roles if r.name != "engine"]
     close_by = quit_by = float("inf")
     looks = Looks(rundir)
@@ -193,13 +208,15 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
         turn()
         if looks.end():
             return
-        _check(roles, rundir, told, host)
+        if not told.requests:
+            keeper.tend(roles)
+        _check(roles, rundir, told, keeper.host)
         now = time.monotonic()
         if told.requests and quit_by == float("inf"):
             rundir.request_stop()  # time to save, if whoever told us leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
-            raise PeerError(f"host {host} was told to end", "the last saved checkpoint is good")
+            raise PeerError(f"host {keeper.host} was told to end", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
             close_by = min(close_by, now + CLOSING)
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
@@ -207,7 +224,7 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
                 f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
             )
         time.sleep(0.2)
-    _check(roles, rundir, told, host)
+    _check(roles, rundir, told, keeper.host)
     rundir.check()
 
 

@@ -23,11 +23,14 @@ from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue import sockets
+from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.engines.desk import EngineDesk
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
@@ -111,7 +114,8 @@ class RolloutRole:
 
     def __init__(self, context: RoleContext, work: Work) -> None:
         self.context, self.options, self.work = context, context.options, work
-        self.pool = EnginePool(context.rundir, context.plan, context.options)
+        self.pool = EnginePool(context.rundir, context.plan, context.options, Registry(context.options.engine_restarts))
+        self.desk = EngineDesk(context.rundir, self.pool)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
@@ -137,12 +141,14 @@ class RolloutRole:
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
+        methods += (self.desk.engines, self.desk.engines_updated, self.desk.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
         self._making: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._evaluates_last = False  # then there is nothing after it that could be stopped in its place
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
         self._states: dict[int, dict[str, Any]] = {}
@@ -151,6 +157,7 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
+        keep = asyncio.create_task(self._keep())
         starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
             await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +175,7 @@ class RolloutRole:
                 await self.server.fail(text_of(error))
             raise
         finally:
-            await cancel(starting, watch, self._making, self._evaluating)
+            await cancel(starting, watch, keep, self._making, self._evaluating)
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
                 if part is not None:
@@ -219,19 +226,23 @@ class RolloutRole:
         await asyncio.to_thread(self.shelf.train, rollout_id, saved)
         return self._states[rollout_id]
 
-    async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile."""
-        last = rollout_id + 1 >= self.work.total
-        if self.evaluator is None or (self._stopping and not last):
-            return {}
-        late = f"the held-out samples after rollout {rollout_id}"
-        evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
-        self._evaluating = asyncio.create_task(evaluation)
-        if last:  # nothing comes after it that could be stopped in its place
-            running, self._evaluating = self._evaluating, None
-            return await running
-        await asyncio.wait([self._evaluating])
-        return {} if self._evaluating.cancelled() else self._evaluating.result()
+    async def evaluate(self, rollout_id: int, version: int, patience: float | None = None) -> dict[str, Any]:
+        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
+
+        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
+        """
+        if self._evaluating is None:
+            self._evaluates_last = rollout_id + 1 >= self.work.total
+            if self.evaluator is None or (self._stopping and not self._evaluates_last):
+                return {}
+            late = f"the held-out samples after rollout {rollout_id}"
+            evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
+            self._evaluating = asyncio.create_task(evaluation)
+        done, _ = await asyncio.wait([self._evaluating], timeout=patience)
+        if not done:
+            return {UNFINISHED: {}}
+        task, self._evaluating = self._evaluating, None
+        return {} if task.cancelled() else task.result()
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out."""
@@ -311,11 +322,19 @@ class RolloutRole:
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)
 
+    async def _keep(self) -> None:
+        """Keep the registry of engines true."""
+        try:
+            await self.desk.keep()
+        except Exception as error:  # noqa: BLE001  (any error of it ends the role)
+            self._fail(error)
+
     async def _stop(self) -> None:
         """Make nothing more: what is being made is dropped, and the trainer is told where to end."""
         say("asked to stop")
         self._stopping = True
-        await cancel(self._evaluating)
+        if not self._evaluates_last:
+            await cancel(self._evaluating)
         if self._next is None:
             return
         if self._making is not None and not self._making.done() and self._handed_over != self._next - 1:

@@ -15,13 +15,19 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from hpcrl.queue.messages import UNFINISHED
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
 
+if TYPE_CHECKING:
+    from hpcrl.queue.share_format import Share
+    from hpcrl.weights.updates import Updates
+
+TURN = 1.0  #: seconds that all ranks wait for the rollout process before they look whether engines want weights
 ECHO = 3.0  #: seconds to hold back an error that may only say that another rank is gone: that rank's own error comes first
 
 
@@ -42,7 +48,6 @@ class Crank:
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
         from hpcrl.trainer.step.share_exchange import ShareExchange
-        from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
@@ -67,11 +72,26 @@ class Crank:
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
+        self.updates = self._updates() if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
             publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
+
+    def _updates(self) -> Updates:
+        """How weights come to engines."""
+        from hpcrl.queue.auth import http_key
+        from hpcrl.trainer.engine_roster import QueueRoster
+        from hpcrl.trainer.parallel.collectives import broadcast_json
+        from hpcrl.weights.sender import WeightSender
+        from hpcrl.weights.updates import Updates
+
+        rundir, options = self.context.rundir, self.options
+        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
+        roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
+        key = http_key(rundir) if self.driver else ""
+        together = partial(broadcast_json, group=self.patient)
+        return Updates(sender, rundir, options.engine_start_timeout, roster, key, together)
 
     @property
     def driver(self) -> bool:
@@ -102,9 +122,7 @@ class Crank:
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
-        fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
-        self._together()
-        share = self.shares.exchange(fetched)
+        share = self.shares.exchange(self._fetch(rollout_id))
         if share is None:
             return False
         check_staleness(share, self.at.version, self.options.staleness_bound)
@@ -129,6 +147,32 @@ class Crank:
             self._evaluate(rollout_id)
         return True
 
+    def _fetch(self, rollout_id: int) -> Share | None:
+        """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has its own, and
+        meanwhile serve engines that want weights: these samples may be waiting for them."""
+        from hpcrl.queue.client import Late
+        from hpcrl.trainer.parallel.collectives import all_true
+
+        end, fetched, there = time.monotonic() + self.options.rollout_timeout, None, self.client is None
+        while True:
+            left = max(0.0, end - time.monotonic())
+            try:
+                if not there:
+                    fetched, there = self.client.fetch(rollout_id, min(left, TURN) if self.updates else left), True
+            except Late:
+                if time.monotonic() >= end:
+                    raise
+            if all_true(there, self.patient):
+                return fetched
+            self._join()
+
+    def _join(self) -> None:
+        """The current weights into engines that have come, or come back."""
+        from hpcrl.trainer.megatron.model import export
+
+        if self.updates:
+            self.updates.join(partial(export, self.policy), self.at.version)
+
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.at.rollout_id % interval == 0
 
@@ -136,7 +180,7 @@ class Crank:
         """The current weights into every engine."""
         from hpcrl.trainer.megatron.model import export
 
-        metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        metrics = self.updates.publish(partial(export, self.policy), self.at.version) if self.updates else {}
         self.others.published(self.at.version)
         return metrics
 
@@ -154,7 +198,9 @@ class Crank:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
         if self.options.eval_interval is None or not self.context.plan.engines:
             return
-        results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
+        asked = {"rollout_id": rollout_id, "version": self.at.version, "patience": TURN}
+        while UNFINISHED in (results := self._ask("evaluate", **asked)):
+            self._join()
         if self.log and results:  # none if the run was asked to stop meanwhile
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
@@ -173,7 +219,7 @@ class Crank:
         self._ask("finish", rollout_id=self.at.rollout_id)
         if self.driver:
             self.log.close()
-            self.sender and self.sender.close()
+            self.updates and self.updates.close()
             rundir, seconds = self.context.rundir, time.monotonic() - started
             last = Summary(status, rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
             write_summary(rundir.root, last)
