@@ -40,6 +40,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
+  hpcrl engines RUN                            its engines; engines add RUN: more; engines remove RUN INDEX: one less
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -119,6 +120,7 @@ ELSEWHERE = {
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "samples": "hpcrl.commands.samples:samples",
+    "engines": "hpcrl.commands.engines:engines",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",

@@ -33,7 +33,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
-from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.weights.engine_http import Address, HttpError, ask
 
 SERVER = "hpcrl.engine.server"
@@ -50,6 +50,7 @@ class EngineSupervisor:
         self.found = build()
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
+        self._check_added()
         read_config(context.options.hf_checkpoint)
         os.environ[KEY_FILE] = str(context.rundir.keys / "http.key")
         self.key = read_key().decode()
@@ -57,6 +58,15 @@ class EngineSupervisor:
         self.stopped = threading.Event()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
+
+    def _check_added(self) -> None:
+        """UsageError if weights come to the run's other engines in a way that does not reach this host."""
+        theirs = backend(self.context.options, read_plan(self.context.rundir), self.found.cpu)
+        if theirs != self.backend:
+            raise UsageError(
+                f"{self.name} cannot join: the run's weights go to its engines by {theirs}, which does not leave their host",
+                "begin the run with --weight-transfer gloo (or nccl) to add engines on other hosts",
+            )
 
     def start(self) -> None:
         """Bind the port and start the server on it."""

@@ -6,7 +6,7 @@ The launcher starts one of these on every host of the plan, locally, through sru
 one for each slot, which starts only what begins on that slot.
 
 Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but for engines,
-which are started again (engine_keeper.py); a host has done its part only when the trainer has said that the run is over and every
+which are started again (engines/keeper.py); a host has done its part only when the trainer has said that the run is over and every
 role here has ended well.
 """
 
@@ -27,7 +27,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
-from hpcrl.launch.engine_keeper import EngineKeeper
+from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR

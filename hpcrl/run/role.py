@@ -18,6 +18,7 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan
+from hpcrl.run.engines.lives import is_added, with_added
 from hpcrl.run.rundir import RunDir
 
 
@@ -48,7 +49,8 @@ def read_plan(rundir: RunDir) -> Plan:
 
 
 def open_role(argv: list[str] | None = None) -> RoleContext:
-    """Parse `RUN --attempt N [--index I] [--life K]` and read the options and the plan of that attempt."""
+    """Parse `RUN --attempt N [--index I] [--life K]` and read the options and the plan of that attempt, which for an engine that was
+    added to it holds those as well."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
@@ -57,7 +59,10 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     args = parser.parse_args(argv)
     rundir = RunDir(args.run, args.attempt)
     try:
-        return RoleContext(rundir, read_options(rundir), read_plan(rundir), args.index, args.life)
+        plan = read_plan(rundir)
+        if is_added(rundir, args.index):
+            plan = with_added(rundir, plan)
+        return RoleContext(rundir, read_options(rundir), plan, args.index, args.life)
     except HpcrlError as error:
         raise SystemExit(f"error: {error}") from error
 

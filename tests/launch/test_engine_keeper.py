@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch import engine_keeper
-from hpcrl.launch.engine_keeper import EngineKeeper
+from hpcrl.launch.engines import keeper as engine_keeper
+from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.run.engines.lives import end_of, let_leave
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir

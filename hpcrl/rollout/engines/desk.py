@@ -19,6 +19,7 @@ from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.registry import Member, Registry
 from hpcrl.run.engines.lives import let_leave
 from hpcrl.run.engines.view import EngineView, write_views
+from hpcrl.run.engines.wishes import removed
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -36,6 +37,7 @@ class EngineDesk:
         self._rundir, self._pool = rundir, pool
         self._written: tuple[float, list[EngineView]] = (0.0, [])
         self._asked = 0.0
+        self._wished: set[int] = set()
 
     @property
     def _registry(self) -> Registry:
@@ -84,6 +86,7 @@ class EngineDesk:
         while self._registry.members:
             self._pool.look()
             await self._ask_again()
+            self._drain()
             self._let_go()
             self._show()
             now = time.monotonic()
@@ -105,6 +108,17 @@ class EngineDesk:
             if is_well:
                 self._registry.well(index, life)
         self._pool.refresh()
+
+    def _drain(self) -> None:
+        """Engines that the user wishes gone get no new requests."""
+        wished = removed(self._rundir.signs()) & self._registry.members.keys()
+        for index in sorted(wished - self._wished):
+            self._wished.add(index)
+            self._registry.drain(index)
+            self._pool.refresh()
+            say(f"{self._registry.members[index]} is drained")
+            if self._registry.members[index].state == "gone":  # it has nothing to finish
+                let_leave(self._rundir, index)
 
     def _let_go(self) -> None:
         """Engines that are drained, and have no request left, end."""

@@ -22,7 +22,7 @@ from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.engines.loads import Loads
 from hpcrl.rollout.engines.registry import Registry
-from hpcrl.run.engines.lives import Reports
+from hpcrl.run.engines.lives import EngineAdded, Reports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -137,9 +137,12 @@ class EnginePool:
         """Take in what the engines' supervisors have said since; whether that was anything."""
         new = self._reports.new()
         for index, said in new:
-            if index not in self.registry.members:
+            if isinstance(said, EngineAdded):
+                self.registry.expect(index, said.host)
+                say(f"{self.registry.members[index]} is added to the run")
+            elif index not in self.registry.members:
                 continue
-            if isinstance(said, EnginePeer):
+            elif isinstance(said, EnginePeer):
                 self.peers[index] = said
                 self.registry.up(index, said.life)
             else:

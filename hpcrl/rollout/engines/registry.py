@@ -27,7 +27,8 @@ FAILED_UPDATES = 3
 
 @dataclass
 class Member:
-    """One engine.  life: as `run/engines/lives.py` counts; version: that it holds, None: not one of ours; why: it is not well."""
+    """One engine.  life: as `run/engines/lives.py` counts; version: that it holds, None: not one of ours; why: it is not well;
+    planned: whether the run waits for it before it begins."""
 
     index: int
     host: str
@@ -36,6 +37,7 @@ class Member:
     version: int | None = None
     why: str = ""
     failed_updates: int = 0
+    planned: bool = True
 
     @property
     def answers(self) -> bool:
@@ -58,10 +60,10 @@ class Registry:
     # ---- events
 
     def expect(self, index: int, host: str) -> None:
-        """An engine of the plan, or one that joins later; ValueError if there was one of this number."""
+        """An engine of the plan, or, once weights were published, one that joins; ValueError if there was one of this number."""
         if index in self.members:
             raise ValueError(f"there is an engine {index} already")
-        self.members[index] = Member(index, host)
+        self.members[index] = Member(index, host, planned=self.published is None)
 
     def up(self, index: int, life: int) -> None:
         """Its supervisor says that it answers, in this life."""
@@ -155,7 +157,7 @@ class Registry:
 
     def starting(self) -> list[Member]:
         """Who has not come up in its first life, and is waited for."""
-        return [m for m in self.members.values() if m.state == "starting" and m.life == 0]
+        return [m for m in self.members.values() if m.state == "starting" and m.planned]
 
     def in_doubt(self) -> list[Member]:
         """Who is to be asked whether it is well."""

@@ -3,6 +3,7 @@
     engine-I.json, engine-I.K.json     it is up, in its first life, in life K (an `EnginePeer`)
     engine-I.K.ended.json              life K is over, and why (an `EngineEnd`)
     engine-I.leave.json                it is to end and not to come back (an `EngineLeave`, from the rollout process)
+    engine-I.added.json                there is such an engine beside those of the plan (an `EngineAdded`, from who starts it)
 
 Invariants: a file is written once and never changed, so that one listing of a directory shows what is new; lives of an engine are
 counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.
@@ -10,21 +11,25 @@ counted from 0 and only grow; whether a life is followed by another is one rule,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from hpcrl.errors import PeerError
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.plan import Place, Plan
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 PAUSE = 1.0  #: seconds from an engine's end to its next start
-_NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended)?\.json")
+_NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
 
 
 class EngineEnd(Peer, tag="engine_end"):
@@ -42,6 +47,52 @@ class EngineLeave(Peer, tag="engine_leave"):
     """The engine has nothing more to do: whoever keeps it ends it and does not start it again."""
 
     role: ClassVar[str] = "engine"
+
+
+class EngineAdded(Peer, tag="engine_added"):
+    """An engine that the plan does not know: where it is, as a `Place` of the plan has it.  Its end is never the run's."""
+
+    role: ClassVar[str] = "engine"
+    host: HostName
+    slots: tuple[Count, ...]
+    address: str = ""
+    interface: str = ""
+
+    def place(self) -> Place:
+        return Place(self.host, self.slots, self.address, self.interface)
+
+
+def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
+    """Make `engine` one of the attempt's; its number, the first that nobody has.  HpcrlError if nothing can be written there."""
+    beside = rundir.here / "peers" / f".engine-added.{socket.gethostname()}.{os.getpid()}"
+    try:
+        beside.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid())))
+        for index in count(len(plan.engines)):
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, _added_file(rundir, index))
+                return index
+    except OSError as error:
+        raise HpcrlError(f"cannot add an engine in {beside.parent}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    raise AssertionError
+
+
+def is_added(rundir: RunDir, index: int) -> bool:
+    """Whether the engine is one beside those of the plan."""
+    path = _added_file(rundir, index)
+    return path.name in listed(path.parent)
+
+
+def with_added(rundir: RunDir, plan: Plan) -> Plan:
+    """The plan with the engines that were added since: an engine of its own for each number."""
+    engines = list(plan.engines)
+    while (path := _added_file(rundir, len(engines))).name in listed(path.parent):
+        found = _read(rundir, path.name)
+        if not isinstance(found, EngineAdded):
+            break
+        engines.append(found.place())
+    return msgspec.structs.replace(plan, engines=tuple(engines))
 
 
 def starts_again(limit: int, life: int, was_up: bool) -> bool:
@@ -71,10 +122,10 @@ def end_of(rundir: RunDir, index: int, life: int) -> EngineEnd | None:
 
 def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was_up: bool, why: str) -> bool:
     """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the first life's
-    leads.  Returns whether another life follows."""
+    leads, unless the engine was added to the run, which then goes on without it.  Returns whether another life follows."""
     again = starts_again(limit, life, was_up)
-    if again:
-        tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=True, time=time.time()))
+    if again or is_added(rundir, index):
+        tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=again, time=time.time()))
     else:
         rundir.fail("engine", index, epitaph([end.why for n in range(life) if (end := end_of(rundir, index, n))], why))
     return again
@@ -110,8 +161,9 @@ class Reports:
     def __init__(self, rundir: RunDir) -> None:
         self._rundir, self._seen = rundir, set[str]()
 
-    def new(self) -> list[tuple[int, EnginePeer | EngineEnd]]:
-        """(index of the engine, what was said), the earlier life first.  PeerError names a file that holds something else."""
+    def new(self) -> list[tuple[int, EnginePeer | EngineEnd | EngineAdded]]:
+        """(index of the engine, what was said), additions and the earlier life first.  PeerError names a file that holds something
+        else."""
         found = []
         for name in listed(self._rundir.here / "peers") - self._seen:
             if (match := _NAME.fullmatch(name)) is None:
@@ -119,7 +171,8 @@ class Reports:
             said = _read(self._rundir, name)
             if said is not None:
                 self._seen.add(name)
-                found.append((int(match[2] or 0), bool(match[3]), int(match[1]), said))
+                life = -1 if isinstance(said, EngineAdded) else said.life
+                found.append((life, isinstance(said, EngineEnd), int(match[1]), said))
         return [(index, said) for _, _, index, said in sorted(found, key=lambda entry: entry[:3])]
 
 
@@ -131,10 +184,14 @@ def _leave_file(rundir: RunDir, index: int) -> Path:
     return rundir.here / "peers" / f"engine-{index}.leave.json"
 
 
-def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | None:
+def _added_file(rundir: RunDir, index: int) -> Path:
+    return rundir.here / "peers" / f"engine-{index}.added.json"
+
+
+def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | EngineAdded | None:
     path = rundir.here / "peers" / name
     try:
-        return msgspec.json.decode(path.read_bytes(), type=EnginePeer | EngineEnd)
+        return msgspec.json.decode(path.read_bytes(), type=EnginePeer | EngineEnd | EngineAdded)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -49,6 +49,11 @@ class EngineKeeper:
         self._due: dict[int, float] = {}  # engines between two lives, and when the next begins
         self._next_look = 0.0
 
+    @property
+    def waits(self) -> bool:
+        """Whether an engine is between two lives."""
+        return bool(self._due)
+
     def tend(self, roles: list[R]) -> None:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
         now = time.monotonic()
