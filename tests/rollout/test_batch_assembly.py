@@ -250,3 +250,12 @@ def test_responses_of_several_samples_stay_whole_and_are_counted_once(
         at = share.batch.response_offsets[:-1][filling]
         assert not share.batch.loss_mask[at].any() and (share.batch.rows["length"][filling] == 2).all()
         assert share.batch.rows["trained"].sum() >= share.batch.loss_mask.sum()
+
+
+def test_tokens_are_counted_by_age() -> None:
+    rollout = full([4, 4, 4, 4, 4, 4], 3)
+    for sample, versions in zip(rollout.samples(), ([20, 20, 19, 18], [5, 11, 12, 13]), strict=False):
+        sample.versions[:] = versions
+    found = batch_metrics(rollout, version=20, seconds=1.0)
+    ages = {int(name.rpartition("/")[2]): count for name, count in found.items() if name.startswith("staleness/tokens/")}
+    assert ages == {0: 2, 1: 1, 2: 1, 7: 1, 8: 3 + 16}  # 8 stands for 8 and more
