@@ -93,6 +93,7 @@ def test_metrics() -> None:
             "rollout/reward_errors": 0.0,
             "staleness/mean": 2.0,
             "staleness/max": 2.0,
+            "staleness/tokens/2": 28.0,
             "perf/rollout_time": 2.0,
             "perf/tokens_per_sec": 14.0,
         }

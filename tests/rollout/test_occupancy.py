@@ -42,7 +42,7 @@ def test_shares_of_time() -> None:
     )
     bench.at = 5 * S
     assert bench.of.measures()["perf/requests_in_flight"] == 2  # a new window, in which what is in flight goes on
-    assert bench.told == [(1, 2, 4), (0, 1, 3), (1, 4, 5)]
+    assert bench.told == [(0, 1, 3), (1, 2, 4), (1, 4, 5)]
 
 
 def test_without_engines_there_is_nothing_to_say() -> None:
@@ -87,7 +87,8 @@ def test_what_is_told_covers_what_was_busy(changes: list) -> None:
         busy = [time + passed * (now > 0) for time, now in zip(busy, loads, strict=True)]
         at += passed
         loads[engine] = load
-        bench.set(at / S, engine, load)
+        bench.at = at
+        bench.of.set(engine, load)
     bench.at = at
     found = bench.of.measures()
     if at:
