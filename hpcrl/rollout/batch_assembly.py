@@ -21,8 +21,6 @@ from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
 
-OLDEST = 8  #: policy versions: tokens so old and older are counted together
-
 
 @dataclass
 class Rollout:
@@ -163,11 +161,5 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
         "rollout/zero_std": float(np.mean(rewards.std(axis=1) <= 1e-6)),
         "staleness/mean": float(stale.mean()),
         "staleness/max": float(stale.max()),
-        **{f"staleness/tokens/{age}": float(count) for age, count in enumerate(_ages(stale)) if count},
         "perf/tokens_per_sec": float(lengths.sum()) / max(seconds, 1e-9),
     }
-
-
-def _ages(stale: np.ndarray) -> list[int]:
-    """How many tokens are 0, 1, 2 ... policy versions old, the last OLDEST or more.  stale: int [tokens]."""
-    return np.bincount(np.clip(stale, 0, OLDEST)).tolist()

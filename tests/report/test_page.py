@@ -104,7 +104,7 @@ def run(tmp_path: Path) -> Path:
     ready, saved = span(READY, begun + 0.05, rollout_id=0), span(SAVED, begun + 0.2, rollout_id=3)
     lines(here / "trainer-0.jsonl", head("trainer", opened=begun), ready, *trained, saved)
     lines(here / "rollout-0.jsonl", head("rollout", opened=begun), span(GENERATE, begun + 0.05, begun + 0.07, engine=0))
-    log(root, *steps(3, **{"perf/wait_time_ratio": 0.4, "staleness/tokens/0": 9.0}), {"rollout_id": 2, "eval/<b>/accuracy": 0.5})
+    log(root, *steps(3, **{"perf/wait_time_ratio": 0.4, "staleness/share/0": 0.9}), {"rollout_id": 2, "eval/<b>/accuracy": 0.5})
     sample = {"group": 0, "index": 0, "prompt": EVIL, "response": EVIL, "label": EVIL, "reward": 1.0, "status": EVIL}
     (root / "samples").mkdir()
     (root / "samples" / "00000002.jsonl").write_text(json.dumps(sample) + "\n")

@@ -93,7 +93,6 @@ def test_metrics() -> None:
             "rollout/reward_errors": 0.0,
             "staleness/mean": 2.0,
             "staleness/max": 2.0,
-            "staleness/tokens/2": 28.0,
             "perf/rollout_time": 2.0,
             "perf/tokens_per_sec": 14.0,
         }
@@ -251,12 +250,3 @@ def test_responses_of_several_samples_stay_whole_and_are_counted_once(
         at = share.batch.response_offsets[:-1][filling]
         assert not share.batch.loss_mask[at].any() and (share.batch.rows["length"][filling] == 2).all()
         assert share.batch.rows["trained"].sum() >= share.batch.loss_mask.sum()
-
-
-def test_tokens_are_counted_by_age() -> None:
-    rollout = full([4, 4, 4, 4, 4, 4], 3)
-    for sample, versions in zip(rollout.samples(), ([20, 20, 19, 18], [5, 11, 12, 13]), strict=False):
-        sample.versions[:] = versions
-    found = batch_metrics(rollout, version=20, seconds=1.0)
-    ages = {int(name.rpartition("/")[2]): count for name, count in found.items() if name.startswith("staleness/tokens/")}
-    assert ages == {0: 2, 1: 1, 2: 1, 7: 1, 8: 3 + 16}  # 8 stands for 8 and more

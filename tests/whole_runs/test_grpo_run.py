@@ -94,7 +94,6 @@ def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureF
     ):
         assert waited.begin - 50_000 <= made.begin < made.end <= waited.end + 50_000
         assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
-        assert busy["staleness/tokens/0"] > 0 and "staleness/tokens/1" not in busy
     assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
     assert main(["bill", str(uncut), "--json"]) == 0
     bill = json.loads(capsys.readouterr().out)

@@ -35,7 +35,7 @@ MORE = (
     Panel("groups whose rewards are all alike", {"": "rollout/zero_std"}, "share"),
     Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
     Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
-    Panel("tokens by age, policy versions", {"*": "staleness/tokens/*"}, "zero"),
+    Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),
     Panel("requests in flight", {"mean": "perf/requests_in_flight", "max": "perf/requests_in_flight_max"}, "zero"),
     Panel("seconds of a weight update", {"all": "perf/update_weights_time", "engines pause": "perf/update_weights_pause_time"}, "zero"),
     Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
