@@ -23,7 +23,7 @@ FLOORS = (
     {"memory", "weights"},
     {"rollout", "engine", "trainer", "launch"},
     {"convert", "doctor"},
-    {"slurm", "mpi"},
+    {"slurm", "mpi", "selftest"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -48,6 +48,7 @@ LIGHT = {
     "report",
     "run",
     "sample",
+    "selftest",
     "slime",
     "slurm",
 }
