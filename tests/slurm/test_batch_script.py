@@ -160,6 +160,32 @@ def test_components_follow_from_the_stages_together() -> None:
     assert [(c.nodes, c.slots) for c in found.components] == [(4, 8)]
 
 
+EIGHT = {"gpus_per_node": 8, "partition": "gpu"}
+FOUR = {"gpus_per_node": 4, "partition": "gpu"}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "site", "expected"),
+    [
+        (4, 4, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
+        (4, 4, {"trainer": EIGHT}, [("trainer", 1, 8)]),
+        (4, 4, {"trainer": EIGHT, "engine": EIGHT, "layout": "heterogeneous"}, [("trainer", 1, 8)]),
+        (2, 6, {"trainer": FOUR, "engine": FOUR}, [("trainer", 1, 4), ("engine", 1, 4)]),
+        (4, 4, {}, [("trainer", 1, 4), ("engine", 1, 4)]),
+        (4, 4, {"trainer": EIGHT, "engine": EIGHT, "rollout": {"partition": "cpu"}}, [("trainer", 1, 8), ("rollout", 1, 0)]),
+        (8, 8, {"trainer": EIGHT, "engine": EIGHT | {"partition": "infer"}}, [("trainer", 1, 8), ("engine", 1, 8)]),
+        (4, 0, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
+    ],
+)
+def test_no_node_is_asked_for_that_the_plan_leaves_idle(
+    trainers: int, engines: int, site: dict[str, object], expected: list[tuple[str, int, int]]
+) -> None:
+    o = Options(actor_num_gpus_per_node=trainers, rollout_num_gpus=engines, rollout_num_gpus_per_engine=2 if engines else 1)
+    found = request(o, **site)
+    assert [(c.name, c.nodes, c.slots) for c in found.components] == expected
+    assert {host.name for host in found.hosts()} == set(make_plan(o, found.hosts(), "r").hosts)
+
+
 def test_an_engine_that_leaves_a_rest_on_each_node_gets_more_nodes() -> None:
     o = Options(actor_num_gpus_per_node=1, rollout_num_gpus=9, rollout_num_gpus_per_engine=3)
     assert [(c.nodes, c.slots) for c in request(o).components[1:]] == [(2, 8)]
