@@ -283,6 +283,33 @@ def test_a_dry_run_submits_nothing_and_shows_everything(
     assert "sbatch is not here" in capsys.readouterr().err
 
 
+def test_a_dry_run_says_that_slurm_did_not_answer_and_shows_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "scontrol", "sinfo", "squeue"):
+        (tmp_path / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --nodes=1" in out and "whether it would take this job is not known" in out
+
+
+@pytest.mark.parametrize(("kind", "image"), [("pyxis", "/x.sqsh"), ("apptainer", "/x.sif")])
+def test_a_printed_script_mounts_its_runs_and_its_tasks(
+    kind: str, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--print", "--set", f"container.kind={kind}", f"container.image={image}"]
+    assert main(["submit", str(REPO / "examples/quickstart.toml"), *words]) == 0
+    text = capsys.readouterr().out
+    step = shlex.split(next(line for line in text.splitlines() if "HPCRL_STEP_0" in line).partition("=")[2])[0]
+    assert str(tmp_path) in step, "the run's directory will lie there"
+    task = Path(shlex.split(step)[-1])
+    assert task.is_file() and str(task.parent) in step.replace(str(task), "")
+    assert text.splitlines()[-1].startswith(f"exec {sys.executable} -m hpcrl.slurm.batch_process"), "outside of the image"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
