@@ -34,6 +34,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script as they stand; also run, plan, launch
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
+  hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
   hpcrl runs [--clean]                         where they lie; those that never came to a step
@@ -127,6 +128,7 @@ ELSEWHERE = {
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",
+    "selftest": "hpcrl.commands.selftest:selftest",
 }
 
 
