@@ -29,6 +29,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
+from hpcrl.report.timeline.names import ROLES
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
@@ -182,10 +184,14 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
+    timeline = role_timeline(rundir, "host", slot or 0, host)
+    begun = timeline.now()
 
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return start(name, index, command, rundir, gpus)
+        role = start(name, index, command, rundir, gpus)
+        timeline.mark(f"starts {name}-{index}")
+        return role
 
     try:
         ours = commands(options, plan, rundir, host, slot)
@@ -194,8 +200,11 @@ def run_host(
         keeper = EngineKeeper(rundir, host, options.engine_restarts, engines, begin)
         _watch(roles, keeper, options, rundir, told, turn)
     finally:
-        end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
-        end_descendants(0.5)
+        with timeline.span("end the roles"):
+            end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
+            end_descendants(0.5)
+        timeline.add(ROLES, begun, timeline.now())
+        timeline.close()
 
 
 def _watch(

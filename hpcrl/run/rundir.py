@@ -5,6 +5,7 @@
       prepared/                   what the recipe's prepare command made
       keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
       attempts/N/plan.json        who runs where
+      attempts/N/hosts.json       the hosts that the attempt was given, with all their slots
       attempts/N/peers/ROLE-I.json    what a process published (peers.py); of engines also their lives (engines/lives.py)
       attempts/N/engines.json     how each engine is (engines/view.py)
       attempts/N/error.json       the first error of the attempt
@@ -17,6 +18,7 @@
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       added/                      scripts of jobs whose engines joined
       position.json               where a run without a trainer stands
+      timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
 Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is
@@ -35,6 +37,7 @@ from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
 
 #: what a run has from the start
+HOSTS = "hosts.json"  #: its name in attempts/N
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
 

@@ -22,6 +22,8 @@ from hpcrl.queue.client import Late, QueueClient
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.share_format import Share
 from hpcrl.report.metrics import MetricsLog
+from hpcrl.report.timeline.names import READY, STEP
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -44,6 +46,7 @@ class RolloutDriver:
         self.path = context.rundir.root / POSITION
         at = self._position()
         self.rollout_id: int = at["rollout_id"]
+        self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
         self.roster, self.key = QueueRoster(self.client, self.options.rollout_timeout), http_key(context.rundir)
         self.log = MetricsLog(context.rundir)
@@ -51,6 +54,8 @@ class RolloutDriver:
         self.log.truncate(self.rollout_id)
         self._name_weights()
         publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total))
+        self.timeline.started()
+        self.timeline.mark(READY, rollout_id=self.rollout_id)
 
     def _position(self) -> dict[str, Any]:
         """Where an earlier attempt has left off.  HpcrlError if that is damaged."""
@@ -102,7 +107,7 @@ class RolloutDriver:
 
     def _step(self) -> bool:
         """One rollout; False if the run was asked to stop before it."""
-        rollout_id, begun = self.rollout_id, time.monotonic()
+        rollout_id, begun, at = self.rollout_id, time.monotonic(), self.timeline.now()
         self._ask("generate", rollout_id=rollout_id, version=0)
         share = self._fetch(rollout_id)
         if share is None:
@@ -110,6 +115,7 @@ class RolloutDriver:
         state = self._ask("snapshot", rollout_id=rollout_id, saved=0)
         self.rollout_id += 1
         write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}))
+        self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         self.log.append(rollout_id, share.metrics | {"perf/step_time": time.monotonic() - begun})
         interval = self.options.eval_interval
         if interval and (self.rollout_id % interval == 0 or self.rollout_id == self.total):

@@ -58,17 +58,17 @@ class Updates:
     ) -> None:
         self._sender, self._rundir, self._start_timeout = sender, rundir, start_timeout
         self._roster, self._key, self._together = roster, key, together
-        self._begun = False
+
+    def wait(self) -> None:
+        """Wait for the engines that start with the run, on the driver.  DeadlineError names the one that does not come up."""
+        if self._roster is not None:
+            self._wait_for_all(self._roster)
 
     def publish(self, export: Export, version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it.  Returns metrics (on the driver).
 
-        The first time it waits for the engines that start; DeadlineError names the one that does not come up.  Errors as
-        `WeightSender.publish`, but for EngineLost.
+        Errors as `WeightSender.publish`, but for EngineLost.
         """
-        if self._roster is not None and not self._begun:
-            self._wait_for_all(self._roster)
-        self._begun = True
         return self._send(export, version, alone=False)
 
     def join(self, export: Export, version: int) -> dict[str, float]:

@@ -139,11 +139,11 @@ def test_without_restarts_the_end_of_an_engine_is_an_error(tmp_path: Path) -> No
         made.publish(export, 0)
 
 
-def test_the_first_update_waits_for_all_and_names_who_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_waited_for_and_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.weights.updates.SLACK", 0.0)
-    made, export = updates(tmp_path, Sender(), engines(2, up=False), seconds=0.3)
+    made, _ = updates(tmp_path, Sender(), engines(2, up=False), seconds=0.3)
     with pytest.raises(DeadlineError, match="engine-0 on host did not come up within 0 s"):
-        made.publish(export, 0)
+        made.wait()
 
 
 @pytest.mark.parametrize("seed", range(200))

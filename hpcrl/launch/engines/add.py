@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from hpcrl.config.options import Options
@@ -37,10 +38,10 @@ class Added:
     log: Path
 
 
-def add_here(rundir: RunDir, count: int, first_slot: int) -> Added:
-    """Start `count` engines on this machine, on the GPUs from `first_slot` on; they live as long as the attempt does."""
+def add_here(rundir: RunDir, engines: int, first_slot: int) -> Added:
+    """Start so many `engines` on this machine, on the GPUs from `first_slot` on; they live as long as the attempt does."""
     log = rundir.logs / f"join-{os.getpid()}.log"
-    words = [str(rundir.root), "--attempt", str(rundir.attempt), "--engines", str(count), "--first-slot", str(first_slot)]
+    words = [str(rundir.root), "--attempt", str(rundir.attempt), "--engines", str(engines), "--first-slot", str(first_slot)]
     host = ["--host", local_name(rundir)]
     env = {name: value for name, value in role_environment().items() if name != PARENT}
     with log.open("ab") as out:
@@ -77,6 +78,14 @@ def command(rundir: RunDir, each: int) -> str:
     return f'bash -c "exec $HPCRL_STEP_0 "{shlex.quote(rest)}'
 
 
+def output_of(rundir: RunDir) -> Path:
+    """Where the next added job writes: no name that another has."""
+    taken = {path.name for path in rundir.logs.glob("join-job-*.log")} | {
+        f"join-job-{path.stem}.log" for path in (rundir.root / "added").glob("[0-9]*.*")
+    }
+    return rundir.logs / next(name for n in count() if (name := f"join-job-{n}.log") not in taken)
+
+
 def script_of(rundir: RunDir, options: Options, site: Site, nodes: int, each: int) -> str:
     """The text of the job."""
     folder = rundir.root / "added"
@@ -85,7 +94,7 @@ def script_of(rundir: RunDir, options: Options, site: Site, nodes: int, each: in
         title=f"{nodes * each} engine{'s' if nodes * each > 1 else ''} more for {rundir.root}",
         summary=f"{nodes} node{'s' if nodes > 1 else ''} with {each} engine{'s' if each > 1 else ''} each",
         command=command(rundir, each),
-        output=str(rundir.logs / "join-%j.log"),
+        output=str(output_of(rundir)),
         launch=str(folder / "launch"),
         mounts=(str(rundir.root),),
         python=task_python(site),
@@ -104,7 +113,7 @@ def submit_added(rundir: RunDir, options: Options, site: Site, nodes: int, each:
     folder = rundir.root / "added"
     folder.mkdir(mode=0o700, exist_ok=True)
     shutil.copytree(shipped("launch"), folder / "launch", dirs_exist_ok=True)
-    file = folder / f"{len(list(folder.glob('*.sbatch')))}.sbatch"
+    log = output_of(rundir)
+    file = folder / f"{log.stem.removeprefix('join-job-')}{Path(scheduler.script_file).suffix}"
     file.write_text(text)
-    job_id = scheduler.submit_script(file)
-    return Added(f"job {job_id}", rundir.logs / f"join-{job_id}.log")
+    return Added(f"job {scheduler.submit_script(file)}", log)

@@ -20,7 +20,10 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.report.timeline.names import GENERATE
+from hpcrl.report.timeline.spans import NOWHERE, Timeline
 from hpcrl.rollout.engines.loads import Loads
+from hpcrl.rollout.engines.occupancy import Occupancy
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.run.engines.lives import EngineAdded, Reports
 from hpcrl.run.peers import IDLE, EnginePeer
@@ -84,12 +87,20 @@ class EnginePool:
     moves.
     """
 
-    def __init__(self, rundir: RunDir, plan: Plan, options: Options, registry: Registry | None = None) -> None:
+    def __init__(
+        self, rundir: RunDir, plan: Plan, options: Options, timeline: Timeline = NOWHERE, registry: Registry | None = None
+    ) -> None:
         """registry: the run's; without one, an engine serves as soon as it is up."""
         self._rundir, self._plan = rundir, plan
         self._patience, self.request_timeout = options.engine_start_timeout, options.request_timeout
         self._limit = options.rollout_server_concurrency
-        self._loads = Loads()
+        self._indexes: dict[int, int] = {}  # of every engine that ever served, by its number
+
+        def busy(number: int, begin: int, end: int) -> None:
+            timeline.add(GENERATE, begin, end, engine=self._indexes[number])
+
+        self.occupancy = Occupancy(self._limit, timeline.now, busy)
+        self._loads = Loads(self.occupancy)
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self._reports = Reports(rundir)
@@ -175,6 +186,7 @@ class EnginePool:
     def _welcome(self, engine: PooledEngine) -> None:
         self.engines.append(engine)
         self._by_number[engine.number] = engine
+        self._indexes[engine.number] = engine.index
         self._loads.add(engine.number)
 
     def engine(self, index: int) -> PooledEngine:
