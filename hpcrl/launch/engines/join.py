@@ -18,7 +18,6 @@ import time
 
 import psutil
 
-from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.launch.host import GRACE, Looks, Role, Told, devices, start
@@ -66,7 +65,10 @@ def _same_net(subnet: str, address: str) -> bool:
 
 def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
     """Bring engines to the run, one for each list of slots, and keep them until it is over or they are told to leave."""
-    options, plan = read_options(rundir), read_plan(rundir)
+    options, plan, looks = read_options(rundir), read_plan(rundir), Looks(rundir)
+    if looks.end() or looks.over(at_once=True):
+        say(f"attempt {rundir.attempt} of {rundir.root} is over: there is nothing to join")
+        return
     address, interface = where(host, plan, options.interface, report(host))
     added = [EngineAdded(host=host, slots=tuple(mine), address=address, interface=interface) for mine in slots]
     indexes = [claim(rundir, plan, one) for one in added]
@@ -82,14 +84,14 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
     roles: list[Role] = []
     try:
         roles += [begin("engine", index, command) for index, command in commands.items()]
-        _keep(roles, EngineKeeper(rundir, host, options.engine_restarts, commands, begin), options, rundir, indexes, told)
+        _keep(roles, EngineKeeper(rundir, host, options.engine_restarts, commands, begin), looks, rundir, told)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
         end_descendants(0.5)
 
 
-def _keep(roles: list[Role], keeper: EngineKeeper, options: Options, rundir: RunDir, indexes: list[int], told: Told) -> None:
-    looks, sign, leave_by = Looks(rundir), LifeSign(rundir), float("inf")
+def _keep(roles: list[Role], keeper: EngineKeeper, looks: Looks, rundir: RunDir, told: Told) -> None:
+    sign, leave_by = LifeSign(rundir), float("inf")
     while not looks.end() and not looks.over(at_once=False):
         keeper.tend(roles)
         if sign.lost():
@@ -103,8 +105,8 @@ def _keep(roles: list[Role], keeper: EngineKeeper, options: Options, rundir: Run
         if told.requests and leave_by == float("inf"):
             leave_by = time.monotonic() + LEAVE
             say("told to end: the engines finish what they have")
-            for index in indexes:
-                wish_removed(rundir, index)
+            for role in roles:
+                wish_removed(rundir, role.index)
         if told.requests > 1 or time.monotonic() > leave_by:
             return
         time.sleep(0.2)
