@@ -2,6 +2,8 @@
 
     generate -> train -> publish weights -> save -> evaluate
 
+With --loop async and fully-async the next rollout is asked for before this one is trained on (`pace.py`).
+
 Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
 anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
 rollouts; a resumed run first makes up for an evaluation that it owes.
@@ -66,6 +68,7 @@ class Crank:
         self.client = QueueClient(*args) if self.shares.fetches else None
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
+        self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
         if self.driver:
@@ -82,6 +85,8 @@ class Crank:
     def run(self) -> None:
         started = time.monotonic()
         self._publish()
+        if self.options.runs_ahead:
+            self._generate(self.at.rollout_id)
         if self._owes_evaluation():
             self._evaluate(self.at.rollout_id - 1)
         while self.at.rollout_id < self.total:
@@ -96,27 +101,38 @@ class Crank:
 
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
+        from hpcrl.trainer.pace import publishes, settles
         from hpcrl.trainer.step import train_batch
         from hpcrl.trainer.step.sample_record import record_samples
         from hpcrl.trainer.step.staleness import check_staleness
 
         rollout_id, begun = self.at.rollout_id, time.monotonic()
-        self._ask("generate", rollout_id=rollout_id, version=self.at.version)
+        self._generate(rollout_id)
+        asked = time.monotonic()
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
+        waited = time.monotonic() - asked
         share = self.shares.exchange(fetched)
         if share is None:
             return False
+        if self.options.runs_ahead:
+            self._generate(rollout_id + 1)
         check_staleness(share, self.at.version, self.options.staleness_bound)
         others = self.others.of_share(share.version, self.at.version)
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks)
+        metrics = train_batch.train(
+            self.policy, self.ranks, self.options, share, others, record, self.hooks, version=self.at.version
+        )
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
-        data = self._ask("snapshot", rollout_id=rollout_id, saved=self.saved)
+        publishing = bool(steps) and publishes(self.options, rollout_id, self._evaluates_after(rollout_id))
+        settle = settles(self.options, publishing)
+        data = self._ask("snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
-        metrics = share.metrics | metrics | (self._publish() if steps else {})
-        metrics["perf/step_time"] = time.monotonic() - begun
+        metrics = share.metrics | metrics | (self._publish() if publishing else {})
+        if self.options.runs_ahead:
+            self._generate(rollout_id + 2)
+        metrics |= {"perf/train_wait_time": waited, "perf/step_time": time.monotonic() - begun}
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
         if path := self.saver.poll():
@@ -125,9 +141,23 @@ class Crank:
                 say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
-        if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
+        if self._evaluates_after(rollout_id):
             self._evaluate(rollout_id)
         return True
+
+    def _generate(self, rollout_id: int) -> None:
+        """Have the samples of a rollout made, if it is one of the run's and was not asked for before."""
+        from hpcrl.trainer.pace import steps_of
+
+        if not self.asked < rollout_id < self.total:
+            return
+        consumed = self.at.version + sum(steps_of(self.options, between) for between in range(self.at.rollout_id, rollout_id))
+        self._ask("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
+        self.asked = rollout_id
+
+    def _evaluates_after(self, rollout_id: int) -> bool:
+        interval = self.options.eval_interval
+        return (bool(interval) and (rollout_id + 1) % interval == 0) or rollout_id + 1 == self.total
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.at.rollout_id % interval == 0
@@ -138,6 +168,7 @@ class Crank:
 
         metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
         self.others.published(self.at.version)
+        self.published = self.at.version
         return metrics
 
     def _owes_evaluation(self) -> bool:
@@ -146,7 +177,7 @@ class Crank:
             return not self.options.skip_eval_before_train
         from hpcrl.trainer.parallel.collectives import broadcast_json
 
-        due = self._due(self.options.eval_interval) or self.at.rollout_id == self.total
+        due = self._evaluates_after(self.at.rollout_id - 1)
         done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None, group=self.patient)
         return due and not done
 
