@@ -22,12 +22,13 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
-from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluator import Evaluator
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
+from hpcrl.rollout.making.ahead import AnyMaker, MadeAhead
 from hpcrl.rollout.making.maker import Maker
 from hpcrl.rollout.making.own_maker import OwnMaker
 from hpcrl.rollout.making.shelf import Shelf
@@ -75,18 +76,24 @@ class RolloutRole:
         if self.evaluator is not None and (own := work.hooks.eval_function) is not None:
             self.own_evaluator = OwnEvaluator(self.options, self.evaluator, work.held_out, own)
         self.shelf = Shelf(self.options, work.source, context.rundir)
-        self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        self.maker: AnyMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
+        self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
+        if self.options.runs_ahead and self.options.deterministic_mode:
+            self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
         self._making: asyncio.Task[None] | None = None
+        self._made_id = -1  # the rollout of `_making`
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._idle_since: float | None = None  # when the last rollout was done
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
+        self._end_at: int | None = None  # the first rollout that a run that is asked to stop does not train on
         self._states: dict[int, dict[str, Any]] = {}
 
     async def run(self) -> int:
@@ -130,35 +137,45 @@ class RolloutRole:
         elif rollout_id:
             raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
         self.shelf.restore(rollout_id, state)
+        if self.ahead is not None:
+            self.ahead.begin(rollout_id)
         self._next = rollout_id
         if self._stopping:
             await self.server.stop_at(rollout_id)
         return {"num_rollout": self.work.total}
 
-    async def generate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        """Start making the samples of `rollout_id` under policy `version`; returns at once."""
+    async def generate(self, rollout_id: int, version: int, consumed: int | None = None) -> dict[str, Any]:
+        """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is made.
+
+        consumed: the policy version of the trainer when it learns from them; None: the same.
+        """
+        if self._stopping and not self._last_ahead(rollout_id):
+            return {}
         if rollout_id != self._next:
             raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
         if self._making is not None:
             await asyncio.wait([self._making])
-        if self._stopping:
+        if self._stopping and not self._last_ahead(rollout_id):
             return {}
-        self._next = rollout_id + 1
+        self._next, self._made_id = rollout_id + 1, rollout_id
         self.work.hooks.rollout_id = rollout_id
-        self._making = asyncio.create_task(self._make(rollout_id, version))
+        self._making = asyncio.create_task(self._make(rollout_id, version, version if consumed is None else consumed))
         self._making.add_done_callback(self._made)
         return {}
 
-    async def snapshot(self, rollout_id: int, saved: int = 0) -> dict[str, Any]:
+    async def snapshot(self, rollout_id: int, saved: int = 0, settle: bool = False) -> dict[str, Any]:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
-        saved: the policy version of the newest checkpoint.
+        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too.
         """
-        if self._making is not None:
+        if self._making is not None and (settle or self._made_id <= rollout_id):
             await asyncio.wait([self._making])
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
         await asyncio.to_thread(self.shelf.train, rollout_id, saved)
+        if self.ahead is not None:
+            await asyncio.to_thread(self.ahead.prune, rollout_id, saved)
+        self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
         return self._states[rollout_id]
 
     async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
@@ -185,30 +202,35 @@ class RolloutRole:
 
     # ---- the work
 
-    async def _make(self, rollout_id: int, version: int) -> None:
+    async def _make(self, rollout_id: int, version: int, consumed: int) -> None:
         await self.pool.connect()
         begun = time.monotonic()
+        waited, self._idle_since = begun - (self._idle_since or begun), None
         late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
-        made = await within(self._patience, self.maker.make(rollout_id, version), late)
+        made = await within(self._patience, self.maker.make(rollout_id, version, consumed), late)
         samples = made.rollout.samples()
         source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
-        self._states = {rollout_id: self.shelf.state(rollout_id)}  # with what an own source has learned of the samples
-        check_staleness(samples, version, self.options.staleness_bound)
+        self._states[rollout_id] = self.shelf.state(rollout_id)  # with what an own source has learned of the samples
+        check_staleness(samples, consumed, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
-            await asyncio.to_thread(write_rollout, path, rollout_id, version, samples)
+            await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
         seconds = time.monotonic() - begun
-        metrics = made.metrics | batch_metrics(made.rollout, version, seconds, sampled=self.work.samples)
-        metrics |= self.work.source.metrics()
+        metrics = made.metrics | batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
+        metrics |= self.work.source.metrics() | {"perf/rollout_wait_time": waited}
+        if self.work.samples and self.options.staleness_bound != 0:
+            metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
         batch = await self.work.hooks.batch(samples, metrics)
         shares = make_shares(made.rollout, self.options, metrics, batch)
-        self._handed_over = rollout_id
+        if not self._stopping or not self._last_ahead(rollout_id):
+            self._handed_over = rollout_id
         await self.server.put(rollout_id, shares)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         say(f"rollout {rollout_id}: {', '.join(words)}")
+        self._idle_since = time.monotonic()
 
     @property
     def _patience(self) -> float:
@@ -260,10 +282,18 @@ class RolloutRole:
         await cancel(self._evaluating)
         if self._next is None:
             return
-        if self._making is not None and not self._making.done() and self._handed_over != self._next - 1:
-            await cancel(self._making)
-            self._next -= 1
-        await self.server.stop_at(self._next)
+        end = self._next
+        if self._making is not None and not self._making.done() and self._handed_over != end - 1:
+            end -= 1
+            if self.ahead is None:
+                await cancel(self._making)
+                self._next = end
+        self._end_at = end
+        await self.server.stop_at(end)
+
+    def _last_ahead(self, rollout_id: int) -> bool:
+        """Whether a run that is asked to stop still makes this rollout, so that one that goes on learns from the same samples."""
+        return self.ahead is not None and rollout_id == self._end_at
 
     def _guarded(self, method: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
         """`method` as a handler of the queue: an error in it is recorded as ours before the trainer hears of it."""

@@ -65,7 +65,10 @@ def _check_fully_async(o: Options) -> None:
 def inert_in_loop(o: Options) -> Iterator[tuple[str, str]]:
     """Options without effect in this loop, several in one string -> why."""
     if o.learns_labels:
-        yield "loop update_weights_interval stale_samples max_staleness", f"--loss-type {o.loss_type} learns what the prompt file holds"
+        yield (
+            "loop update_weights_interval stale_samples max_staleness",
+            f"--loss-type {o.loss_type} learns what the prompt file holds",
+        )
     if o.only_evaluates:
         yield "loop update_weights_interval stale_samples max_staleness", "--num-rollout 0 trains nothing"
     if o.loop == "sync":
