@@ -21,6 +21,16 @@ def start(path: Path, task: Path, **values: object) -> Run:
     return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
 
 
+def end_early(run: Run, steps: int, how: signal.Signals) -> None:
+    """Stop or kill a run once it has trained so many steps."""
+    run.until(lambda: run.steps() >= steps)
+    pids = run.pids()
+    os.kill(run.process.pid, how)
+    status, out = run.end()
+    assert status == (143 if how == signal.SIGTERM else -9), out
+    assert all_gone(run.root, pids), processes(run.root)
+
+
 def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task: Path) -> None:
     """The second run is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
     whole = start(tmp_path / "whole", task, loop="async")
@@ -29,14 +39,10 @@ def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task:
     steps = metrics(whole.root)
     assert [row["staleness/max"] for row in steps.values()] == [0, 1, 1, 1, 1], "the first is sampled before any step"
     assert [row["rollout_id"] for row in rows(whole.root) if "eval/heldout/accuracy" in row] == [-1, 2, 4]
-    for number, how in enumerate((signal.SIGTERM, signal.SIGKILL)):
-        run = start(tmp_path / "cut", task, loop="async") if not number else Run("--resume", tmp_path / "cut/run", root=run.root)
-        run.until(lambda step=number: run.steps() >= 1 + 2 * step)
-        pids = run.pids()
-        os.kill(run.process.pid, how)
-        status, out = run.end()
-        assert status in (143, -9), out
-        assert all_gone(run.root, pids), processes(run.root)
+    run = start(tmp_path / "cut", task, loop="async")
+    end_early(run, 1, signal.SIGTERM)
+    run = Run("--resume", run.root, root=run.root)
+    end_early(run, 3, signal.SIGKILL)
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()
