@@ -25,6 +25,7 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.steering import look
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluator import Evaluator
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
@@ -32,6 +33,7 @@ from hpcrl.rollout.making.ahead import AnyMaker, MadeAhead
 from hpcrl.rollout.making.maker import Maker
 from hpcrl.rollout.making.own_maker import OwnMaker
 from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.making.stream import Stream
 from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.sample_files import write_samples
 from hpcrl.rollout.samplers.custom import started
@@ -77,6 +79,10 @@ class RolloutRole:
             self.own_evaluator = OwnEvaluator(self.options, self.evaluator, work.held_out, own)
         self.shelf = Shelf(self.options, work.source, context.rundir)
         self.maker: AnyMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        self.stream: Stream | None = None  # in the loop whose engines never wait
+        if self.options.runs_ahead and self.options.loop == "fully-async":
+            look_at = functools.partial(look, self.pool)
+            self.maker = self.stream = Stream(self.options, self.shelf, self.sampler, generator.abort, look_at, work.total)
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
         self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
@@ -118,6 +124,8 @@ class RolloutRole:
             raise
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
+            if self.stream is not None:
+                await self.stream.close()
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
                 if part is not None:
@@ -153,6 +161,8 @@ class RolloutRole:
             return {}
         if rollout_id != self._next:
             raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
+        if self.stream is not None:
+            self.stream.publish(version)
         if self._making is not None:
             await asyncio.wait([self._making])
         if self._stopping and not self._last_ahead(rollout_id):
@@ -170,6 +180,8 @@ class RolloutRole:
         """
         if self._making is not None and (settle or self._made_id <= rollout_id):
             await asyncio.wait([self._making])
+        if self.stream is not None:
+            self.stream.press()
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
         await asyncio.to_thread(self.shelf.train, rollout_id, saved)
@@ -196,6 +208,8 @@ class RolloutRole:
         """End this process, once the answer is out."""
         if self._making is not None:
             await asyncio.wait([self._making])
+        if self.stream is not None:
+            await self.stream.close()
         say(f"finished at rollout {rollout_id}")
         asyncio.get_running_loop().call_later(POLL, self._settle, 0)
         return {}
@@ -205,20 +219,23 @@ class RolloutRole:
     async def _make(self, rollout_id: int, version: int, consumed: int) -> None:
         await self.pool.connect()
         begun = time.monotonic()
-        waited, self._idle_since = begun - (self._idle_since or begun), None
+        waited = begun - (self._idle_since or begun)
+        if self.stream is not None and self._idle_since is not None:
+            begun = self._idle_since  # it never stops making
         late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
         made = await within(self._patience, self.maker.make(rollout_id, version, consumed), late)
         samples = made.rollout.samples()
         source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
-        self._states[rollout_id] = self.shelf.state(rollout_id)  # with what an own source has learned of the samples
+        # with what an own source has learned of the samples, unless more has been issued since
+        self._states[rollout_id] = made.state or self.shelf.state(rollout_id)
         check_staleness(samples, consumed, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
         seconds = time.monotonic() - begun
-        metrics = made.metrics | batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
-        metrics |= self.work.source.metrics() | {"perf/rollout_wait_time": waited}
+        metrics = batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
+        metrics |= self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
         if self.work.samples and self.options.staleness_bound != 0:
             metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
@@ -288,6 +305,8 @@ class RolloutRole:
             if self.ahead is None:
                 await cancel(self._making)
                 self._next = end
+        if self.stream is not None:
+            await self.stream.stop()
         self._end_at = end
         await self.server.stop_at(end)
 

@@ -37,7 +37,7 @@ class Shelf:
         self._options, self._source, self._rundir = options, source, rundir
         replayed = options.load_debug_rollout_data is not None
         self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
-        self._parts = options.partial_rollout
+        self._parts = options.partial_rollout or (options.runs_ahead and options.loop == "fully-async")
         self._greedy = needs(options).greedy
         self.ledger = Ledger()
         self._bank = Bank(rundir.root / FOLDER)
@@ -208,6 +208,10 @@ class Shelf:
                 self._bank.remove([held.number])
 
     # ---- the trainer's side
+
+    def consumed(self, rollout_id: int, version: int) -> None:
+        """The trainer is at policy `version` when it learns from `rollout_id`."""
+        self._versions[rollout_id] = version
 
     def hand_over(self, rollout_id: int, batch: Sequence[Held]) -> HandedOver:
         """`batch` goes to the trainer as `rollout_id`; what is written down of it."""
