@@ -64,7 +64,7 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_no_group(tmp_path: Path
     assert list(steps) == list(range(6)) and all(row["staleness/max"] <= 2 for row in steps.values())
     shares = [sum(value for name, value in row.items() if name.startswith("staleness/share/")) for row in steps.values()]
     assert shares == pytest.approx([1] * 6)
-    assert all(row["rollout/groups_stale"] == 0 and row["rollout/requests_in_flight"] >= 0 for row in steps.values())
+    assert all(row["rollout/groups_stale"] == 0 and row["rollout/groups_waiting"] >= 0 for row in steps.values())
     assert any(row["staleness/mean"] > 0 for row in steps.values())
     assert steps[0]["train/train_rollout_logprob_abs_diff"] <= 1e-5, "of tokens of the current policy"
     found = account(run.root)

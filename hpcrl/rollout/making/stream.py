@@ -266,7 +266,6 @@ class Stream:
         self._idle, self._idle_since = 0.0, time.monotonic()
         counts, self._counts = self._counts, {}
         found = {
-            "rollout/requests_in_flight": float(self._in_flight()),
             "rollout/groups_waiting": float(len(self._finished)),
             "rollout/groups_stale": float(counts.pop(STALE, 0)),
             "rollout/groups_remade": float(counts.pop("remade", 0)),
