@@ -190,7 +190,7 @@ class RolloutRole:
             self.stream.press()
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
-        await asyncio.to_thread(self.shelf.train, rollout_id, saved)
+        await asyncio.to_thread(self.shelf.remove, self.shelf.learned(rollout_id, saved))
         if self.ahead is not None:
             await asyncio.to_thread(self.ahead.prune, rollout_id, saved)
         self._states = {number: state for number, state in self._states.items() if number >= rollout_id}

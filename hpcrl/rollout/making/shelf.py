@@ -253,7 +253,15 @@ class Shelf:
         return self._source.state(alive) | {"rollout_id": rollout_id, "ledger": ledger}
 
     def train(self, rollout_id: int, saved: int) -> None:
-        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint."""
+        """`learned`, and the files are gone."""
+        self.remove(self.learned(rollout_id, saved))
+
+    def remove(self, numbers: list[int]) -> None:
+        """Remove files of groups; this alone may be done beside everything else, in a thread."""
+        self._bank.remove(numbers)
+
+    def learned(self, rollout_id: int, saved: int) -> list[int]:
+        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint.  Groups whose files are of no use."""
         self.ledger.train(rollout_id)
         self._versions = {rollout: version for rollout, version in self._versions.items() if rollout > rollout_id}
         self._write(Trained(rollout_id))
@@ -264,7 +272,7 @@ class Shelf:
         spent = [number for number in spent if number not in self.ledger.bank]
         for number in spent:
             del self._trained[number]
-        self._bank.remove(spent)
+        return spent
 
     def _write(self, line: HandedOver | Trained) -> None:
         if self._journal is not None:

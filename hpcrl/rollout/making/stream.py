@@ -212,8 +212,8 @@ class Stream:
 
     def _place(self, held: Held) -> None:
         """Keep a finished group, or refuse it."""
-        found = self._verdicts.pop(held.number)
-        if self._working.pop(held.number, None) is None:  # given up in this very turn
+        found = self._verdicts.pop(held.number, None)
+        if self._working.pop(held.number, None) is None or found is None:  # given up in this very turn
             return
         if found.keep:
             self._shelf.finish(held)
@@ -243,6 +243,7 @@ class Stream:
             return  # there is time yet
         for number in batch.late:
             crew.end(number)
+            self._verdicts.pop(number, None)
             self._give_up(self._working.pop(number), STALE)
         groups = [self._finished.pop(number) for number in sorted(batch.groups)]
         for held in groups:
