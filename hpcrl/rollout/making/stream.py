@@ -31,7 +31,7 @@ from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.sample import Sample
 
-STALE = "stale"  #: the reason of groups that --stale-samples drop gives up
+STALE = "stale"  #: the reason of groups that --stale-samples drop gives up, and the count of those that `train` trains on
 LOOK = 1.0  #: seconds between two looks at the engines' own metrics
 
 
@@ -246,9 +246,12 @@ class Stream:
             self._verdicts.pop(number, None)
             self._give_up(self._working.pop(number), STALE)
         groups = [self._finished.pop(number) for number in sorted(batch.groups)]
+        oldest = wish.consumed - self._options.staleness_limit
         for held in groups:
             self._pacing.leave(held.number)
             self._shelf.ledger.claim(held.number, wish.rollout_id)
+            if (span := held.versions()) is not None and span[0] < oldest:  # only where that is wanted: --stale-samples train
+                self._count(STALE)
         self._pacing.took(wish.consumed)
         self._shelf.consumed(wish.rollout_id, wish.consumed)
         line = self._shelf.hand_over(wish.rollout_id, groups)
