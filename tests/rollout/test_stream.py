@@ -114,7 +114,7 @@ def test_with_train_it_comes_when_it_comes(tmp_path: Path) -> None:
         await attempt.stream.close()
         (at,) = [place for place, one in enumerate(made) if 1 in numbers(one.rollout)]
         assert at > 2 and attempt.options.staleness_bound is None
-        assert [place for place, one in enumerate(made) if one.metrics["rollout/groups_stale"]] == [at], "it is counted"
+        assert made[at].metrics["rollout/groups_stale"] >= 1 and made[0].metrics["rollout/groups_stale"] == 0
 
     asyncio.run(run())
 
