@@ -60,11 +60,14 @@ class World:
                     self.registry.drained(index)
 
     def update(self, members: list[Member], alone: bool) -> None:
-        """What the sender does: whoever dies in the middle is dropped and told of, the others get it whole."""
+        """What the sender does: whoever dies in the middle is dropped and told of, the others get it whole.
+
+        One that joins alone may be given newer weights than the others have: the trainer may be ahead of them.
+        """
         chosen = [(m.index, m.life) for m in members]
         if alone and not chosen:
             return
-        if not alone:
+        if not alone or self.chance.random() < 0.2:
             self.version += 1
         done = []
         for index, life in chosen:
@@ -90,9 +93,9 @@ def test_only_engines_with_the_published_weights_ever_answer(seed: int) -> None:
                 assert member.life >= old.life, "lives only grow"
                 assert old.state != "gone" or member.state == "gone", "gone is for good"
                 if member.answers:
-                    assert member.version == world.registry.published is not None
+                    assert world.registry.published is not None and member.version >= world.registry.published
                     if world.alive.get(index, (-1, None))[0] == member.life:
-                        assert world.alive[index][1] == world.version, "it really holds them"
+                        assert world.alive[index][1] == member.version, "it really holds them"
                 assert member not in world.registry.serving() or member not in world.registry.waiting()
             before = copy.deepcopy(world.registry.members)
 

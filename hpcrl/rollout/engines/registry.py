@@ -6,7 +6,8 @@
        +-------- ended <--- suspect
 
 The law:
-1. Only an engine that is serving, or draining, answers requests, and it holds the version that was published last.
+1. Only an engine that is serving, or draining, answers requests, and it holds the version that was published last (or a newer one,
+   which it joined with while the trainer was ahead of the engines).
 2. What is said of an earlier life of an engine, and of one that is gone, changes nothing; lives only grow.
 3. An engine comes to serve in one way alone: up (joining), then a weight update that names this life of it (serving).
 4. Whoever was in doubt (suspect) comes back as joining unless it holds the published version.
@@ -108,10 +109,16 @@ class Registry:
                 member.state, member.why = "gone", "it missed an update while it was drained"
 
     def joined(self, who: Iterable[tuple[int, int]], version: int) -> None:
-        """As `updated`, for those that got by themselves what the others hold already."""
-        assert version == self.published or self.published is None, (version, self.published)
-        others = [(m.index, m.life) for m in self.members.values() if m.version == version]
-        self.updated([*who, *others], version)
+        """(index, life) of those that were given `version` by themselves, which is what the others hold, or newer."""
+        self.published = version if self.published is None else self.published
+        for index, life in who:
+            member = self._of(index, life)
+            if member is None or life != member.life or version < self.published:
+                continue
+            if member.state in ("joining", "serving", "suspect"):
+                member.version, member.failed_updates = version, 0
+                if member.state == "joining":
+                    member.state = "serving"
 
     def lost(self, index: int, life: int, why: str) -> None:
         """It was left out of an update in the middle: whatever it holds is not to be asked."""
@@ -139,7 +146,7 @@ class Registry:
         return None if member is None or member.state == "gone" or life < member.life else member
 
     def _current(self, member: Member) -> bool:
-        return self.trusting or (member.version is not None and member.version == self.published)
+        return self.trusting or (member.version is not None and member.version >= (self.published or 0))
 
     # ---- decisions
 
