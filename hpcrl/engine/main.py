@@ -25,13 +25,14 @@ from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
-from hpcrl.weights.engine_http import Address, HttpError, ask
+from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
@@ -126,9 +127,16 @@ class EngineSupervisor:
             lean=True,
         )
         self.shared |= leftovers(descendants())
+        self._leave_the_gpus()
         publish(self.context.rundir, peer, self.context.index)
         version = ask(self.address, "GET", "/version", 60)["version"]
         say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
+
+    def _leave_the_gpus(self) -> None:
+        """With --colocate: sleep before anybody hears of us, so that the trainer finds the GPUs free."""
+        if self.context.options.takes_turns:
+            for event in (Event.UP, Event.SLEEP):
+                ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
         """Return when told to stop; PeerError as soon as the server has died or answers no more."""

@@ -16,6 +16,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.config.setting_names import gather_table
+from hpcrl.engine.turns.route import ON_CPU, SLEEP_LEVEL
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import R3, find_routing
@@ -26,7 +27,7 @@ from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
-ROUTE = "hpcrl.engine.lean_route.LeanRoute"
+ROUTE, TURNS = "hpcrl.engine.lean_route.LeanRoute", "hpcrl.engine.turns.route.Turns"
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -103,7 +104,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": backend(options, plan, found.cpu)},
-        "middleware": [ROUTE, GUARD],  # the last is the outermost
+        "middleware": [ROUTE, TURNS, GUARD] if options.takes_turns else [ROUTE, GUARD],  # the last is the outermost
         "enable_scale_out": True,  # /inference/v1/generate: token ids in and out, with weight versions
         "disable_uvicorn_access_log": True,
     }
@@ -111,6 +112,8 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         ours["max_model_len"] = length
     if options.deterministic_mode:
         ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
+    if options.sleep_level and not found.cpu:
+        ours["enable_sleep_mode"] = True
     if found.cpu:
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
     given = gather_table("vllm", options.vllm, "[vllm]")
@@ -161,6 +164,8 @@ def server_environment(options: Options, plan: Plan, index: int, base: Mapping[s
         "VLLM_HOST_IP": place.at,  # or else it takes whatever interface comes first
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(5 * IDLE),  # vLLM's own 5 s end while a batch is trained on
     }
+    if options.takes_turns:
+        ours |= {SLEEP_LEVEL: str(options.sleep_level), ON_CPU: str(int(found.cpu))}
     wishes = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

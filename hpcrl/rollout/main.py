@@ -22,6 +22,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.handover import Event
 from hpcrl.queue import sockets
 from hpcrl.queue.server import QueueServer
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
@@ -136,7 +137,7 @@ class RolloutRole:
         self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
-        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
+        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.turn, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -232,6 +233,11 @@ class RolloutRole:
             return await running
         await asyncio.wait([self._evaluating])
         return {} if self._evaluating.cancelled() else self._evaluating.result()
+
+    async def turn(self, event: str) -> dict[str, Any]:
+        """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
+        await self.pool.turn(Event(event))
+        return {}
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out."""

@@ -2,6 +2,8 @@
 
     generate -> train -> publish weights -> save -> evaluate
 
+With --colocate it saves before it publishes: then the GPUs are the engines'.
+
 Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
 anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
 rollouts; a resumed run first makes up for an evaluation that it owes.
@@ -35,6 +37,7 @@ class Crank:
         from hpcrl.trainer.checkpoint import save_load
         from hpcrl.trainer.checkpoint.resume import restore
         from hpcrl.trainer.checkpoint.saver import Saver
+        from hpcrl.trainer.colocation.turns import Turns
         from hpcrl.trainer.megatron import model
         from hpcrl.trainer.other_models import OtherModels
         from hpcrl.trainer.own_hooks import TrainerHooks
@@ -45,14 +48,17 @@ class Crank:
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
+        self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         self.ranks = initialize(context.options)
         self.hooks.initialized()
         verify(context.options, self.ranks.rank)
+        self.patient = make_patient(context.options)
+        if self.turns:
+            self.turns.begin(self.driver, self._together)
         self.policy = model.build(context.options, self.ranks)
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
-        self.patient = make_patient(context.options)
         self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         if self.driver:
@@ -64,6 +70,8 @@ class Crank:
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if self.shares.fetches else None
+        if self.turns:
+            self.turns.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
@@ -104,6 +112,8 @@ class Crank:
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
+        if self.turns:
+            self.turns.take()
         share = self.shares.exchange(fetched)
         if share is None:
             return False
@@ -115,7 +125,7 @@ class Crank:
         steps = train_batch.policy_steps(self.options, share)
         data = self._ask("snapshot", rollout_id=rollout_id, saved=self.saved)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
-        metrics = share.metrics | metrics | (self._publish() if steps else {})
+        metrics = share.metrics | metrics | (self._publish() if steps and not self.turns else {})
         metrics["perf/step_time"] = time.monotonic() - begun
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
@@ -125,6 +135,8 @@ class Crank:
                 say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
+        if self.turns:
+            self._give_back(rollout_id)
         if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
             self._evaluate(rollout_id)
         return True
@@ -133,7 +145,16 @@ class Crank:
         return bool(interval) and self.at.rollout_id % interval == 0
 
     def _publish(self) -> dict[str, float]:
-        """The current weights into every engine."""
+        """The current weights into every engine; with --colocate it is the engines' turn then."""
+        return self.turns.give_back(self._send_weights) if self.turns else self._send_weights()
+
+    def _give_back(self, rollout_id: int) -> None:
+        """The engines' turn, once nothing more is to be done with the state that is on the GPUs."""
+        metrics = self._publish()
+        if self.log:
+            self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.turns.seconds})
+
+    def _send_weights(self) -> dict[str, float]:
         from hpcrl.trainer.megatron.model import export
 
         metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
@@ -160,6 +181,8 @@ class Crank:
 
     def _save(self) -> None:
         """Save; the last time, and before an early end, to the end."""
+        if self.turns:
+            self.turns.take()
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
         path = self.saver.save(self.at, wait=last)

@@ -14,6 +14,7 @@ from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
 from hpcrl.memory.engine import engine_terms, model_bytes, token_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
+from hpcrl.memory.sharing import SAMPLES, TRAINS, put_away, turns
 from hpcrl.memory.training import (
     GIB,
     fullest_rank,
@@ -142,9 +143,32 @@ def test_a_warning_names_the_term_and_what_to_change() -> None:
     assert "logits weigh most: give --log-probs-chunk-size 1024" in warned(wide)
     chunked = guide(name, max_tokens_per_gpu=131072, log_probs_chunk_size=512, megatron={})
     assert "activations weigh most: give --recompute-granularity full" in warned(chunked)
-    both = guide("GLM4-9B, colocated", vllm={"gpu_memory_utilization": 0.9})
-    assert "both stay in memory; lower --vllm-gpu-memory-utilization to 0." in warned(both)
     assert "weights do not fit into the engine's share" in warned(guide(name, vllm={"gpu_memory_utilization": 0.05}))
+
+
+def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
+    family, config = model_of(name := "GLM4-9B, colocated")
+
+    def warned(**values: Any) -> str:
+        return "\n".join(line for line in memory_lines(guide(name, **values), family, config) if line.startswith("warn"))
+
+    options = guide(name, vllm={"gpu_memory_utilization": 0.7})
+    trainer, engine = fullest_rank(options, family, config), engine_terms(options, family, config, 80 * GIB)
+    found = turns(options, trainer, engine)
+    assert trainer.total < found[TRAINS] < trainer.total + 3 * GIB, "all but a sleeping engine's rest is the trainer's"
+    assert engine.total < found[SAMPLES] < engine.total + 4 * GIB
+    assert put_away(options, trainer, engine) == trainer.gpu["weights"] + trainer.gpu["optimizer"]
+    light = options.model_copy(update={"rollout_sleep_level": 1})
+    assert put_away(light, trainer, engine) == put_away(options, trainer, engine) + engine.gpu["weights"]
+    assert warned(vllm={"gpu_memory_utilization": 0.7}) == ""
+    assert "while the engines sample" in (said := warned(vllm={"gpu_memory_utilization": 0.97}))
+    fits = float(said.partition("utilization to ")[2].split()[0])
+    assert fits < 0.97 and warned(vllm={"gpu_memory_utilization": fits}) == ""
+    stays = warned(vllm={"gpu_memory_utilization": 0.7}, offload_rollout=False)
+    assert "while the trainer trains" in stays and stays.endswith("leave out --no-offload-rollout")
+    assert "--no-offload-train and --no-offload-rollout" in warned(offload_train=False, offload_rollout=False)
+    text = "\n".join(memory_lines(options, family, config))
+    assert "of both on one GPU while the trainer trains: " in text and "put away" in text
 
 
 EXAMPLES = {
