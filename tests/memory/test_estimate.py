@@ -161,7 +161,8 @@ def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
     light = options.model_copy(update={"rollout_sleep_level": 1})
     assert put_away(light, trainer, engine) == put_away(options, trainer, engine) + engine.gpu["weights"]
     assert warned(vllm={"gpu_memory_utilization": 0.7}) == ""
-    assert "while the engines sample" in (said := warned(vllm={"gpu_memory_utilization": 0.97}))
+    said = warned(vllm={"gpu_memory_utilization": 0.97})
+    assert "while the engines sample" in said
     fits = float(said.partition("utilization to ")[2].split()[0])
     assert fits < 0.97 and warned(vllm={"gpu_memory_utilization": fits}) == ""
     stays = warned(vllm={"gpu_memory_utilization": 0.7}, offload_rollout=False)
