@@ -23,12 +23,12 @@ import psutil
 
 from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.gpu_environment import compile_caches
+from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -67,6 +67,8 @@ class EngineSupervisor:
             "VLLM_RPC_BASE_PATH": str(self.scratch),
         }
         base |= compile_caches(base, spare=self.scratch)
+        for line in overruled(gpu_wishes(self.context.options, self.context.plan, self.context.index, self.found), base):
+            say(line)
         rundir = self.context.rundir
         command = [
             sys.executable,

@@ -20,8 +20,8 @@ from hpcrl.engine.turns.route import ON_CPU, SLEEP_LEVEL
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import R3, find_routing
-from hpcrl.plan import Plan, socket_names
-from hpcrl.run.gpu_environment import deterministic_nccl
+from hpcrl.plan import Plan
+from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.weights.transports import Site, choose, find_way
 
@@ -171,20 +171,23 @@ def server_environment(options: Options, plan: Plan, index: int, base: Mapping[s
         "DO_NOT_TRACK": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    wishes |= socket_names(place)
+    wishes |= gpu_wishes(options, plan, index, found)
     if found.cpu:
         ours["VLLM_TARGET_DEVICE"] = "cpu"
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.rollout_num_gpus_per_engine == 1 else "1"
         if options.vllm.get("enforce_eager", True):
             wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
-        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cpu_threads(options, plan, index))}
-    elif options.deterministic_mode:
-        # what else is in flight decides how vLLM batches, and without this also the bits of a sample
-        wishes |= {"VLLM_BATCH_INVARIANT": "1", **deterministic_nccl(options)}
+        wishes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     merged = {**wishes, **base, **ours}
     if found.cpu:
         merged.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_memory_bytes
     return merged
+
+
+def gpu_wishes(options: Options, plan: Plan, index: int, found: Build) -> dict[str, str]:
+    """What `hpcrl.run.gpu_environment` has for this engine."""
+    threads = cpu_threads(options, plan, index) if found.cpu else None
+    return wanted("engine", Where(options, plan.engines[index].interface, threads, found.cpu))
 
 
 def cpu_threads(options: Options, plan: Plan, index: int) -> int:

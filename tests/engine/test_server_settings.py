@@ -26,8 +26,8 @@ from hpcrl.engine.server_settings import (
 )
 from hpcrl.errors import DataError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
-from hpcrl.trainer.start.environment import for_megatron
 
 CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
@@ -183,7 +183,7 @@ def test_environment_of_a_server(model: str) -> None:
     assert cuda["CUDA_VISIBLE_DEVICES"] == "7" and cuda["VLLM_HOST_IP"] == "gpu1"
     assert not {"VLLM_TARGET_DEVICE", "GLOO_SOCKET_IFNAME"} & set(cuda)
     assert cuda["VLLM_BATCH_INVARIANT"] == "1"
-    assert cuda["NCCL_ALGO"] == for_megatron(o)["NCCL_ALGO"], "trainer and engines have a communicator in common"
+    assert cuda["NCCL_ALGO"] == wanted("trainer", Where(o))["NCCL_ALGO"], "trainer and engines have a communicator in common"
     plain = server_environment(options(model), plan(options(model), Host("gpu1", 4)), 1, base, CUDA)
     assert not {"VLLM_BATCH_INVARIANT", "NCCL_ALGO"} & (set(plain) | set(cpu))
 
