@@ -130,6 +130,16 @@ class Options(
         return self.world_size if self.colocate else 0
 
     @property
+    def engine_data_parallel_size(self) -> int:
+        """Into how many parts an engine divides its requests: --vllm-data-parallel-size."""
+        return int(self.vllm.get("data_parallel_size") or 1)
+
+    @property
+    def engine_tensor_parallel_size(self) -> int:
+        """GPUs over which an engine divides its matrices."""
+        return self.rollout_num_gpus_per_engine // self.engine_data_parallel_size
+
+    @property
     def takes_turns(self) -> bool:
         """Whether trainer and engines take turns on the same GPUs."""
         return self.colocate and self.num_engines > 0 and not self.debug_rollout_only

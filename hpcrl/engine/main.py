@@ -17,12 +17,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
+from hpcrl.engine.nodes.layout import meet, variables
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
@@ -61,15 +63,19 @@ class EngineSupervisor:
         """Bind the port and start the server on it."""
         sock = self._bind()
         self.address = Address(self.place.at, sock.getsockname()[1], self.key)
-        base = dict(os.environ) | {
-            LISTEN_FD: str(sock.fileno()),
-            "TMPDIR": str(self.scratch),
-            "VLLM_RPC_BASE_PATH": str(self.scratch),
-        }
+        also = {LISTEN_FD: str(sock.fileno())}
+        if self.place.also:
+            also |= variables(meet(self.context), 0)
+        self.launch(also, 0, [sock.fileno()])
+        sock.close()  # or else connections would be accepted for a server that is gone
+
+    def launch(self, also: Mapping[str, str], node: int, fds: Sequence[int] = ()) -> None:
+        """Start the server of part `node` of the engine.  also: of its environment; fds: that it gets from us."""
+        base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
         base |= compile_caches(base, spare=self.scratch)
-        for line in overruled(gpu_wishes(self.context.options, self.context.plan, self.context.index, self.found), base):
+        options, plan, index, rundir = self.context.options, self.context.plan, self.context.index, self.context.rundir
+        for line in overruled(gpu_wishes(options, plan, index, self.found, node), base):
             say(line)
-        rundir = self.context.rundir
         command = [
             sys.executable,
             "-m",
@@ -78,17 +84,16 @@ class EngineSupervisor:
             "--attempt",
             str(rundir.attempt),
             "--index",
-            str(self.context.index),
+            str(index),
         ]
         self.child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=[sock.fileno()],
-            env=server_environment(self.context.options, self.context.plan, self.context.index, base, self.found),
+            pass_fds=fds,
+            env=server_environment(options, plan, index, base, self.found, node),
         )
-        sock.close()  # or else connections would be accepted for a server that is gone
         assert self.child.stdout is not None
         self.log = ServerLog(self.child.stdout)
 
@@ -194,10 +199,14 @@ def _short_temporary() -> str:
 
 
 def run(context: RoleContext) -> None:
-    """Start one server, publish it, watch it until SIGTERM."""
+    """The engine of this role."""
     if context.index >= len(context.plan.engines):
         raise HpcrlError(f"the plan has {len(context.plan.engines)} engines, none with index {context.index}")
-    engine = EngineSupervisor(context)
+    supervise(context, EngineSupervisor(context))
+
+
+def supervise(context: RoleContext, engine: EngineSupervisor) -> None:
+    """Start an engine, or a part of one, and watch it until SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stopped.set())
     try:

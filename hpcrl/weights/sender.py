@@ -80,7 +80,9 @@ class WeightSender:
 
     def _transport(self, host: str) -> Transport:
         assert self.fleet is not None
-        limit, workers = self.options.update_weight_buffer_size, [len(found) for found in self.manifests]
+        limit = self.options.update_weight_buffer_size
+        # of data-parallel parts vLLM asks all, and hands on what the first has said
+        workers = [self.options.engine_data_parallel_size * len(found) for found in self.manifests]
         return make_transport(self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers))
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:

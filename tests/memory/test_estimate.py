@@ -11,7 +11,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
-from hpcrl.memory.engine import engine_terms, model_bytes, token_bytes
+from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, token_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
 from hpcrl.memory.sharing import SAMPLES, TRAINS, put_away, turns
@@ -49,7 +49,12 @@ def guide(name: str, **changes: Any) -> Options:
 
 
 def model_of(name: str) -> tuple[Any, dict[str, Any]]:
-    return of(next(model for start, model in REFERENCE.items() if name.startswith(start)))
+    family, config = of(next(model for start, model in REFERENCE.items() if name.startswith(start)))
+    return family, quantized(config) if "FP8" in name else config
+
+
+def quantized(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "quantization_config": {"quant_method": "fp8"}}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -186,7 +191,9 @@ EXAMPLES = {
 def test_the_reference_recipes_fit(name: str) -> None:
     recipe = load_recipe(Path(__file__).parents[2] / "examples" / f"{name}.toml")
     (options,) = resolve_stages(recipe, {}, {"run": "r", "prepared": "p"})
-    assert not [line for line in memory_lines(options, *of(EXAMPLES[name])) if line.startswith("warn")]
+    family, config = of(EXAMPLES[name])
+    config = quantized(config) if name == "glm-4.5-355b-64gpu" else config
+    assert not [line for line in memory_lines(options, family, config) if line.startswith("warn")]
 
 
 def test_an_engines_cache() -> None:
@@ -194,8 +201,17 @@ def test_an_engines_cache() -> None:
     options, (family, config) = guide(name), model_of(name)
     assert token_bytes(options, family, config) == 2 * 36 * 4 * 128 * 2
     assert token_bytes(options.model_copy(update={"vllm": {"kv_cache_dtype": "fp8"}}), family, config) == 36 * 4 * 128 * 2
-    half = model_bytes(options, family, {**config, "quantization_config": {"quant_method": "fp8"}})
+    half = model_bytes(options, family, quantized(config))
     assert 0.5 < half / model_bytes(options, family, config) < 0.7
+
+
+def test_data_parallel_parts_of_an_engine_hold_what_is_no_expert_each() -> None:
+    family, config = model_of(name := "GLM-4.5-355B, BF16 rollouts")
+    options = guide(name)
+    assert (options.engine_data_parallel_size, options.engine_tensor_parallel_size) == (4, 8)
+    count = whole_model(family, config)
+    assert gpu_weights(options, family, config) == pytest.approx(2 * (count.expert / 32 + count.dense / 8))
+    assert token_bytes(options, family, config) == 2 * 92 * 1 * 128 * 2
 
 
 def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

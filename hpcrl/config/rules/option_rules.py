@@ -98,6 +98,11 @@ def _engines(o: Options) -> None:
         raise UsageError(
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
+    parts = o.engine_data_parallel_size
+    if parts < 1 or each % parts:
+        raise UsageError(
+            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
+        )
     if o.needs_engines and gpus < 1:
         why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
