@@ -18,7 +18,7 @@ from tests.support.engines import CLOSE, Engines, Side, gone
 from tests.support.runs import REPO
 from tests.support.tiny import make_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 HOSTS = [Host("t", 1, "127.0.0.1", "lo"), Host("a", 1, "127.0.0.1", "lo"), Host("b", 1, "127.0.0.2", "lo")]
 
