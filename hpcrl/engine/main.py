@@ -29,6 +29,7 @@ from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, 
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
+from hpcrl.report.timeline.spans import Timeline, role_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
@@ -202,10 +203,11 @@ def run(context: RoleContext) -> None:
     """The engine of this role."""
     if context.index >= len(context.plan.engines):
         raise HpcrlError(f"the plan has {len(context.plan.engines)} engines, none with index {context.index}")
-    supervise(context, EngineSupervisor(context))
+    timeline = role_timeline(context.rundir, "engine", context.index, context.plan.engines[context.index].host)
+    supervise(context, EngineSupervisor(context), timeline)
 
 
-def supervise(context: RoleContext, engine: EngineSupervisor) -> None:
+def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline) -> None:
     """Start an engine, or a part of one, and watch it until SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stopped.set())
@@ -214,6 +216,7 @@ def supervise(context: RoleContext, engine: EngineSupervisor) -> None:
         engine.wait_until_up()
         if not engine.stopped.is_set():
             engine.publish()
+            timeline.started()
             engine.watch()
     except HpcrlError as error:
         context.rundir.fail("engine", context.index, str(error))  # at once: ending a broken server takes seconds

@@ -13,6 +13,7 @@ import sys
 
 from hpcrl.engine.main import POLL, EngineSupervisor, supervise
 from hpcrl.engine.nodes.layout import variables
+from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.peers import MeetingPeer, wait_for
 from hpcrl.run.process import adopt_orphans, die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--node", type=int, required=True)
     known, rest = parser.parse_known_args()
     context = open_role(rest)
-    return act("engine", context, context.index, lambda: supervise(context, Follower(context, known.node)))
+    return act("engine", context, context.index, lambda: supervise(context, Follower(context, known.node), Timeline(None)))
 
 
 if __name__ == "__main__":
