@@ -40,7 +40,6 @@ def train_on_rank(every: list[Options]) -> list[dict[str, Any]]:
 
 def trained(opts: Options, ranks: Any, turns: bool) -> tuple[dict[str, Any], Any]:
     from hpcrl.trainer.colocation.device_state import DeviceState
-    from hpcrl.trainer.megatron.model import export
     from hpcrl.trainer.other_models import OtherModels
     from hpcrl.trainer.step import train_batch
 
@@ -52,12 +51,11 @@ def trained(opts: Options, ranks: Any, turns: bool) -> tuple[dict[str, Any], Any
     for rollout in range(TIMES):
         mine.rollout_id = rollout
         metrics.append(train_batch.train(policy, policy.ranks, opts, mine, models.of_share(0, 0)))
-        exported = {name: tensor.clone() for name, tensor in export(policy)}
+        sent = exported(policy)
         if turns:
             there = on_device([policy, *models.trained_too])
             state.put_away_rest()
-            again = {name: tensor.clone() for name, tensor in export(policy)}
-            assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items())
+            assert same(sent, exported(policy))
             weights_alone = on_device([policy, *models.trained_too])
             state.put_away_weights()
             sizes.append((there, weights_alone, on_device([policy, *models.trained_too]), state.bytes_away))
@@ -65,7 +63,33 @@ def trained(opts: Options, ranks: Any, turns: bool) -> tuple[dict[str, Any], Any
             state.come_back()
             assert state.bytes_away == 0 and on_device([policy, *models.trained_too]) == sizes[-1][0]
     numbers = {name: value for row in metrics for name, value in row.items() if not name.startswith("perf/")}
-    return {"metrics": numbers, "weights": exported, "sizes": sizes}, policy.ranks
+    return {"metrics": numbers, "state": state_of([policy, *models.trained_too]), "sizes": sizes}, policy.ranks
+
+
+def exported(policy: Any) -> dict[str, torch.Tensor]:
+    """What the engines would get; nothing but on rank 0, though all take part."""
+    from hpcrl.trainer.megatron.model import export
+
+    found = {name: tensor.clone() for name, tensor in export(policy)}
+    return found if policy.ranks.rank == 0 else {}
+
+
+def state_of(policies: list[Any]) -> dict[str, torch.Tensor]:
+    """Weights and optimizer states of this rank."""
+    from hpcrl.trainer.megatron.host_weights import weights
+
+    found = {}
+    for number, policy in enumerate(policies):
+        found |= {f"{number}/{name}": value.clone() for name, value in weights(policy).items()}
+        leaves = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+        states = [state for leaf in leaves for state in leaf.optimizer.state.values()]
+        for at, state in enumerate(states):
+            found |= {f"{number}/{at}/{name}": value.clone() for name, value in state.items() if torch.is_tensor(value)}
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def on_device(policies: list[Any]) -> int:
@@ -87,8 +111,7 @@ def check(found: list[dict[str, Any]]) -> None:
     for case in found:
         kept, moved = case["kept"], case["moved"]
         assert kept["metrics"] == moved["metrics"] and kept["metrics"]
-        assert kept["weights"].keys() == moved["weights"].keys()
-        assert all(torch.equal(tensor, moved["weights"][name]) for name, tensor in kept["weights"].items())
+        assert len(kept["state"]) > 10 and same(kept["state"], moved["state"])
         assert len(moved["sizes"]) == TIMES
         for there, weights_alone, nothing, away in moved["sizes"]:
             assert there > 2 * weights_alone > 0 == nothing
