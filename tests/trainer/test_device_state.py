@@ -133,7 +133,11 @@ def test_training_goes_on_bit_for_bit_over_two_ranks(dense: Path) -> None:
 
 def test_experts_and_tensor_parallel_ranks_too(tmp_path: Path) -> None:
     opts = options(
-        make("glm4_moe", tmp_path), 2, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+        make(tmp_path, "glm4_moe", vocab_size=VOCAB),
+        2,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
     )
     for rank in run_ranks(2, train_on_rank, [opts], timeout=240):
         check(rank)
