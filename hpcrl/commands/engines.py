@@ -87,6 +87,8 @@ def _add(argv: list[str]) -> int:
         raise HpcrlError(f"{name} is not running: it is {phase}", "engines come and go in a run that runs")
     assert stage.attempt is not None
     rundir = RunDir(stage.root, stage.attempt)
+    if read_options(rundir).takes_turns:
+        raise UsageError(f"{name} has its engines on the trainer's GPUs (--colocate)", "only a run without it takes more of them")
     site = _site(args, run)
     if site is None:
         taken = read_plan(rundir)

@@ -20,6 +20,7 @@ from typing import Any
 
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
 from hpcrl.report.timeline.names import EVALUATE, MAKE, REQUESTS
@@ -48,6 +49,7 @@ from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.rollout.work import Work
+from hpcrl.run.engines.lives import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sample import Sample
@@ -62,7 +64,7 @@ class RolloutRole:
     def __init__(self, context: RoleContext, work: Work) -> None:
         self.context, self.options, self.work = context, context.options, work
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
-        registry = Registry(context.options.engine_restarts)
+        registry = Registry(restart_limit(context.options, context.plan))
         self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
         self.desk = EngineDesk(context.rundir, self.pool)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
@@ -96,7 +98,7 @@ class RolloutRole:
         self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
         if self.options.runs_ahead and self.options.deterministic_mode:
             self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
-        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
+        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.turn, self.finish)
         methods += (self.desk.engines, self.desk.engines_updated, self.desk.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
@@ -116,7 +118,8 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        keep = asyncio.create_task(self._keep())
+        keep = asyncio.create_task(self.desk.keep())
+        keep.add_done_callback(self._made)
         starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
             await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
@@ -231,6 +234,11 @@ class RolloutRole:
         task, self._evaluating = self._evaluating, None
         return {} if task.cancelled() else task.result()
 
+    async def turn(self, event: str) -> dict[str, Any]:
+        """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
+        await self.pool.turn(Event(event))
+        return {}
+
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out."""
         if self._making is not None:
@@ -320,13 +328,6 @@ class RolloutRole:
                 self.timeline.count(REQUESTS, running=self.pool.occupancy.in_flight)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
-            self._fail(error)
-
-    async def _keep(self) -> None:
-        """Keep the registry of engines true."""
-        try:
-            await self.desk.keep()
-        except Exception as error:  # noqa: BLE001  (any error of it ends the role)
             self._fail(error)
 
     async def _stop(self) -> None:

@@ -3,6 +3,7 @@
 One update goes through vLLM's own phases, on all engines at the same time:
     pause (requests are kept) -> reset the prefix cache -> start -> update, by bucket -> finish, with the version ->
     (compare, on request) -> resume (the KV cache of kept requests is computed anew, with the new weights)
+Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here (`hpcrl.handover`).
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
@@ -53,7 +54,7 @@ class WeightSender:
     @property
     def may_lose(self) -> bool:
         """Whether the run goes on when an engine ends."""
-        return self.options.engine_restarts > 0
+        return self.options.engine_restarts > 0 and not self.options.takes_turns
 
     def connect(self, engines: Sequence[FleetEngine]) -> None:
         """Make these the engines that are sent to; driver only.  Nothing happens if they are already.
@@ -101,7 +102,9 @@ class WeightSender:
 
     def _transport(self, host: str) -> Transport:
         assert self.fleet is not None
-        limit, workers = self.options.update_weight_buffer_size, [len(found) for found in self.manifests]
+        limit = self.options.update_weight_buffer_size
+        # of data-parallel parts vLLM asks all, and hands on what the first has said
+        workers = [self.options.engine_data_parallel_size * len(found) for found in self.manifests]
         return make_transport(self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers))
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
@@ -121,13 +124,15 @@ class WeightSender:
         self.transport.stage(self._checked(quantized(tensors, self.scheme)))
         paused = time.monotonic()
         try:
-            self.fleet.post("pausing", "/pause?mode=keep")
-            self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
+            if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
+                self.fleet.post("pausing", "/pause?mode=keep")
+                self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
             self.transport.send()
             self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             self._compare()
-            self.fleet.post("resuming", "/resume")
+            if not self.options.takes_turns:
+                self.fleet.post("resuming", "/resume")
         except BaseException as error:
             if lost := self._lost(error):
                 raise EngineLost(str(error), [*lost, *self._give_up(lost)]) from error

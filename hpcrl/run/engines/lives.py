@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import msgspec
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Place, Plan
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file
@@ -95,10 +96,18 @@ def with_added(rundir: RunDir, plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, engines=tuple(engines))
 
 
+def restart_limit(options: Options, plan: Plan) -> int:
+    """How often an engine of this run is started again.
+
+    0 where it cannot be: engines that take turns with the trainer on the same GPUs, or lie on several hosts, end the run as they end.
+    """
+    return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
+
+
 def starts_again(limit: int, life: int, was_up: bool) -> bool:
     """Whether life `life` of an engine is followed by another.
 
-    limit: --engine-restarts.  was_up: whether it answered once in this life.  What fails before it ever came up is most likely
+    limit: of `restart_limit`.  was_up: whether it answered once in this life.  What fails before it ever came up is most likely
     wrong with its settings, and would be so again.
     """
     return life < limit and (was_up or life > 0)
