@@ -29,6 +29,8 @@ if __name__ == "__main__":
     sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
 import numpy as np  # noqa: E402
+from hpcrl.rollout.making.stream import Stream  # noqa: E402
+from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 
 from bench.overlap_roles.engines import Engines, Trace  # noqa: E402
 from bench.overlap_roles.virtual_time import simulate  # noqa: E402
@@ -36,11 +38,9 @@ from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.rollout.batch_assembly import check_staleness  # noqa: E402
 from hpcrl.rollout.making.maker import Made, Maker  # noqa: E402
 from hpcrl.rollout.making.shelf import Shelf  # noqa: E402
-from hpcrl.rollout.making.stream import Stream  # noqa: E402
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import PromptSource  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
-from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 
 TRACE = REPO / "bench" / "overlap_trace.json"
 SLOTS, GROUP, WAVES, UPDATE, EDGE = 8, 8, 3, 0.01, 3

@@ -60,8 +60,8 @@ def test_a_column_shows_what_filled_most_of_it() -> None:
     bars = [Bar(0, 10 * unit, "training"), Bar(10 * unit, 10 * unit + 400, "saving"), Bar(12 * unit, 12 * unit + 600, "saving")]
     bars += [Bar(20 * unit, 20 * unit + 300, "training"), Bar(20 * unit + 300, 21 * unit, "generating"), Bar(30, 5, "lost")]
     assert raster(bars, 0, COLUMNS * unit) == [(0, 10, "training"), (12, 13, "saving"), (20, 21, "generating")]
-    many = [Bar(i, i + 1, "training") for i in range(0, 200_000, 2)]
-    assert len(raster(many, 0, 200_000)) <= COLUMNS
+    many = [Bar(i, i + 1, "training") for i in range(0, 20_000, 2)]
+    assert len(raster(many, 0, 20_000)) <= COLUMNS
 
 
 def test_a_timeline_is_drawn_in_its_colours() -> None:
