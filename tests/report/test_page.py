@@ -40,6 +40,13 @@ def test_a_chart_is_whole_whatever_the_numbers(values: dict, axis: str, start: i
     assert not re.search(r' (?:points|d|c?x|c?y)="[^"]*(?:nan|inf)', picture)  # a label may well be "inf"
 
 
+def test_a_curve_has_the_colour_that_its_legend_says() -> None:
+    picture = str(chart("two", {"all": ([1.0, 2.0], [1.0, 2.0]), "part": ([1.0, 2.0], [0.5, 0.7])}))
+    lines = re.findall(r'<polyline [^>]*stroke="([^"]+)"', picture)
+    keys = re.findall(r'>(\w+)</text><rect [^>]*fill="([^"]+)"', picture)
+    assert dict(keys) == {"all": lines[0], "part": lines[1]} and lines[0] != lines[1]
+
+
 def test_a_long_curve_is_thinned() -> None:
     x = [float(i) for i in range(100_000)]
     picture = str(chart("long", {"": (x, x)}))
