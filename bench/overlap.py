@@ -109,7 +109,7 @@ async def one_run(options: Options, count: int, trace: Trace, factor: float, ste
     engines = Engines(count, SLOTS, trace)
     rollouts = Rollouts(options, engines, root, steps)
     loop, ahead = asyncio.get_running_loop(), options.runs_ahead
-    batch = options.rollout_batch_size * GROUP * trace.mean_of(options.rollout_batch_size) / (count * SLOTS)
+    batch = options.rollout_batch_size * GROUP * trace.mean / (count * SLOTS)
     pause, step = UPDATE * batch, (factor - UPDATE) * batch
     version = published = 0
     asked = -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import deque
 from pathlib import Path
 
@@ -21,21 +22,18 @@ from hpcrl.sample import COMPLETED, Sample
 
 
 class Trace:
-    """Recorded responses, over and over.  Lengths in tokens, times in seconds."""
+    """Recorded responses, to draw from.  Lengths in tokens, times in seconds."""
 
     def __init__(self, path: Path) -> None:
         found = json.loads(path.read_text())
         self.tokens, self.seconds, self.group = found["tokens"], found["seconds"], found["group"]
+        self.mean = sum(self.seconds) / len(self.seconds)
         self.about = {name: value for name, value in found.items() if name not in ("tokens", "seconds")}
 
-    def mean_of(self, groups: int) -> float:
-        """Seconds of a response in the mean over so many groups, the trace being gone through from its beginning."""
-        number = min(groups * self.group, len(self.seconds))
-        return sum(self.seconds[:number]) / number
-
     def of(self, group: int, index: int) -> tuple[int, float]:
-        """(tokens, seconds) of a response; the responses to one prompt stay together."""
-        at = (group * self.group + index) % len(self.tokens)
+        """(tokens, seconds) of a response: a recorded group is drawn for each, by its number, and stays together."""
+        first = self.group * random.Random(group).randrange(len(self.tokens) // self.group)
+        at = first + index % self.group
         return self.tokens[at], self.seconds[at]
 
 
