@@ -1,12 +1,14 @@
 """How much trainer and engines idle in the three loops, over engines that answer by a recorded trace of long-tailed responses.
 
-    python bench/overlap.py [--engines 8,64,512] [--steps 12] [--loops sync,async,fully-async]
+    python bench/overlap.py [--engines 8,64,512] [--steps 12] [--loops sync,async,fully-async] [--tails 64]
 
 The makers of the rollout process, the pacing of the trainer and the count of idle engines are hpcrl's own; engines, trainer and time are
 simulated (bench/overlap_roles/): an engine answers 8 requests at once, each as long as bench/overlap_trace.json says, which
-bench/overlap_roles/record.py took from a real vLLM; a batch is three times what the engines can answer at once, in groups of 8; a weight
-update pauses the engines for 1 % of the time in which they could make a batch without a gap.  The trainer takes 0.75 or 1.25 times that
-long for a step, update included: in the one case engines are the bottleneck, in the other the trainer is.  Simulated time repeats
+bench/overlap_roles/record.py took from a real vLLM, its groups drawn at random; a batch is six times what the engines can answer at once, in
+groups of 8, so that the longest response takes 1.3 times as long as a batch; a weight update pauses the engines for 1 % of the time in which they could make a batch without a gap.  The trainer takes 0.75 or 1.25 times that
+long for a step, update included: in the one case engines are the bottleneck, in the other the trainer is.  A second table has smaller
+batches (--tails: with so many engines), beside which the longest response is longer: no loop whose staleness is bounded can wait for a
+response of several batches' time without waiting.  Simulated time repeats
 exactly, so one round is enough, and other load on the machine does not show.
 
 Shown are idle shares: of the trainer, time waiting for data; of the engines, time without any request, and slots (requests that they could answer)
@@ -29,8 +31,6 @@ if __name__ == "__main__":
     sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
 import numpy as np  # noqa: E402
-from hpcrl.rollout.making.stream import Stream  # noqa: E402
-from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 
 from bench.overlap_roles.engines import Engines, Trace  # noqa: E402
 from bench.overlap_roles.virtual_time import simulate  # noqa: E402
@@ -38,12 +38,26 @@ from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.rollout.batch_assembly import check_staleness  # noqa: E402
 from hpcrl.rollout.making.maker import Made, Maker  # noqa: E402
 from hpcrl.rollout.making.shelf import Shelf  # noqa: E402
+from hpcrl.rollout.making.stream import Stream  # noqa: E402
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import PromptSource  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
+from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 
 TRACE = REPO / "bench" / "overlap_trace.json"
-SLOTS, GROUP, WAVES, UPDATE, EDGE = 8, 8, 3, 0.01, 3
+SLOTS, GROUP, WAVES, UPDATE, EDGE = 8, 8, 6, 0.01, 3
+TAILS = (2, 3, 4, 6, 8)  #: of the second table, in place of WAVES
+HEAD = (
+    "engines",
+    "bottleneck",
+    "loop",
+    "longest response, batches",
+    "trainer idle",
+    "engines idle",
+    "slots idle",
+    "oldest token",
+    "step over bottleneck",
+)
 STALENESS = 2
 CASES = {"engines": 0.75, "trainer": 1.25}
 LOOPS: dict[str, dict[str, Any]] = {
@@ -160,43 +174,53 @@ async def one_run(options: Options, count: int, trace: Trace, factor: float, ste
     )
 
 
+def measure(count: int, waves: int, bottleneck: str, loop: str, trace: Trace, steps: int) -> tuple[Shares, list[str]]:
+    """A run, and its row of the table."""
+    options = Options(
+        rollout_batch_size=count * SLOTS * waves // GROUP,
+        n_samples_per_prompt=GROUP,
+        rm_type="math",
+        use_tis=True,
+        **LOOPS[loop],
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        shares = simulate(one_run(options, count, trace, CASES[bottleneck], steps, Path(scratch) / "run"))
+    longest = max(trace.seconds) / (waves * trace.mean)
+    numbers = [f"{100 * share:.1f} %" for share in shares[:3]]
+    row = [str(count), bottleneck, loop, f"{longest:.1f}", *numbers, str(shares.stale), f"{shares.longer:.2f}"]
+    print(" | ".join(row), file=sys.stderr, flush=True)
+    return shares, row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="8,64,512")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--loops", default=",".join(LOOPS))
+    parser.add_argument("--tails", type=int, default=64)
     args = parser.parse_args()
-    trace = Trace(TRACE)
-    rows, found = [], {}
+    trace, found = Trace(TRACE), {}
+    rows, tails = [], []
     for count in map(int, args.engines.split(",")):
-        for bottleneck, factor in CASES.items():
-            for name in args.loops.split(","):
-                options = Options(
-                    rollout_batch_size=count * SLOTS * WAVES // GROUP,
-                    n_samples_per_prompt=GROUP,
-                    rm_type="math",
-                    use_tis=True,
-                    **LOOPS[name],
-                )
-                with tempfile.TemporaryDirectory() as scratch:
-                    run = one_run(options, count, trace, factor, args.steps, Path(scratch) / "run")
-                    shares = simulate(run)
-                side = shares.slots if bottleneck == "engines" else shares.trainer
-                found[f"{name}_{count}_engines_{bottleneck}_bound"] = round(side, 4)
-                numbers = [f"{100 * share:.1f} %" for share in shares[:3]]
-                rows.append([str(count), bottleneck, name, *numbers, str(shares.stale), f"{shares.longer:.2f}"])
-                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    text = table(rows, trace, args.steps)
+        for bottleneck in CASES:
+            for loop in args.loops.split(","):
+                shares, row = measure(count, WAVES, bottleneck, loop, trace, args.steps)
+                side = shares.engines if bottleneck == "engines" else shares.trainer
+                found[f"{loop}_{count}_engines_{bottleneck}_bound"] = round(side, 4)
+                rows.append(row)
+    for waves in TAILS if args.tails else ():
+        for bottleneck in CASES:
+            tails.append(measure(args.tails, waves, bottleneck, "fully-async", trace, args.steps)[1])
+    about = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in trace.about.items())
+    text = f"Simulated engines, {args.steps} steps. The trace: {about}.\n\n{table(rows)}"
+    text += f"\nThe same with smaller and larger batches:\n\n{table(tails)}" if tails else ""
     print(text)
     (REPO / "bench" / "results" / "overlap.md").write_text(text)
     print(json.dumps(found))
 
 
-def table(rows: list[list[str]], trace: Trace, steps: int) -> str:
-    about = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in trace.about.items())
-    head = ["engines", "bottleneck", "loop", "trainer idle", "engines idle", "slots idle", "oldest token", "step over bottleneck"]
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    return f"Simulated engines, {steps} steps. The trace: {about}.\n\n" + "\n".join(lines) + "\n"
+def table(rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (HEAD, ["---"] * len(HEAD), *rows))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-from hpcrl.rollout.engines.steering import Reading
 
 from hpcrl.rollout.engines.loads import Loads
 from hpcrl.rollout.engines.occupancy import Occupancy
+from hpcrl.rollout.engines.steering import Reading
 from hpcrl.rollout.samplers.sampler import Asked
 from hpcrl.sample import COMPLETED, Sample
 
@@ -49,7 +49,7 @@ class Engines:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self.paused = 0.0
+        self._paused = self._paused_at = 0.0
         self._at, self._versions = [0.0], [0]  # when which policy came
 
     # ---- weights
@@ -57,20 +57,24 @@ class Engines:
     async def update(self, version: int, seconds: float) -> None:
         """New weights: requests are kept, and go on when they are there."""
         self._resumed.clear()
+        self._paused_at = self._loop.time()
         await asyncio.sleep(seconds)
-        self.paused += seconds
+        self._paused += seconds
         self._at.append(self._loop.time())
         self._versions.append(version)
         self._resumed.set()
+
+    def _lost(self) -> float:
+        """Seconds that were spent in pauses up to now."""
+        return self._paused + (0.0 if self._resumed.is_set() else self._loop.time() - self._paused_at)
 
     async def _work(self, seconds: float) -> None:
         """So long of an engine's work."""
         while seconds > 1e-9:
             await self._resumed.wait()
-            before = self.paused
+            before = self._lost()
             await asyncio.sleep(seconds)
-            await self._resumed.wait()
-            seconds = self.paused - before
+            seconds = self._lost() - before
 
     # ---- samples
 

@@ -35,6 +35,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _returned(self, _: object) -> None:
         self._threads -= 1
 
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self._threads += 1  # it waits for a thread of its own
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self._threads -= 1
+
     def _run_once(self) -> None:
         while self._scheduled and self._scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
