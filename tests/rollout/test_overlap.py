@@ -67,11 +67,11 @@ def test_a_pause_makes_a_response_longer_and_its_tokens_newer() -> None:
 
 def test_the_less_a_loop_waits_the_less_idles() -> None:
     shares: dict[tuple[str, str], Shares] = {
-        (loop, side): measure(4, 6, side, loop, TRACE, 10)[0] for loop in LOOPS for side in CASES
+        (loop, side): measure(2, 6, side, loop, TRACE, 10)[0] for loop in LOOPS for side in CASES
     }
     for side in CASES:
         sync, ahead, never = (shares[loop, side] for loop in LOOPS)
         assert sync.longer > ahead.longer > never.longer and sync.engines > ahead.engines > never.engines
         assert (sync.stale, ahead.stale) == (0, 1) and never.stale <= 2
     assert shares["fully-async", "engines"].engines <= 0.05 and shares["fully-async", "trainer"].trainer <= 0.05
-    assert measure(4, 6, "trainer", "async", TRACE, 10)[0] == shares["async", "trainer"]  # it repeats exactly
+    assert measure(2, 6, "trainer", "async", TRACE, 10)[0] == shares["async", "trainer"]  # it repeats exactly
