@@ -184,9 +184,9 @@ class Options(
         """Policy versions that a trained token may lag behind; None: any."""
         if self.loop == "fully-async":
             return None if self.stale_samples == "train" else self.staleness_limit
-        if self.partial_rollout or self.max_staleness is not None:
+        if self.partial_rollout:
             return self.max_staleness
-        return self.loop_lag
+        return self.loop_lag if self.loop == "sync" or self.max_staleness is None else self.max_staleness
 
     @property
     def leaves_groups_over(self) -> bool:
