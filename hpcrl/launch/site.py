@@ -111,6 +111,7 @@ class Site(BaseModel):
         default_factory=ComponentProfile, description="the node of the rollout process, if it has its own"
     )
     exclusive: bool = Field(False, description="whole nodes")
+    exclude: list[str] = Field([], description="nodes to leave out; those that a run finds broken are added for its next start")
     requeue: bool = Field(True, description="go on by requeueing after time limit, preemption or a failed node")
     max_requeues: int = Field(20, ge=0, description="how often at most")
     signal_margin: int | None = Field(None, ge=60, description="seconds before the time limit to save; None: measured")

@@ -67,7 +67,9 @@ def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     yield f"job-name=hpcrl-{script.name}"
     if script.identity:
         yield f"comment={MARK}{script.identity}"
-    if site.after:
+    if script.follows:
+        yield f"dependency=afterany:{script.follows}"
+    elif site.after:
         yield from (f"dependency=afterok:{site.after}", "kill-on-invalid-dep=yes")
     yield f"time={site.time}"
     yield f"output={script.output}"
@@ -93,6 +95,8 @@ def _options(component: Component, site: SlurmSite) -> Iterator[str]:
         yield gpus
     if site.exclusive:
         yield "exclusive"
+    if site.exclude:
+        yield f"exclude={','.join(site.exclude)}"
     for name, value in wish.extra.items():
         if value is not False:
             yield name if value is True else f"{name}={value}"

@@ -42,7 +42,7 @@ def submit_recipe(recipe: str | Path, site: str | None = None, **options: Any) -
     if profile.scheduler != "slurm":
         raise UsageError(f"site {profile.name}: its scheduler is {profile.scheduler}", "name a site of Slurm's")
     loaded = load_recipe(recipe)
-    return submit_new(loaded, profile.options(loaded, options), profile)[1]
+    return submit_new(loaded, profile.options(loaded, options), profile)[1][0]
 
 
 # ---- texts
