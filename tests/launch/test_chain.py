@@ -97,10 +97,10 @@ def test_near_its_limit_a_job_of_a_chain_hands_over(tmp_path: Path, capsys: pyte
 def test_a_chain_without_headway_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make(tmp_path / "run", chain=[str(n) for n in range(11, 21)])
     monkeypatch.setattr(batch_run, "run_job", lambda *_: 0)
+    for number in range(11, 16):
+        batch_run.run_in_job(job, Allocation(str(number)))  # type: ignore[arg-type]
     with pytest.raises(HpcrlError, match="5 restarts without a new checkpoint"):
-        for number in range(11, 21):
-            batch_run.run_in_job(job, Allocation(str(number)))  # type: ignore[arg-type]
-    assert read_job(job.root).job_id == "16"
+        batch_run.run_in_job(job, Allocation("16"))  # type: ignore[arg-type]
 
 
 def test_the_script_of_a_chains_job_waits_for_the_one_before_however_that_ended() -> None:
