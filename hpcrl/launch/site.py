@@ -98,6 +98,9 @@ class Site(BaseModel):
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
         None, description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's"
     )
+    launch_timeout: float | None = Field(
+        None, gt=0, description="as --launch-timeout, for a site whose images take long to start; None: the recipe's"
+    )
     interface: str | None = Field(
         None, pattern=r"^[\w.-]+$", description="network of sockets, gloo and NCCL: an interface, or how its name begins"
     )
@@ -127,7 +130,7 @@ class Site(BaseModel):
 
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """`overrides` with the options that this site sets and neither recipe nor flags do."""
-        mine = {"interface": self.interface, "rank_launcher": self.rank_launcher}
+        mine = {name: getattr(self, name) for name in ("interface", "rank_launcher", "launch_timeout")}
         said = {*recipe.values, *overrides, *(name for stage in recipe.stages for name in stage.values)}
         return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
 

@@ -65,7 +65,7 @@ def _component(script: Script, request: Request, site: SlurmSite, index: int) ->
 def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     """The options of the job as a whole, which only the first component carries."""
     yield f"job-name=hpcrl-{script.name}"
-    if script.identity:
+    if script.identity and site.mark:
         yield f"comment={MARK}{script.identity}"
     if script.follows:
         yield f"dependency=afterany:{script.follows}"
