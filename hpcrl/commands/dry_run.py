@@ -11,11 +11,12 @@ from hpcrl.config.recipe import Recipe, changed, resolve_stages
 from hpcrl.config.setting_names import spell
 from hpcrl.plan import local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
+from hpcrl.run.gpu_environment import for_this_machine
 
 
 def preview(recipe: Recipe, overrides: dict[str, Any]) -> str:
     """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
-    parts = []
+    parts, overrides = [], for_this_machine(recipe, overrides)
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     look_at(options)
     for stage, resolved in zip(recipe.stages, options, strict=True):

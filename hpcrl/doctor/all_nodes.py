@@ -36,7 +36,8 @@ SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file sy
 
 
 class NodeStep(msgspec.Struct, frozen=True):
-    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and GPUs or process slots on each.
+    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and slots on each; gpus: that a node must have for
+    them, None for as many.
 
     command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
     """
@@ -45,6 +46,7 @@ class NodeStep(msgspec.Struct, frozen=True):
     nodes: int
     slots: int
     command: list[str] = []
+    gpus: int | None = None
 
 
 class NodesJob(msgspec.Struct, frozen=True):
@@ -87,7 +89,7 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
                 Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out, job.echoes)}", "see above")
             )
     reports += [NodeReport(Report(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
-    wanted = {step.role: step.slots for step in job.steps} if job.gpus else {}
+    wanted = {step.role: step.slots if step.gpus is None else step.gpus for step in job.steps} if job.gpus else {}
     return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
 
 

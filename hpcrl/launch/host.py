@@ -12,7 +12,6 @@ has done its part only when the trainer has said that the run is over and every 
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import signal
 import subprocess
@@ -29,14 +28,13 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
+from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
 
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
-#: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
-GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 EVERY, SELDOM = 2.0, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
@@ -126,7 +124,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         role == "rollout"
         or (role == "trainer" and not plan.trainers[index].slots)
         or inherited in NO_GPUS
-        or (inherited is None and not any(map(glob.glob, GPUS)))
+        or (inherited is None and not gpus_are_here())
     ):
         return {}
     place = plan.engines[index] if role == "engine" else plan.trainers[index]

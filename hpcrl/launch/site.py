@@ -181,6 +181,11 @@ FLAGS = {"site": Kind("str"), "time": Kind("str"), "layout": Kind("str"), "set":
 def from_flags(given: Mapping[str, Any], base: Site | None = None) -> Site:
     """The site of a command's own flags: --site (or `base`), with --set KEY=VALUE ..., --time and --layout."""
     changes: dict[str, Any] = {}
+    if "time" in given:
+        try:
+            minutes(given["time"])
+        except UsageError as error:
+            raise UsageError(f"--{error.what}", error.hint) from None
     for text in given.get("set", []):
         key, equals, value = text.partition("=")
         if not equals:

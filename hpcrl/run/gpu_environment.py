@@ -6,13 +6,17 @@ else can write to, or make first under its name.
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe
 
 #: the variable that moves a compile cache -> its folder.  All have their usual place in the home directory, which on a cluster
 #: is a shared file system that every process of the run would fill at once, or (torch) under a known name in /tmp.
@@ -55,3 +59,27 @@ def private_directory(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+# ---- what this machine has
+
+#: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
+GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+
+
+def gpus_are_here() -> bool:
+    """Whether this machine shows any."""
+    return any(map(glob.glob, GPUS))
+
+
+def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
+    """`overrides`, with one trainer rank where neither recipe nor flags say how many and this machine has no GPU.
+
+    The default counts the GPUs of a node in a cluster; as many processes on a laptop's cores train no faster.
+    """
+    name = "actor_num_gpus_per_node"
+    said = {*recipe.values, *overrides, *(key for stage in recipe.stages for key in stage.values)}
+    if name in said or gpus_are_here():
+        return overrides
+    print("hpcrl: no GPU here: one trainer rank (--actor-num-gpus-per-node for more)", file=sys.stderr)
+    return {**overrides, name: 1}

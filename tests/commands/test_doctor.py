@@ -483,6 +483,16 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     assert parse_gpus(text) == (Gpu(0, "NVIDIA H100 80GB HBM3", 81559, 81007), Gpu(1, "NVIDIA H100 80GB HBM3", 0, 0))
 
 
+def test_the_short_job_asks_for_no_gpus_where_slots_are_processes(tmp_path: Path) -> None:
+    from hpcrl.config.options import Options
+
+    site = SlurmSite(trainer={"gpus_per_node": 0}, engine={"gpus_per_node": 4})
+    case = doctor.Case(site, (Options(actor_num_gpus_per_node=2, rollout_num_gpus=4),), tmp_path / "run")
+    doctor.job(case, tmp_path)
+    steps = msgspec.json.decode((tmp_path / "job.json").read_bytes(), type=NodesJob).steps
+    assert [(step.role, step.slots, step.gpus) for step in steps] == [("trainer", 2, 0), ("engine", 4, None)]
+
+
 def test_of_a_steps_output_only_a_short_line_is_read() -> None:
     """What several nodes print at once comes in pieces: reports are files."""
     text = f"module loaded\n{UNSEEN.format(host='n2')}\nhpcrl doctor: n3 does\nnot see its directory\n"

@@ -300,6 +300,29 @@ def test_a_wrong_override_is_refused(key: str, value: str, message: str) -> None
         apply(SlurmSite(), {key: value})
 
 
+def test_a_wrong_time_limit_is_the_flags_fault() -> None:
+    with pytest.raises(UsageError) as caught:
+        from_flags({"time": "12h"})
+    assert str(caught.value) == "--time 12h: not a time limit; write minutes, H:MM:SS or D-HH:MM:SS"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"num_rolout": 3}, "num_rolout is no option; did you mean num_rollout?"),
+        ({"set": {"trainer.partitoin": "x"}}, "trainer.partitoin is an unknown key; did you mean partition?"),
+        ({"time": "1h"}, "time"),
+        ({"layout": "cubic"}, "layout"),
+    ],
+)
+def test_from_python_too_what_is_wrong_is_one_line(words: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcrl.slurm.submit import submit_recipe
+
+    with pytest.raises(UsageError) as caught:
+        submit_recipe(SITES.parent / "examples" / "quickstart.toml", **words)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_an_override_fills_in_a_placeholder(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('account = "<your project>"')
