@@ -41,6 +41,8 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
+  hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
+  hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; node-hours by what they went into
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -120,6 +122,9 @@ ELSEWHERE = {
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "samples": "hpcrl.commands.samples:samples",
+    "report": "hpcrl.commands.report:report",
+    "trace": "hpcrl.commands.report:trace",
+    "bill": "hpcrl.commands.report:bill",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",

@@ -140,9 +140,28 @@ class Options(
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether anything is sampled while something else is trained on."""
+        return self.loop != "sync" and not (self.learns_labels or self.trains_only or self.debug_rollout_only)
+
+    @property
+    def loop_lag(self) -> int:
+        """Policy versions by which the trainer is ahead of what the engines sampled one rollout ahead, at most."""
+        return 0 if self.loop == "sync" else self.update_weights_interval * self.steps_per_rollout
+
+    @property
+    def staleness_limit(self) -> int:
+        """Policy versions that fully-async issues groups ahead for."""
+        return 2 * self.loop_lag if self.max_staleness is None else self.max_staleness
+
+    @property
     def staleness_bound(self) -> int | None:
         """Policy versions that a trained token may lag behind; None: any."""
-        return self.max_staleness if self.partial_rollout else 0
+        if self.loop == "fully-async":
+            return None if self.stale_samples == "train" else self.staleness_limit
+        if self.partial_rollout or self.max_staleness is not None:
+            return self.max_staleness
+        return self.loop_lag
 
     @property
     def leaves_groups_over(self) -> bool:

@@ -121,12 +121,14 @@ def test_a_refused_flag_brings_no_error_about_its_absence() -> None:
     assert "no reward given" not in str(error.value) and "--custom-rm-path" in str(error.value)
 
 
-def test_the_asynchronous_loop_is_refused_until_it_is_there() -> None:
-    translation = translate(BASE.split(), "train_async.py")
-    if "loop" in Options.model_fields:
-        assert translation.values["loop"] == "async"
-    else:
-        assert "no asynchronous loop yet" in str(translation.wrong[0])
+def test_train_async_is_the_asynchronous_loop() -> None:
+    words = [*BASE.split(), "--update-weights-interval", "2"]
+    assert "loop" not in translate(words).values, "train.py is the synchronous one"
+    translation = translate(words, "train_async.py")
+    assert (translation.values["loop"], translation.values["update_weights_interval"]) == ("async", 2)
+    assert "train_async.py -> --loop async" in [line.text() for line in translation.lines]
+    words += ["--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async"]
+    assert translate(words, "train_async.py").values["loop"] == "fully-async"
 
 
 def test_words_are_split_as_argparse_does() -> None:

@@ -19,6 +19,7 @@ from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
 from hpcrl.config.rules.looking_rules import check_looking
+from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError, failures, raise_together
@@ -39,7 +40,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
-        wrong += failures((check_algorithm, check_distillation, check_schedules), options)
+        wrong += failures((check_algorithm, check_distillation, check_schedules, check_loop), options)
     raise_together(wrong)
     without = inert(options)
     names = sorted(options.model_fields_set) if given is None else given
@@ -280,6 +281,7 @@ def inert(o: Options) -> dict[str, str]:
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
     yield from inert_in_distillation(o)
+    yield from inert_in_loop(o)
     if o.learns_labels:
         yield (
             "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
@@ -317,8 +319,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
     if o.learns_labels:
         yield (
-            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path "
-            "max_staleness",
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
             f"--loss-type {o.loss_type} learns what the prompt file holds",
         )
     elif not o.leaves_groups_over:
@@ -327,7 +328,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
         )
     if not o.partial_rollout:
-        yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
+        yield "mask_offpolicy_in_partial_rollout buffer_filter_path", "--partial-rollout is not given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
     yield from _inert_beside_own(o)
