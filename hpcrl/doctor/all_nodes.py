@@ -15,6 +15,7 @@ import contextlib
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 
+from hpcrl.doctor.cards import share_cards
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
 from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
@@ -74,6 +76,9 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     expected, began = sum(step.nodes for step in job.steps), time.time()
     running = [_start(step, job, directory, expected) for step in job.steps]
     end = time.monotonic() + seconds
+    over = lambda: all(process.poll() is not None for process in running)  # noqa: E731
+    sharing = threading.Thread(target=share_cards, args=(directory, expected, min(job.seconds, seconds), over), daemon=True)
+    sharing.start()
     with ThreadPoolExecutor(len(running)) as pool:
         texts = list(pool.map(lambda process: _output(process, end), running))
     ended = time.time()

@@ -37,7 +37,7 @@ from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
 
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
-EVERY, SELDOM = 2.0, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
