@@ -1,6 +1,6 @@
 """Runs on a cluster that is as unkind as real sites are: no GPUs and no generic resources, no default partition, partitions of one node,
 an environment that Slurm is told not to hand on, set-up lines that fail under `set -u`, a home that cannot be written to, scratch
-that differs by node, and a submission from inside another job.
+that differs by node, a submission from inside another job, and a file system that remembers for a minute what it saw.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import REPO, SFT, metrics, recipe
+from tests.support.runs import POLICY, REPO, SFT, metrics, recipe, rows
 from tests.support.slurm import ENV, Job, hpcrl
 from tools.cluster import packages
 
@@ -32,9 +32,32 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running.stop()
 
 
+@pytest.fixture
+def cached(bare: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A directory that every host sees through a mount of its own, which remembers names, attributes and absence for 60 s."""
+    real, seen = tmp_path / "real", tmp_path / "runs"
+    real.mkdir()
+    seen.mkdir()
+    command = [sys.executable, "-m", "tools.cluster.caching_mount", real, seen, "60"]
+    mounts = [bare.popen(command, host, env={"PYTHONPATH": str(REPO)}) for host in bare.hosts]
+    try:
+        assert [mount.stdout.readline() for mount in mounts] == ["ready\n"] * len(mounts)
+        yield seen
+    finally:
+        for host, mount in zip(bare.hosts, mounts, strict=True):
+            bare.run(["umount", "-l", seen], host, check=False)
+            mount.kill()
+            mount.wait(10)
+
+
 def sft(path: Path, task: Path, **values: object) -> Path:
     path.mkdir(exist_ok=True)
     return recipe(path, task, **(SFT | SPREAD | values))
+
+
+def policy(path: Path, task: Path, **values: object) -> Path:
+    path.mkdir(exist_ok=True)
+    return recipe(path, task, **(POLICY | SPREAD | values))
 
 
 def submit(cluster: Cluster, file: Path, root: Path, *settings: str, **more: str) -> Job:
@@ -102,3 +125,21 @@ def test_from_inside_another_job(bare: Cluster, tmp_path: Path, task: Path) -> N
     bare.wait_state(number, "COMPLETED", 120)
     inner = int(re.match(r"job (\d+)", (tmp_path / "said").read_text())[1])
     trains(Job(bare, tmp_path / "run", inner))
+
+
+def test_the_mount_remembers_absence_for_a_minute_and_lists_what_is_there(bare: Cluster, cached: Path) -> None:
+    file = cached / "later"
+    assert bare.run(["test", "-e", file], "node2", check=False).returncode == 1
+    bare.run(["touch", file], "node1")
+    assert bare.run(["test", "-e", file], "node2", check=False).returncode == 1, "or else the test below shows nothing"
+    assert bare.run(["ls", cached], "node2").stdout == "later\n"
+
+
+def test_grpo_over_three_hosts_with_a_cache_of_a_minute_in_between(
+    bare: Cluster, cached: Path, tmp_path: Path, task: Path
+) -> None:
+    job = submit(bare, policy(tmp_path, task), cached / "run", "trainer.partition=cpu", "engine.partition=cpu")
+    job.root = tmp_path / "real" / "run"  # looked at without the cache
+    trains(job, 5)
+    spent = [row["perf/step_time"] for row in rows(job.root) if "perf/step_time" in row]
+    assert max(spent) < 50, f"no step waits for a cache to forget: {spent}"
