@@ -48,6 +48,7 @@ def test_what_cannot_go_together(values: dict[str, Any], words: str) -> None:
     ("values", "bound"),
     [
         (GRPO, 0),
+        (GRPO | {"max_staleness": 3}, 0),
         (GRPO | {"partial_rollout": True}, None),
         (GRPO | {"partial_rollout": True, "max_staleness": 3}, 3),
         (ASYNC, 1),

@@ -100,9 +100,9 @@ class Pacing:
     def batch(self) -> Batch | None:
         """The next batch, if it is full; its groups, and what is late, are outstanding until they `leave`, and `following` grows then
         by `took`."""
-        ready = [group for group in self._in_order() if group.number in self._finished][: self.wanted]
-        if len(ready) < self.wanted:
+        if len(self._finished) < self.wanted:
             return None
+        ready = [group for group in self._in_order() if group.number in self._finished][: self.wanted]
         chosen = {group.number for group in ready}
         left = [group for group in self._in_order() if group.number not in chosen]
         late: list[int] = []
