@@ -99,6 +99,7 @@ class RolloutRole:
         self._making: asyncio.Task[None] | None = None
         self._made_id = -1  # the rollout of `_making`
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._evaluations: dict[int, asyncio.Task[dict[str, Any]]] = {}  # that go on beside the training
         self._idle_since: float | None = None  # when the last rollout was done
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
@@ -127,7 +128,7 @@ class RolloutRole:
                 await self.server.fail(text_of(error))
             raise
         finally:
-            await cancel(starting, watch, self._making, self._evaluating)
+            await cancel(starting, watch, self._making, self._evaluating, *self._evaluations.values())
             if self.stream is not None:
                 await self.stream.close()
             self.pool.occupancy.close()
@@ -196,19 +197,25 @@ class RolloutRole:
         self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
         return self._states[rollout_id]
 
-    async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile."""
-        last = rollout_id + 1 >= self.work.total
-        if self.evaluator is None or (self._stopping and not last):
-            return {}
-        late = f"the held-out samples after rollout {rollout_id}"
-        evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
-        self._evaluating = asyncio.create_task(evaluation)
-        if last:  # nothing comes after it that could be stopped in its place
-            running, self._evaluating = self._evaluating, None
-            return await running
-        await asyncio.wait([self._evaluating])
-        return {} if self._evaluating.cancelled() else self._evaluating.result()
+    async def evaluate(self, rollout_id: int, version: int, wait: bool = True) -> dict[str, Any]:
+        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
+
+        wait False: only begin, {}; another call for this rollout has the result, also of a run that was asked to stop since.
+        """
+        evaluation, last = self._evaluations.pop(rollout_id, None), rollout_id + 1 >= self.work.total
+        if evaluation is None:
+            if self.evaluator is None or (self._stopping and not last):
+                return {}
+            late = f"the held-out samples after rollout {rollout_id}"
+            work = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
+            evaluation = asyncio.create_task(work)
+            if not wait:
+                self._evaluations[rollout_id] = evaluation
+                return {}
+            if not last:  # after the last nothing comes that could be stopped in its place
+                self._evaluating = evaluation
+        await asyncio.wait([evaluation])
+        return {} if evaluation.cancelled() else evaluation.result()
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out."""

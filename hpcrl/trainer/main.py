@@ -77,6 +77,7 @@ class Crank:
         self.stopping = False
         self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
         self.waited = 0.0  # seconds of this step
+        self.evaluating: tuple[int, int] | None = None  # (rollout, policy version) of the evaluation that is under way
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         with timeline.span("wait for engines"):
             args = (context.rundir, context.plan, context.options, self.driver)
@@ -143,6 +144,8 @@ class Crank:
         snapshot = partial(self._ask, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
         data = self._waiting(snapshot) if settle else snapshot()
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
+        if publishing:
+            begun += self._evaluated()
         metrics = share.metrics | metrics | (self._publish() if publishing else {})
         if self.options.runs_ahead:
             self._waiting(self._generate, rollout_id + 2)
@@ -211,17 +214,34 @@ class Crank:
         return due and not done
 
     def _evaluate(self, rollout_id: int) -> None:
-        """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
+        """Held-out accuracy, logged with the rollout that it follows (-1: before the first).
+
+        Where rollouts are sampled ahead it goes on beside the next rollout's training.
+        """
         if self.options.eval_interval is None or not self.context.plan.engines:
             return
-        with self.timeline.span(EVALUATE, rollout_id=rollout_id):
-            results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
-        if self.log and results:  # none if the run was asked to stop meanwhile
-            self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
+        self._evaluated()
+        self.evaluating = rollout_id, self.at.version
+        if self.options.runs_ahead and self.at.rollout_id < self.total:
+            self._ask("evaluate", rollout_id=rollout_id, version=self.at.version, wait=False)
+        else:
+            self._evaluated()
+
+    def _evaluated(self) -> float:
+        """Log the evaluation that is under way, if one is, before anything changes under it; the seconds that this took."""
+        begun = time.monotonic()
+        if self.evaluating is not None:
+            (rollout_id, version), self.evaluating = self.evaluating, None
+            with self.timeline.span(EVALUATE, rollout_id=rollout_id):
+                results = self._ask("evaluate", rollout_id=rollout_id, version=version)
+            if self.log and results:  # none if the run was asked to stop meanwhile
+                self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
+        return time.monotonic() - begun
 
     def _save(self) -> None:
         """Save; the last time, and before an early end, to the end."""
         last = self.at.rollout_id == self.total or self.stopping
+        self._evaluated()  # a run that goes on from here does not look back
         begun = time.monotonic()
         with self.timeline.span(SAVE, rollout_id=self.at.rollout_id):
             path = self.saver.save(self.at, wait=last)
