@@ -200,11 +200,12 @@ class RolloutRole:
     async def evaluate(self, rollout_id: int, version: int, wait: bool = True) -> dict[str, Any]:
         """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
 
-        wait False: only begin, {}; another call for this rollout has the result, also of a run that was asked to stop since.
+        wait False: only begin, {}; another call for this rollout has the result, also in a run that was asked to stop: it may train on
+        one rollout more before it ends, and who goes on from there does not look back.
         """
         evaluation, last = self._evaluations.pop(rollout_id, None), rollout_id + 1 >= self.work.total
         if evaluation is None:
-            if self.evaluator is None or (self._stopping and not last):
+            if self.evaluator is None or (self._stopping and wait and not last):  # whoever goes on makes up for it
                 return {}
             late = f"the held-out samples after rollout {rollout_id}"
             work = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
