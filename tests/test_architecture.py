@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "errors", "findings"},
     {"config", "sample", "token_frames"},
-    {"plan", "microbatches", "algorithms", "slime"},
+    {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
     {"redistribution"},
@@ -41,6 +41,7 @@ LIGHT = {
     "errors",
     "findings",
     "groups",
+    "handover",
     "launch",
     "memory",
     "mpi",

@@ -130,6 +130,31 @@ class Options(
         return self.world_size if self.colocate else 0
 
     @property
+    def engine_data_parallel_size(self) -> int:
+        """Into how many parts an engine divides its requests: --vllm-data-parallel-size."""
+        return int(self.vllm.get("data_parallel_size") or 1)
+
+    @property
+    def engine_tensor_parallel_size(self) -> int:
+        """GPUs over which an engine divides its matrices."""
+        return self.rollout_num_gpus_per_engine // self.engine_data_parallel_size
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and engines take turns on the same GPUs."""
+        return self.colocate and self.num_engines > 0 and not self.debug_rollout_only
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether the trainer's state leaves the GPUs while the engines sample."""
+        return self.takes_turns and self.offload_train is not False
+
+    @property
+    def sleep_level(self) -> int:
+        """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
+        return self.rollout_sleep_level if self.takes_turns and self.offload_rollout is not False else 0
+
+    @property
     def truncated_sampling(self) -> bool:
         """Whether rollouts are sampled from some of the tokens only."""
         return self.rollout_top_p < 1 or self.rollout_top_k > 0 or self.rollout_min_p > 0

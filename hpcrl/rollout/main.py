@@ -20,6 +20,7 @@ from typing import Any
 
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.handover import Event
 from hpcrl.queue.server import QueueServer
 from hpcrl.report.timeline.names import EVALUATE, MAKE, REQUESTS
 from hpcrl.report.timeline.spans import role_timeline
@@ -91,7 +92,7 @@ class RolloutRole:
         self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
         if self.options.runs_ahead and self.options.deterministic_mode:
             self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
-        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
+        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.turn, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -217,6 +218,11 @@ class RolloutRole:
                 self._evaluating = evaluation
         await asyncio.wait([evaluation])
         return {} if evaluation.cancelled() else evaluation.result()
+
+    async def turn(self, event: str) -> dict[str, Any]:
+        """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
+        await self.pool.turn(Event(event))
+        return {}
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out."""

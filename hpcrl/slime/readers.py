@@ -141,6 +141,11 @@ def deterministic(flag: str, given: Given) -> Reading:
     return Reading("refused", (), "use --deterministic-mode, which holds for trainer and engines together")
 
 
+def offload(flag: str, given: Given) -> Reading:
+    """Both sides at once."""
+    return Reading("translated", ("--offload-train", "--offload-rollout"))
+
+
 READERS: dict[str, Callable[[str, Given], Reading]] = {
     reader.__name__: reader
     for reader in (
@@ -153,6 +158,7 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         deterministic,
         eval_prompt_data,
         expert_parallel,
+        offload,
         own_function,
         rollout_function,
         train_only,

@@ -3,6 +3,7 @@
     generate -> train -> publish weights -> save -> evaluate
 
 With --loop async and fully-async the next rollout is asked for before this one is trained on (`pace.py`).
+With --colocate it saves before it publishes: then the GPUs are the engines'.
 
 Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
 anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
@@ -41,6 +42,7 @@ class Crank:
         from hpcrl.trainer.checkpoint import save_load
         from hpcrl.trainer.checkpoint.resume import restore
         from hpcrl.trainer.checkpoint.saver import Saver
+        from hpcrl.trainer.colocation.turns import Turns
         from hpcrl.trainer.megatron import model
         from hpcrl.trainer.other_models import OtherModels
         from hpcrl.trainer.own_hooks import TrainerHooks
@@ -51,16 +53,19 @@ class Crank:
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options, self.timeline = context, context.options, timeline
+        self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         with timeline.span("meet the other ranks"):
             self.ranks = initialize(context.options)
         self.hooks.initialized()
         verify(context.options, self.ranks.rank)
+        self.patient = make_patient(context.options)
+        if self.turns:
+            self.turns.begin(self.driver, self._together)
         with timeline.span("build the model"):
             self.policy = model.build(context.options, self.ranks)
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
-        self.patient = make_patient(context.options)
         with timeline.span("restore"):
             self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
@@ -73,6 +78,8 @@ class Crank:
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if self.shares.fetches else None
+        if self.turns:
+            self.turns.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
@@ -123,6 +130,8 @@ class Crank:
         self._generate(rollout_id)
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
+        if self.turns:
+            self.turns.take()
         share = self.shares.exchange(fetched)
         if share is None:
             return False
@@ -146,7 +155,7 @@ class Crank:
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
         if publishing:
             begun += self._evaluated()
-        metrics = share.metrics | metrics | (self._publish() if publishing else {})
+        metrics = share.metrics | metrics | (self._publish() if publishing and not self.turns else {})
         if self.options.runs_ahead:
             self._waiting(self._generate, rollout_id + 2)
         metrics["perf/step_time"] = took = time.monotonic() - begun
@@ -161,6 +170,8 @@ class Crank:
                 say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
+        if self.turns:
+            self._give_back(rollout_id)
         if self._evaluates_after(rollout_id):
             self._evaluate(rollout_id)
         return True
@@ -191,7 +202,16 @@ class Crank:
         return bool(interval) and self.at.rollout_id % interval == 0
 
     def _publish(self) -> dict[str, float]:
-        """The current weights into every engine."""
+        """The current weights into every engine; with --colocate it is the engines' turn then."""
+        return self.turns.give_back(self._send_weights) if self.turns else self._send_weights()
+
+    def _give_back(self, rollout_id: int) -> None:
+        """The engines' turn, once nothing more is to be done with the state that is on the GPUs."""
+        metrics = self._publish()
+        if self.log:
+            self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.turns.seconds})
+
+    def _send_weights(self) -> dict[str, float]:
         from hpcrl.trainer.megatron.model import export
 
         with self.timeline.span(UPDATE, version=self.at.version):
@@ -240,6 +260,8 @@ class Crank:
 
     def _save(self) -> None:
         """Save; the last time, and before an early end, to the end."""
+        if self.turns:
+            self.turns.take()
         last = self.at.rollout_id == self.total or self.stopping
         self._evaluated()  # a run that goes on from here does not look back
         begun = time.monotonic()

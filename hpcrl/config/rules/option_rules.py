@@ -35,7 +35,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, _engines), options)
+    layout = failures((_layout, _virtual_stages, _engines, _turns), options)
     wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
@@ -99,9 +99,22 @@ def _engines(o: Options) -> None:
         raise UsageError(
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
+    parts = o.engine_data_parallel_size
+    if parts < 1 or each % parts:
+        raise UsageError(
+            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
+        )
     if o.needs_engines and gpus < 1:
         why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
+
+
+def _turns(o: Options) -> None:
+    if o.offloads_train and o.megatron.get("nccl_ub"):
+        raise UsageError(
+            "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its memory up",
+            "leave out --nccl-ub, or give --no-offload-train",
+        )
 
 
 def expert_layout(o: Options) -> None:
@@ -331,6 +344,11 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "mask_offpolicy_in_partial_rollout buffer_filter_path", "--partial-rollout is not given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
+    if not o.takes_turns:
+        why = "there is no engine beside a trainer" if o.colocate else "--colocate is not given"
+        yield "offload_train offload_rollout rollout_sleep_level", why
+    elif not o.sleep_level:
+        yield "rollout_sleep_level", "--no-offload-rollout keeps the engines in memory"
     yield from _inert_beside_own(o)
     yield from _inert_in_training(o)
 
