@@ -32,7 +32,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.report.closing_line import closing_line
+from hpcrl.report.closing_line import closing_line, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
@@ -109,6 +109,7 @@ def run_job(
             run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:
             run_stage(job, stage, backend, stop, state, turn, timeline)
+    say(what_next(job.root))
     print(closing_line(job.directory(job.recipe.stages[-1]), job.root), flush=True)
     return 0
 
