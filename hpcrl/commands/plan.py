@@ -23,6 +23,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
+from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
 USAGE = """\
@@ -110,7 +111,7 @@ def _estimates(options: Options, made: Plan, card: Card) -> list[str]:
 
 def preview(recipe: Recipe, overrides: dict[str, Any]) -> str:
     """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
-    parts = []
+    parts, overrides = [], for_this_machine(recipe, overrides)
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     look_at(options)
     for stage, resolved in zip(recipe.stages, options, strict=True):

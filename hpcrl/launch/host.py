@@ -13,7 +13,6 @@ role here has ended well.
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import signal
 import subprocess
@@ -34,6 +33,7 @@ from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.engines.lives import restart_limit
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
+from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
@@ -41,9 +41,7 @@ from hpcrl.run.summary import summary_of
 
 PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
-#: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
-GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-EVERY, SELDOM = 2.0, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
@@ -147,7 +145,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         role == "rollout"
         or (role == "trainer" and not plan.trainers[index].slots)
         or inherited in NO_GPUS
-        or (inherited is None and not any(map(glob.glob, GPUS)))
+        or (inherited is None and not gpus_are_here())
     ):
         return {}
     if role == "engine":
