@@ -10,6 +10,7 @@ ends, however, nothing that it started is left.  No torch is imported here.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,10 +23,11 @@ from pathlib import Path
 import psutil
 
 from hpcrl.engine.crash_report import ServerLog, leftovers
-from hpcrl.engine.key_guard import KEY_FILE, read_key
+from hpcrl.engine.key_guard import KEY_FILE, SALT, read_key
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.model_files.config_json import read_config
+from hpcrl.queue.auth import HTTP_KEY
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches
 from hpcrl.run.peers import EnginePeer, publish
@@ -49,7 +51,8 @@ class EngineSupervisor:
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
         read_config(context.options.hf_checkpoint)
-        os.environ[KEY_FILE] = str(context.rundir.keys / "http.key")
+        self.salt = secrets.token_hex(8)
+        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), SALT: self.salt}
         self.key = read_key().decode()
         self.scratch = Path(tempfile.mkdtemp(prefix="hpcrl-engine-", dir=_short_temporary()))
         self.stopped = threading.Event()
@@ -124,6 +127,7 @@ class EngineSupervisor:
             port=self.address.port,
             model_len=model["max_model_len"],
             lean=True,
+            salt=self.salt,
         )
         self.shared |= leftovers(descendants())
         publish(self.context.rundir, peer, self.context.index)

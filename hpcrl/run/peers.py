@@ -64,7 +64,7 @@ class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 
     model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has the route of
-    `hpcrl.token_frames` beside vLLM's own.
+    `hpcrl.token_frames` beside vLLM's own.  salt: what the key of its routes is made with (`hpcrl.queue.auth.http_key`).
     """
 
     role: ClassVar[str] = "engine"
@@ -72,6 +72,7 @@ class EnginePeer(Peer, tag="engine"):
     port: Port
     model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
     lean: bool = False
+    salt: str = ""
 
 
 P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer)

@@ -17,6 +17,7 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
 from hpcrl.run.rundir import RunDir
 
@@ -62,7 +63,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
 
 def say(text: str) -> None:
     """A line for the role's log."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {strip_control(text, lines=True)}", file=sys.stderr, flush=True)
 
 
 def act(

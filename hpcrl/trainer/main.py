@@ -29,6 +29,8 @@ class Crank:
     """The training loop of one rank."""
 
     def __init__(self, context: RoleContext) -> None:
+        from torch.distributed import PrefixStore
+
         from hpcrl.config.plugin_points import load_points
         from hpcrl.queue.client import QueueClient
         from hpcrl.report.metrics import MetricsLog
@@ -41,12 +43,14 @@ class Crank:
         from hpcrl.trainer.parallel.collectives import make_patient
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
+        from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
-        self.ranks = initialize(context.options)
+        self.store = connect(context)
+        self.ranks = initialize(context.options, PrefixStore("groups", self.store))
         self.hooks.initialized()
         verify(context.options, self.ranks.rank)
         self.policy = model.build(context.options, self.ranks)

@@ -63,7 +63,7 @@ class RolloutDriver:
         engines = []
         for index in range(len(self.context.plan.engines)):
             peer = wait_for(rundir, EnginePeer, index, seconds)
-            engines.append(FleetEngine(index, Address(peer.host, peer.port, http_key(rundir))))
+            engines.append(FleetEngine(index, Address(peer.host, peer.port, http_key(rundir, peer.salt))))
         fleet = Fleet(rundir, engines, self.options.update_timeout)
         fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
 

@@ -52,7 +52,7 @@ class WeightSender:
         if not (self.active and is_driver):
             return
         peers = [wait_for(rundir, EnginePeer, i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
-        engines = [FleetEngine(i, Address(peer.host, peer.port, http_key(rundir))) for i, peer in enumerate(peers)]
+        engines = [FleetEngine(i, Address(peer.host, peer.port, http_key(rundir, peer.salt))) for i, peer in enumerate(peers)]
         self.fleet = Fleet(rundir, engines, options.update_timeout)
         self.fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")

@@ -481,7 +481,7 @@ def test_who_is_gone_loses_its_seat(served: Served) -> None:
 
 
 def test_too_large_a_message_ends_only_its_connection(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MAX_FRAME", 100_000)
+    monkeypatch.setattr(sockets, "MAX_PIECE", 100_000)
     served = Served(rundir)
     with raw(served) as dealer:
         tell(dealer, hello(served))
@@ -696,7 +696,8 @@ def test_the_one_who_came_last_has_the_seat(served: Served, client: QueueClient)
 def test_keys_are_for_the_owner_alone(rundir: RunDir) -> None:
     assert stat.S_IMODE(rundir.keys.stat().st_mode) == 0o700
     files = {path.name: path for path in rundir.keys.iterdir()}
-    assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"}
+    stores = {f"{service}-{whose}.json" for service in ("ranks", "weights") for whose in ("server", "client-0")}
+    assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"} | stores
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
     server, client = auth.server_keys(rundir), auth.client_keys(rundir, 1)
     assert server.clients[1] == client.public

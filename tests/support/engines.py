@@ -56,7 +56,7 @@ class Engines:
         make_keys(self.rundir, 1)
         self.rundir.options_file.write_text(self.options.model_dump_json())
         self.write(self.plan)
-        self.key, self.module = http_key(self.rundir), module
+        self.module = module
         self.processes = [self._start(i) for i in range(count)]
 
     def write(self, plan: Plan) -> None:
@@ -84,7 +84,13 @@ class Engines:
 
     def address(self, index: int = 0) -> Address:
         found = self.wait(index)
-        return Address(found.host, found.port, self.key)
+        return Address(found.host, found.port, http_key(self.rundir, found.salt))
+
+    @property
+    def key(self) -> str:
+        """The key of the first engine."""
+        found = find(self.rundir, EnginePeer)
+        return http_key(self.rundir, found.salt if found else "")
 
     def pids(self, index: int = 0) -> list[int]:
         """The supervisor and everything below it."""

@@ -92,8 +92,8 @@ class EnginePool:
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
-        if self.engines:
-            await self.engines[0].session.close()  # it is that of all
+        for engine in self.engines:
+            await engine.session.close()
 
     async def connect(self) -> None:
         """Wait until every engine of the plan has published where it is.
@@ -114,22 +114,22 @@ class EnginePool:
                         )
                     await asyncio.sleep(0.1)
                 found.append(peer)
-            session = self._session()
-            self.engines = [self._engine(index, peer, session) for index, peer in enumerate(found)]
+            self.engines = [self._engine(index, peer) for index, peer in enumerate(found)]
             self.model_len = min((e.model_len for e in self.engines if e.model_len), default=None)
             for engine in self.engines:
                 self._loads.add(engine.index)
 
-    def _session(self) -> aiohttp.ClientSession:
-        """Connections to all engines, as many as are needed, kept open for IDLE seconds."""
+    def _session(self, salt: str) -> aiohttp.ClientSession:
+        """Connections to an engine, as many as are needed, kept open for IDLE seconds; only they know its key."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
-            headers={"Authorization": f"Bearer {http_key(self._rundir)}"},
+            headers={"Authorization": f"Bearer {http_key(self._rundir, salt)}"},
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    def _engine(self, index: int, peer: EnginePeer, session: aiohttp.ClientSession) -> PooledEngine:
+    def _engine(self, index: int, peer: EnginePeer) -> PooledEngine:
+        session = self._session(peer.salt)
         url = f"http://{_bracket(peer.host)}:{peer.port}"
         return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len, peer.lean)
 

@@ -40,4 +40,6 @@ def for_megatron(options: Options) -> dict[str, str]:
     if options.deterministic_mode:
         found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS asks for it
         found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
+    # torch.load reads plain values wherever it is called, Megatron's checkpoints and torch's collectives included
+    found["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     return found | deterministic_nccl(options)
