@@ -29,7 +29,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
-from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
+from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
@@ -271,6 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     die_with_parent()
     adopt_orphans()
+    raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
     try:
         with Told() as told:

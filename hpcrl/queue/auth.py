@@ -32,6 +32,7 @@ from hpcrl.run.rundir import RunDir, write_atomic
 
 ZAP_DOMAIN = b"hpcrl.queue"
 HTTP_KEY = "http.key"
+MAX_REFUSALS = 100  #: peers without a key that are logged
 _USER = "dp-"
 #: the services with keys of their own: the rollout queue, and the stores of `hpcrl.rendezvous`
 Service = Literal["queue", "ranks", "weights"]
@@ -171,7 +172,7 @@ class Doorkeeper(AsyncioAuthenticator):
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys, say: Callable[[str], None]) -> None:
         super().__init__(context)
         self._ranks = {key.encode(): rank for rank, key in enumerate(keys.clients)}
-        self._say, self._address = say, "?"
+        self._say, self._address, self._refused = say, "?", 0
         self.configure_curve_callback(ZAP_DOMAIN.decode(), self)
         self.start()
 
@@ -186,8 +187,10 @@ class Doorkeeper(AsyncioAuthenticator):
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether the peer that proved to hold `key` (Z85) may come in: pyzmq asks it of a credentials provider."""
         known = key in self._ranks
-        if not known:
-            self._say(f"queue: refused a peer at {self._address}: it holds no key of this attempt")
+        self._refused += not known
+        if not known and self._refused <= MAX_REFUSALS:
+            last = "; more like it are not logged" if self._refused == MAX_REFUSALS else ""
+            self._say(f"queue: refused a peer at {self._address}: it holds no key of this attempt{last}")
         return known
 
     def curve_user_id(self, client_public_key: bytes) -> str:

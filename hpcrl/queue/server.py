@@ -185,7 +185,8 @@ class QueueServer:
     async def _hello(self, rank: Rank, route: bytes, hello: messages.Hello) -> None:
         """Give the client its rank's seat, or say what does not fit."""
         if refusal := rank.refusal(hello, self._plan, len(self._ranks)):
-            say(f"queue: {refusal}")
+            if rank.complain():
+                say(f"queue: {refusal}")
             await self._send(route, messages.failed(refusal))
             return
         if route not in self._seats:  # a Hello may come twice over one connection

@@ -19,6 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
+from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 
 
@@ -54,6 +55,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--index", type=int, default=0)
     args = parser.parse_args(argv)
+    raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
     try:
         return RoleContext(rundir, read_options(rundir), read_plan(rundir), args.index)

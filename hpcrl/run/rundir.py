@@ -33,8 +33,8 @@ from hpcrl.careful_files import Damaged, count_of, make_parents, read_json, swap
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
 
-#: errors of a network file system that may be gone at the next look
-STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+#: errors of a network file system, or of too many open files, that may be gone at the next look
+STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 #: what a run has from the start
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 

@@ -823,3 +823,54 @@ def test_a_killed_rollout_process_is_told_as_soon_as_it_is_recorded(rundir: RunD
         client.fetch(0)
     assert time.monotonic() - begun < 2
     client.close()
+
+
+# ---- what strangers cost
+
+
+def test_who_has_not_proved_anything_costs_little_and_not_for_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq takes one frame of the handshake into memory before it knows who is there."""
+    sock = served.server._socket
+    assert sock.maxmsgsize <= 2**20
+    assert sock.handshake_ivl <= 10_000
+
+
+def test_a_call_larger_than_a_frame_arrives_whole(served: Served) -> None:
+    client = served.client()
+    text = "x" * (3 * messages.MAX_PIECE + 5)
+    assert client.call("echo", text=text) == {"got": {"text": text}}
+    client.close()
+
+
+def test_more_idle_connections_than_files_may_be_open_at_first(served: Served) -> None:
+    import resource
+    import socket
+
+    from hpcrl.run.process import raise_file_limit
+
+    peer = find(served.rundir, RolloutPeer)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    raise_file_limit()
+    idle = [socket.create_connection((peer.host, peer.port)) for _ in range(300)]
+    client = served.client()
+    assert client.call("echo") == {"got": {}}
+    client.close()
+    for one in idle:
+        one.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_refusals_are_not_logged_without_end_nor_names_kept_of_any_length(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with raw(served) as dealer:
+        for _ in range(100):
+            tell(dealer, hello(served, dp_size=99))
+            assert isinstance(hear(dealer), messages.Failed)
+        tell(dealer, hello(served, client="x" * 1000))
+        assert "not a message of the queue" in hear(dealer).what
+        for number in range(20):
+            tell(dealer, hello(served, client=f"c{number}"))
+            hear(dealer)
+    assert 1 <= capsys.readouterr().err.count("counts 99 DP ranks") <= 20

@@ -145,7 +145,9 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o755, 0o755]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match=r"everybody may put something else in its place: .*/open is writable by all; .*chmod o-w"):
+    with pytest.raises(
+        UsageError, match=r"everybody may put something else in its place: .*/open is writable by all; .*chmod o-w"
+    ):
         RunDir.create(tmp_path / "open" / "run")
     (tmp_path / "open").chmod(0o1777)
     RunDir.create(tmp_path / "open" / "run")
