@@ -62,11 +62,15 @@ env: $(ENV)
 quickstart: $(ENV)
 	$(BIN)/hpcrl run $(RECIPE)
 
-# Without the Debian packages the last layer is skipped, and says what is missing.
+# Without the Debian packages the last layer is skipped, and says what is missing.  It waits more than it works (for time limits,
+# lost nodes, silence), so it runs beside the second; its output is shown when both are done.
+CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
 test: $(ENV) packages
 	$(BIN)/python -m pytest -m "not process and not vllm and not cluster and not soak"
-	$(BIN)/python -m pytest -m "(process or vllm) and not cluster and not soak"
-	$(BIN)/python -m pytest -m "cluster and not soak"
+	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
+	@$(BIN)/python -m pytest -m "cluster and not soak" > $(CLUSTER_LOG) 2>&1 & cluster=$$!; \
+	$(BIN)/python -m pytest -m "(process or vllm) and not cluster and not soak"; processes=$$?; \
+	wait $$cluster; last=$$?; cat $(CLUSTER_LOG); exit $$((processes + last))
 
 # Each campaign reads SEED and N as it needs them; what it measures it prints.
 soak: $(ENV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -12,9 +13,10 @@ from hpcrl.doctor.model_settings import refuse_wrong_settings
 from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
 from hpcrl.memory.report import GPU, memory_lines
+from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
-from hpcrl.plan import Host, local_hosts, make_plan
+from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
 USAGE = """\
@@ -23,10 +25,16 @@ usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
   --gpu-memory GIB   what a GPU has, to warn where the estimate exceeds it; default: 80
+  --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
 
 Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run. Of arguments that cannot all be honoured, the plan of the others is shown, then what is wrong."""
 
-OWN = {"hostfile": Kind("str"), "gpu-memory": Kind("float", bounds="> 0"), "help": Kind("bool")}
+OWN = {
+    "hostfile": Kind("str"),
+    "gpu-memory": Kind("float", bounds="> 0"),
+    "link-rate": Kind("float", bounds="> 0"),
+    "help": Kind("bool"),
+}
 
 
 def plan(argv: list[str]) -> int:
@@ -39,12 +47,13 @@ def plan(argv: list[str]) -> int:
     if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
+    card = Card(own.get("gpu-memory", GPU), own.get("link-rate", LINK))
     if arguments is None:
-        show(load_recipe(words[0]), overrides, hosts, own.get("gpu-memory", GPU))
+        show(load_recipe(words[0]), overrides, hosts, card)
         return 0
     recipe, refused = recipe_and_refusals(arguments, overrides)
     try:
-        show(recipe, overrides, hosts, own.get("gpu-memory", GPU))
+        show(recipe, overrides, hosts, card)
     except UsageError:
         if not refused:  # else they tell, among what is wrong, the rules that the rest breaks
             raise
@@ -61,22 +70,33 @@ def _hosts(file: str) -> list[Host]:
     return list(found.hosts)
 
 
-def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, gpu: float) -> None:
-    """Print the plan of every stage, and the memory that it takes on GPUs of `gpu` GiB."""
+@dataclass(frozen=True)
+class Card:
+    """One GPU: its memory in GiB, and the rate of its network link in Gb/s."""
+
+    memory: float
+    link: float
+
+
+def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: Card) -> None:
+    """Print the plan of every stage, the memory that it takes on such cards, and what a weight update moves."""
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_wrong_settings(options, same_packages=False)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
-        print("\n".join(_memory(resolved, gpu)) + "\n")
+        print("\n".join(_estimates(resolved, made, card)) + "\n")
 
 
-def _memory(options: Options, gpu: float) -> list[str]:
-    """The estimate, or why there is none."""
+def _estimates(options: Options, made: Plan, card: Card) -> list[str]:
+    """Memory and weight updates, or why there is no estimate."""
     try:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
-        return list(memory_lines(options, family, config, gpu))
+        lines = list(memory_lines(options, family, config, card.memory))
+        if made.engines and not options.debug_rollout_only:
+            lines += ["", *update_lines(predict(options, family, config, made, card.link))]
+        return lines
     except DataError as error:
         return [f"memory: not estimated: {error.what}"]

@@ -53,6 +53,13 @@ class Options(
     )
     vllm: dict[str, Any] = opt({}, "fields of vLLM's engine arguments (flags: --vllm-X)")
 
+    def __getattr__(self, name: str) -> Any:
+        """A setting of the user's own, for own functions."""
+        custom = self.__dict__.get("custom")
+        if custom and name in custom:
+            return custom[name]
+        return super().__getattr__(name)  # type: ignore[misc]  (pydantic's, which says what is missing)
+
     @property
     def world_size(self) -> int:
         """Trainer ranks."""

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from hpcrl.config.dotted_path import ours
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
+from hpcrl.config.rules.own_settings import with_own_settings
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.errors import UsageError, parts_of, raise_together
 
@@ -155,7 +156,8 @@ def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: M
     merged = {name: _own_path(name, value) for name, value in merged.items()}
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
-    return build_options(_expand(merged, places), lambda name: f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}")
+    merged = with_own_settings(_expand(merged, places), Options.model_fields)
+    return build_options(merged, lambda name: f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}")
 
 
 def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:

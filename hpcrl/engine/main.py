@@ -28,6 +28,7 @@ from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_envir
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import HTTP_KEY
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches
 from hpcrl.run.peers import EnginePeer, publish
@@ -191,6 +192,7 @@ def run(context: RoleContext) -> None:
     """Start one server, publish it, watch it until SIGTERM."""
     if context.index >= len(context.plan.engines):
         raise HpcrlError(f"the plan has {len(context.plan.engines)} engines, none with index {context.index}")
+    timeline = role_timeline(context.rundir, "engine", context.index, context.plan.engines[context.index].host)
     engine = EngineSupervisor(context)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stopped.set())
@@ -199,6 +201,7 @@ def run(context: RoleContext) -> None:
         engine.wait_until_up()
         if not engine.stopped.is_set():
             engine.publish()
+            timeline.started()
             engine.watch()
     except HpcrlError as error:
         context.rundir.fail("engine", context.index, str(error))  # at once: ending a broken server takes seconds

@@ -27,6 +27,8 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
+from hpcrl.report.timeline.names import ROLES
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
@@ -175,14 +177,20 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
+    timeline = role_timeline(rundir, "host", slot or 0, host)
+    begun = timeline.now()
     try:
         for name, index, command in commands(options, plan, rundir, host, slot):
             gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
             roles.append(start(name, index, command, rundir, gpus))
+            timeline.mark(f"starts {name}-{index}")
         _watch(roles, options, rundir, host, told, turn)
     finally:
-        end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
-        end_descendants(0.5)
+        with timeline.span("end the roles"):
+            end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
+            end_descendants(0.5)
+        timeline.add(ROLES, begun, timeline.now())
+        timeline.close()
 
 
 def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:

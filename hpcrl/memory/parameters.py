@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from hpcrl.config.options import Options
@@ -110,10 +111,11 @@ def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Cou
     fields = family.transformer(config)
     dense = expert = 0
     for rule in _rules(family, fields, experts):
+        size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
         if ".experts." in rule.megatron:
-            expert += _experts(rule, fields, layout)
+            expert += fields["num_moe_experts"] // layout.ep * size
         else:
-            dense += _dense(rule, fields, layout.tp)
+            dense += size
     return Count(dense, expert)
 
 
@@ -128,24 +130,25 @@ def _rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator
             yield rule
 
 
-def _experts(rule: Rule, fields: Mapping[str, Any], layout: Layout) -> int:
-    """One of the two matrices of every expert of a rank."""
-    width = fields["moe_ffn_hidden_size"] * (2 if rule.kind in ("gate_up", "fused_gate_up") else 1)
-    return fields["num_moe_experts"] // layout.ep * (width // layout.etp) * fields["hidden_size"]
-
-
-def _dense(rule: Rule, fields: Mapping[str, Any], tp: int) -> int:
-    """A rank's part of a tensor of a layer."""
-    hidden, head = fields["hidden_size"], fields["kv_channels"]
-    name = rule.megatron
+def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:
+    """Shape of one rank's part of a parameter; vocab: tokens, which are padded to a multiple of TP."""
+    hidden, head, name = fields["hidden_size"], fields["kv_channels"], rule.megatron
+    double = 2 if rule.kind in ("gate_up", "fused_gate_up") else 1
+    if rule.kind == "vocab":
+        return (-(-vocab // tp), hidden)
     if rule.kind == "same":
         if ".q_layernorm." in name or ".k_layernorm." in name:
-            return head
-        return hidden * fields["num_moe_experts"] if ".router." in name else hidden
+            return (head,)
+        if name.endswith("expert_bias"):
+            return (fields["num_moe_experts"],)
+        return (fields["num_moe_experts"], hidden) if ".router." in name else (hidden,)
     if rule.kind == "qkv":
         rows = (fields["num_attention_heads"] + 2 * fields["num_query_groups"]) * head // tp
-        return rows if name.endswith("bias") else rows * hidden
+        return (rows,) if name.endswith("bias") else (rows, hidden)
     if "linear_proj" in name:
-        return hidden * fields["num_attention_heads"] * head // tp
-    size = fields["moe_shared_expert_intermediate_size"] if "shared_experts" in name else fields["ffn_hidden_size"]
-    return hidden * size // tp * (2 if rule.kind in ("gate_up", "fused_gate_up") else 1)
+        return (hidden, fields["num_attention_heads"] * head // tp)
+    if ".experts." in name:
+        width = fields["moe_ffn_hidden_size"] // etp
+    else:
+        width = fields["moe_shared_expert_intermediate_size" if "shared_experts" in name else "ffn_hidden_size"] // tp
+    return (hidden, width) if rule.kind == "row" else (double * width, hidden)

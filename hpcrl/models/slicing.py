@@ -1,18 +1,20 @@
 """How one Megatron parameter is cut out of Hugging Face tensors, and put together again.
 
-Every kind of `Rule` is a `Cut`.  `part` reads only this rank's rows or columns (a safetensors slice does that lazily);
-`join` is its exact inverse over all tensor-parallel ranks.
+Every kind of `Rule` is a `Cut`, which says by `places` alone, in numbers, which rectangle of which tensor lies where in a
+rank's part.  `part` reads only those (a safetensors slice does that lazily), `join` is its exact inverse over all
+tensor-parallel ranks, and the plan of a weight update asks the same function who holds what.
 
 Invariant: join of all ranks' parts gives back the tensors bit for bit; rows that pad the vocabulary are zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -37,102 +39,130 @@ class Shapes:
     tp: int
 
 
-class Cut(Protocol):
+@dataclass(frozen=True)
+class Place:
+    """One rectangle of a Hugging Face tensor in a rank's part.
+
+    tensor: which of the rule's; rows, columns: [start, end) in that tensor (columns None: all); at: the row of the part
+    where it begins.  In the part it has all columns.
+    """
+
+    tensor: int
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    at: int
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Of the rectangle in its tensor."""
+        rows = slice(*self.rows)
+        return (rows,) if self.columns is None else (rows, slice(*self.columns))
+
+    @property
+    def inside(self) -> slice:
+        """Its rows in the part."""
+        return slice(self.at, self.at + self.rows[1] - self.rows[0])
+
+
+class Cut:
     """One kind of slicing."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         """Shapes of the Hugging Face tensors, from the shape of one rank's part."""
+        raise NotImplementedError
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+        """What lies in a rank's part of `shape`, from its first row to its last; rows that pad are of no tensor."""
+        raise NotImplementedError
 
     def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
         """This rank's part, of `shape`."""
+        import torch
+
+        pieces = [tensors[place.tensor][place.index] for place in self.places(rank, shape, s)]
+        if missing := shape[0] - sum(piece.shape[0] for piece in pieces):
+            like = pieces[0] if pieces else tensors[0][0:0]
+            pieces.append(like.new_zeros(missing, *shape[1:]))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
         """The Hugging Face tensors from every rank's part, in order of rank."""
+        shape = tuple(parts[0].shape)
+        found = [parts[0].new_empty(full) for full in self.full(shape, s)]
+        for rank, part in enumerate(parts):
+            for place in self.places(rank, shape, s):
+                found[place.tensor][place.index] = part[place.inside]
+        return found
 
 
-class Same:
+class Same(Cut):
     """Every rank holds the whole."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [shape]
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
-        return tensors[0][:]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+        return [Place(0, (0, shape[0]), None, 0)]
 
     def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
         return [parts[0]]
 
 
-class RowParallel:
+class RowParallel(Cut):
     """Columns are cut: RowParallelLinear takes a part of its input on each rank."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0], shape[1] * s.tp)]
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
-        return tensors[0][:, rank * shape[1] : (rank + 1) * shape[1]]
-
-    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
-        return [torch.cat(list(parts), dim=1)]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+        return [Place(0, (0, shape[0]), (rank * shape[1], (rank + 1) * shape[1]), 0)]
 
 
-class ColumnParallel:
+class ColumnParallel(Cut):
     """Rows are cut."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] * s.tp, *shape[1:])]
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
-        return tensors[0][rank * shape[0] : (rank + 1) * shape[0]]
-
-    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
-        return [torch.cat(list(parts))]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+        return [Place(0, (rank * shape[0], (rank + 1) * shape[0]), None, 0)]
 
 
-class Vocab(ColumnParallel):
+class Vocab(Cut):
     """Rows are cut, after zero rows are added to make the vocabulary a multiple of TP."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(s.vocab, *shape[1:])]
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
-        rows = tensors[0][min(rank * shape[0], s.vocab) : min((rank + 1) * shape[0], s.vocab)]
-        return torch.cat([rows, rows.new_zeros(shape[0] - rows.shape[0], *shape[1:])])
-
-    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
-        return [torch.cat(list(parts))[: s.vocab]]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+        first, last = (min(at * shape[0], s.vocab) for at in (rank, rank + 1))
+        return [Place(0, (first, last), None, 0)] if last > first else []
 
 
-class GateUp:
+class GateUp(Cut):
     """Two tensors, each cut by rows; a rank holds its part of the one above its part of the other."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] // 2 * s.tp, *shape[1:])] * 2
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
         rows = shape[0] // 2
-        return torch.cat([tensor[rank * rows : (rank + 1) * rows] for tensor in tensors])
-
-    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
-        return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
+        return [Place(half, (rank * rows, (rank + 1) * rows), None, half * rows) for half in (0, 1)]
 
 
-class FusedGateUp:
+class FusedGateUp(Cut):
     """One tensor that holds two, one below the other; a rank holds its part of the upper above its part of the lower."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] * s.tp, *shape[1:])]
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
         rows = shape[0] // 2
         starts = (rank * rows, (s.tp + rank) * rows)
-        return torch.cat([tensors[0][start : start + rows] for start in starts])
-
-    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
-        return [torch.cat([half for halves in zip(*(part.chunk(2) for part in parts), strict=True) for half in halves])]
+        return [Place(0, (start, start + rows), None, half * rows) for half, start in enumerate(starts)]
 
 
-class Qkv:
+class Qkv(Cut):
     """Queries, keys and values (weights or biases), laid [queries of group 0, key 0, value 0, queries of group 1, ...]; rows cut.
 
     With fewer groups than ranks a group lies on several ranks, and a rank's rows may begin within it.
@@ -142,20 +172,20 @@ class Qkv:
         rows = s.groups * s.head_size
         return [(s.heads * s.head_size, *shape[1:]), (rows, *shape[1:]), (rows, *shape[1:])]
 
-    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
-        first = rank * s.groups // s.tp  # the groups that this rank's rows lie in
-        last = max(first + 1, (rank + 1) * s.groups // s.tp)
-        each = [s.heads // s.groups * s.head_size, s.head_size, s.head_size]
-        pieces = [tensor[first * n : last * n] for tensor, n in zip(tensors, each, strict=True)]
-        packed = torch.cat([piece.reshape(last - first, -1, *shape[1:]) for piece in pieces], dim=1).flatten(0, 1)
-        start = rank * shape[0] - first * sum(each)
-        return packed[start : start + shape[0]]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+        return list(self._cut(rank * shape[0], (rank + 1) * shape[0], s))
 
-    def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
-        packed = torch.cat(list(parts))
-        each = [s.heads // s.groups * s.head_size, s.head_size, s.head_size]
-        pieces = packed.view(s.groups, sum(each), *packed.shape[1:]).split(each, dim=1)
-        return [piece.flatten(0, 1) for piece in pieces]
+    def _cut(self, begin: int, end: int, s: Shapes) -> Iterator[Place]:
+        """Rows [begin, end) of all groups one below the other."""
+        each = (s.heads // s.groups * s.head_size, s.head_size, s.head_size)
+        for group in range(begin // sum(each), -(-end // sum(each))):
+            top = group * sum(each)
+            for tensor, rows in enumerate(each):
+                first, last = max(begin, top), min(end, top + rows)
+                if last > first:
+                    start = group * rows + first - top
+                    yield Place(tensor, (start, start + last - first), None, first - begin)
+                top += rows
 
 
 CUTS: dict[str, Cut] = {

@@ -24,6 +24,8 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue import sockets
 from hpcrl.queue.server import QueueServer
+from hpcrl.report.timeline.names import EVALUATE, MAKE, REQUESTS
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -111,7 +113,8 @@ class RolloutRole:
 
     def __init__(self, context: RoleContext, work: Work) -> None:
         self.context, self.options, self.work = context, context.options, work
-        self.pool = EnginePool(context.rundir, context.plan, context.options)
+        self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
+        self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
@@ -160,6 +163,7 @@ class RolloutRole:
             if self.teacher is not None:
                 await self.teacher.check()
             await self.server.start()
+            self.timeline.started()
             say(self.work.said)
             return await self._end
         except Exception as error:  # told to the trainer, then raised
@@ -169,12 +173,14 @@ class RolloutRole:
             raise
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
+            self.pool.occupancy.close()
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
                 if part is not None:
                     await part.close()
             await self.server.close()
             self.shelf.close()
+            self.timeline.close()
 
     # ---- what the trainer calls
 
@@ -245,7 +251,7 @@ class RolloutRole:
 
     async def _make(self, rollout_id: int, version: int) -> None:
         await self.pool.connect()
-        begun = time.monotonic()
+        begun, at = time.monotonic(), self.timeline.now()
         late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
         made = await within(self._patience, self.maker.make(rollout_id, version), late)
         samples = made.rollout.samples()
@@ -258,12 +264,13 @@ class RolloutRole:
             await asyncio.to_thread(write_rollout, path, rollout_id, version, samples)
         seconds = time.monotonic() - begun
         metrics = made.metrics | batch_metrics(made.rollout, version, seconds, sampled=self.work.samples)
-        metrics |= self.work.source.metrics()
+        metrics |= self.pool.occupancy.measures() | self.work.source.metrics()
         metrics = await self.work.hooks.log(samples, metrics, seconds)
         batch = await self.work.hooks.batch(samples, metrics)
         shares = make_shares(made.rollout, self.options, metrics, batch)
         self._handed_over = rollout_id
         await self.server.put(rollout_id, shares)
+        self.timeline.add(MAKE, at, self.timeline.now(), rollout_id=rollout_id)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         say(f"rollout {rollout_id}: {', '.join(words)}")
@@ -282,7 +289,7 @@ class RolloutRole:
 
     async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
         await self.pool.connect()
-        found: dict[str, Any] = {}
+        at, found = self.timeline.now(), dict[str, Any]()
         every: dict[str, list[Sample]] = {}
         made = await self.own_evaluator.make(rollout_id, version) if self.own_evaluator else Evaluated({}, {})
         for held in self.work.held_out:
@@ -296,6 +303,7 @@ class RolloutRole:
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
         for name, row in made.numbers.items():
             found[name] = found.get(name, {}) | row
+        self.timeline.add(EVALUATE, at, self.timeline.now(), rollout_id=rollout_id)
         return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing
@@ -307,6 +315,7 @@ class RolloutRole:
                 self.context.rundir.check()
                 if not self._stopping and self.context.rundir.stop_requested():
                     await self._stop()
+                self.timeline.count(REQUESTS, running=self.pool.occupancy.in_flight)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)

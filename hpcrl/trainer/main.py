@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from hpcrl.report.timeline.names import EVALUATE, LOGPROBS, PAUSED, READY, SAVE, SAVED, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.timeline.spans import Timeline, trainer_timeline
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -28,7 +30,7 @@ ECHO = 3.0  #: seconds to hold back an error that may only say that another rank
 class Crank:
     """The training loop of one rank."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, timeline: Timeline) -> None:
         from torch.distributed import PrefixStore
 
         from hpcrl.config.plugin_points import load_points
@@ -47,17 +49,20 @@ class Crank:
         from hpcrl.trainer.step.share_exchange import ShareExchange
         from hpcrl.weights.sender import WeightSender
 
-        self.context, self.options = context, context.options
+        self.context, self.options, self.timeline = context, context.options, timeline
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         self.store = connect(context)
-        self.ranks = initialize(context.options, PrefixStore("groups", self.store))
+        with timeline.span("meet the other ranks"):
+            self.ranks = initialize(context.options, PrefixStore("groups", self.store))
         self.hooks.initialized()
         verify(context.options, self.ranks.rank)
-        self.policy = model.build(context.options, self.ranks)
+        with timeline.span("build the model"):
+            self.policy = model.build(context.options, self.ranks)
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
         self.patient = make_patient(context.options)
-        self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
+        with timeline.span("restore"):
+            self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         if self.driver:
             say(said)
@@ -71,11 +76,15 @@ class Crank:
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
+        with timeline.span("wait for engines"):
+            args = (context.rundir, context.plan, context.options, self.driver)
+            self.sender = WeightSender(*args) if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
             publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
+        timeline.started()
+        timeline.mark(READY, rollout_id=self.at.rollout_id)
 
     @property
     def driver(self) -> bool:
@@ -104,27 +113,35 @@ class Crank:
         from hpcrl.trainer.step.sample_record import record_samples
         from hpcrl.trainer.step.staleness import check_staleness
 
-        rollout_id, begun = self.at.rollout_id, time.monotonic()
+        rollout_id, begun, at = self.at.rollout_id, time.monotonic(), self.timeline.now()
         self._ask("generate", rollout_id=rollout_id, version=self.at.version)
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
         share = self.shares.exchange(fetched)
         if share is None:
             return False
+        waited = time.monotonic() - begun
+        self.timeline.add(WAIT, at, self.timeline.now(), rollout_id=rollout_id)
         check_staleness(share, self.at.version, self.options.staleness_bound)
         others = self.others.of_share(share.version, self.at.version)
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
+        trains = self.timeline.now()
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks)
+        self.timeline.add(LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
+        self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
         data = self._ask("snapshot", rollout_id=rollout_id, saved=self.saved)
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
         metrics = share.metrics | metrics | (self._publish() if steps else {})
-        metrics["perf/step_time"] = time.monotonic() - begun
+        metrics["perf/step_time"] = took = time.monotonic() - begun
+        metrics |= {"perf/train_wait_time": waited, "perf/wait_time_ratio": waited / took}
+        self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
         if path := self.saver.poll():
             self.saved = self.saving
+            self.timeline.mark(SAVED, rollout_id=int(path.name.removeprefix("iter_")))
             if self.driver:
                 say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
@@ -140,7 +157,11 @@ class Crank:
         """The current weights into every engine."""
         from hpcrl.trainer.megatron.model import export
 
-        metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        with self.timeline.span(UPDATE, version=self.at.version):
+            metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+            if "perf/update_weights_pause_time" in metrics:
+                now = self.timeline.now()
+                self.timeline.add(PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
         self.others.published(self.at.version)
         return metrics
 
@@ -158,7 +179,8 @@ class Crank:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
         if self.options.eval_interval is None or not self.context.plan.engines:
             return
-        results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
+        with self.timeline.span(EVALUATE, rollout_id=rollout_id):
+            results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
         if self.log and results:  # none if the run was asked to stop meanwhile
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
@@ -166,7 +188,10 @@ class Crank:
         """Save; the last time, and before an early end, to the end."""
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
-        path = self.saver.save(self.at, wait=last)
+        with self.timeline.span(SAVE, rollout_id=self.at.rollout_id):
+            path = self.saver.save(self.at, wait=last)
+        if not self.saver.pending:
+            self.timeline.mark(SAVED, rollout_id=self.at.rollout_id)
         self.saved, self.saving = self.saving if self.saver.pending else self.at.version, self.at.version
         if self.log:
             self.log.append(self.at.rollout_id - 1, {"perf/save_time": time.monotonic() - begun})
@@ -213,7 +238,9 @@ def work(context: RoleContext, rank: int) -> int:
         from hpcrl.trainer.megatron import cpu_shim
 
         cpu_shim.install()
-        Crank(context).run()
+        timeline = trainer_timeline(context.rundir, context.plan, rank)
+        Crank(context, timeline).run()
+        timeline.close()
 
     return act("trainer", context, rank, body, late)
 

@@ -40,7 +40,6 @@ def told(*words: str) -> str:
         ("wandb", "metrics are in the run directory"),
         ("wandb-key", "metrics are in the run directory"),
         ("custom-model-provider-path", "the model is built from config.json"),
-        ("custom-config-path", "a file of settings that goes round every check"),
         ("over-sampling-filter-input-size", "there is no such way to fill a batch yet"),
         ("sglang-enable-dp-attention", "the engines are vLLM's"),
         ("sglang-mem-fraction-static", "write --vllm-gpu-memory-utilization"),

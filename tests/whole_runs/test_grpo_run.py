@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.timeline.reading import read_stage
 from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
@@ -78,6 +80,29 @@ def test_the_run_directory_holds_what_it_promises(uncut: Path) -> None:
     assert list((uncut / "tensorboard").iterdir())
     evaluations = [row for row in rows(uncut) if "eval/heldout/accuracy" in row]
     assert [row["rollout_id"] for row in evaluations] == [-1, 1, 3, 4]
+
+
+def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracks = read_stage(uncut)
+    assert [track.name for track in tracks] == ["engine-0", "host of 127.0.0.1", "rollout-0", "trainer-0", "trainer-1"]
+    for trainer in tracks[-2:]:
+        for name in (WAIT, TRAIN, STEP):
+            assert [span.more["rollout_id"] for span in trainer.named(name)] == list(range(5)), name
+        assert len(trainer.named(UPDATE)) == 6 and [span.more for span in trainer.named(READY)] == [{"rollout_id": 0}]
+    for made, waited, busy in zip(
+        tracks[2].named(MAKE), tracks[-2].named(WAIT), (row for row in rows(uncut) if "train/loss" in row), strict=True
+    ):
+        assert waited.begin - 50_000 <= made.begin < made.end <= waited.end + 50_000
+        assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
+    assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
+    assert main(["bill", str(uncut), "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    hours = bill["node_hours"]
+    assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
+    assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), hours
+    assert main(["report", str(uncut)]) == main(["trace", str(uncut)]) == 0
+    assert "held-out accuracy" in (uncut / "report.html").read_text()
+    assert json.loads((uncut / "trace.json").read_text())["traceEvents"]
 
 
 def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
@@ -334,6 +335,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
 
 
 def _inert_beside_own(o: Options) -> Iterator[tuple[str, str]]:
+    if not any(paths_of(o, name) for name in POINTS):
+        yield "custom custom_config_path", "there is no own function that could read them"
     if o.rollout_function_path is not None:
         yield (
             "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpcrl.config.option_fields import Base, opt
 
 
@@ -53,4 +55,10 @@ class PluginOptions(Base):
     )
     rollout_data_postprocess_path: str | None = opt(
         None, "(options, rollout_id, rollout_data), once log-probs are known: may take tokens out of the loss masks", "slime"
+    )
+    custom_config_path: str | None = opt(
+        None, "a YAML file of settings of your own: own functions read them as options.NAME, as those of [custom]", "slime"
+    )
+    custom: dict[str, Any] = opt(
+        {}, "settings of your own, in a recipe the table [custom]: own functions read them as options.NAME"
     )

@@ -18,7 +18,10 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.report.timeline.names import GENERATE
+from hpcrl.report.timeline.spans import NOWHERE, Timeline
 from hpcrl.rollout.engines.loads import Loads
+from hpcrl.rollout.engines.occupancy import Occupancy
 from hpcrl.run.peers import IDLE, EnginePeer, find
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -79,11 +82,12 @@ class EnginePool:
     moves.
     """
 
-    def __init__(self, rundir: RunDir, plan: Plan, options: Options) -> None:
+    def __init__(self, rundir: RunDir, plan: Plan, options: Options, timeline: Timeline = NOWHERE) -> None:
         self._rundir, self._plan = rundir, plan
         self._patience, self.request_timeout = options.engine_start_timeout, options.request_timeout
         self._limit = options.rollout_server_concurrency
-        self._loads = Loads()
+        self.occupancy = Occupancy(self._limit, timeline.now, lambda n, begin, end: timeline.add(GENERATE, begin, end, engine=n))
+        self._loads = Loads(self.occupancy)
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self.engines: list[PooledEngine] = []

@@ -1,0 +1,51 @@
+"""Settings of the user's own for own functions: the table `[custom]` of a recipe, and the file of --custom-config-path.
+
+Invariant: none of them is a setting of hpcrl's, so nothing goes round a check; where a file and the table say the same, the table
+counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import UsageError
+
+
+def with_own_settings(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` of options, with what the file at values["custom_config_path"] holds in values["custom"].
+
+    known: names of options, which can be no own settings.  UsageError if the file cannot be used.
+    """
+    path, custom = values.get("custom_config_path"), values.get("custom", {})
+    if isinstance(path, str):
+        custom = {**_read(Path(path), known), **custom}
+    elif not custom:
+        return dict(values)
+    for name in custom:
+        if name in known:
+            raise UsageError(f"[custom] {name} is an option of hpcrl's own", f"write {name} outside the table")
+    return {**values, "custom": custom}
+
+
+def _read(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    import yaml
+
+    shown = f"--custom-config-path {path}"
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {shown}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{shown} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise UsageError(f"{shown} is no table of names and values")
+    for key in found:
+        name = key.replace("-", "_")
+        if name in known:
+            raise UsageError(
+                f"{shown}: {key} is an option of hpcrl's own",
+                f"write it as --{name.replace('_', '-')} or in the recipe, where it is checked",
+            )
+    return found

@@ -1,0 +1,221 @@
+"""What a weight update moves, before anything runs: the plan of redistribution for the layout that the options ask for.
+
+The trainer's side is what the family's rules and the parallel sizes say, the engines' what vLLM's layers do: columns of
+attention and MLP over its tensor-parallel workers, experts over all of them with enable_expert_parallel, key-value heads
+repeated where there are more workers than heads, attention once for each of data_parallel_size.
+
+Invariant: the plan is made by the same function that makes it in a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config.options import Options
+from hpcrl.groups import layout as rank_layout
+from hpcrl.memory.parameters import Layout, part_shape, stage_layers
+from hpcrl.models.family import Config, Family, Rule, tied
+from hpcrl.models.slicing import Shape, Shapes
+from hpcrl.plan import Plan
+from hpcrl.redistribution.holdings import held_parts, merged, needed_parts
+from hpcrl.redistribution.layouts import Layouts, Pattern, Worker
+from hpcrl.redistribution.plan import Redistribution, busiest, redistribute
+
+LINK = 400.0  #: Gb/s of a card where nothing else is said
+GB = 1e9
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+Grid = dict[tuple[int, ...], list[int]]  #: coordinates -> ranks
+
+
+@dataclass(frozen=True)
+class Update:
+    """The plan, and the rate of a card's link in Gb/s."""
+
+    plan: Redistribution
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """What the busiest link needs for its bytes."""
+        return busiest(self.plan) * 8 / (self.link * GB)
+
+
+def predict(options: Options, family: Family, config: Config, plan: Plan, link: float = LINK) -> Update:
+    """The weight update of a run of these options on these hosts; of FP8 weights the scales, a part in 4,000, are left out."""
+    fields = family.transformer(config)
+    layouts, rules = Layouts(), list(_once(family.tensors(config)))
+    held, needed = _Held(options, config, fields), _Needed(options, fields, len(plan.engines))
+    parts: dict[str, list[tuple[Shape, Pattern]]] = {}
+    for rule in rules:
+        for name, found in zip(rule.hf, held.of(rule), strict=True):
+            parts.setdefault(name, []).append(found)
+    numbers: dict[int, int] = {}  # id of a pattern that is kept in a cache -> its number
+
+    def number(pattern: Pattern) -> int:
+        if id(pattern) not in numbers:
+            numbers[id(pattern)] = layouts.pattern(pattern)
+        return numbers[id(pattern)]
+
+    for rule in rules:
+        for which, name in enumerate(rule.hf):
+            if name not in parts:  # of a tied pair, once
+                continue
+            ((shape, first), *copies) = parts.pop(name)
+            if copies:
+                mine = layouts.pattern(merged([*first, *(part for _, more in copies for part in more)]))
+            else:
+                mine = number(first)
+            layouts.add(name, shape, _item(options, config, rule, name), mine, number(needed.of(rule, which, shape)))
+    hosts = [place.host for place in plan.trainers]
+    made = redistribute(layouts, _workers(plan), hosts, options.update_weight_buffer_size // 2)
+    return Update(made, link)
+
+
+def _item(options: Options, config: Config, rule: Rule, name: str) -> int:
+    """Bytes of an element as it is sent."""
+    if config.get("quantization_config") and name.endswith("_proj.weight"):
+        return 1
+    return 4 if not options.bf16 or rule.megatron.endswith("expert_bias") else 2
+
+
+def _once(tensors: Sequence[tuple[str, Rule]]) -> Iterator[Rule]:
+    """The rules, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
+    seen = set[tuple[str, ...]]()
+    for name, rule in tensors:
+        twin = name == "output_layer.weight"  # of a tied embedding: a copy elsewhere
+        if rule.hf not in seen or twin:
+            seen.add(rule.hf)
+            yield rule
+
+
+def _workers(plan: Plan) -> list[Worker]:
+    return [
+        Worker(number, place.host)
+        for number, engine in enumerate(plan.engines)
+        for place in (engine, *engine.also)
+        for _ in place.slots
+    ]
+
+
+class _Held:
+    """Which ranks hold what of a rule."""
+
+    def __init__(self, options: Options, config: Config, fields: Mapping[str, Any]) -> None:
+        self.fields, self.vocab = fields, config["vocab_size"]
+        self.layout = layout = Layout.of(options, fields["num_layers"])
+        self.stage = {
+            number: stage
+            for stage in range(layout.pp)
+            for number in stage_layers(fields["num_layers"], layout, stage, options.megatron)
+        }
+        experts = fields.get("num_moe_experts") or 0
+        self.each = experts // layout.ep if experts else 0
+        self.alone = tied(config) and layout.pp == 1  # the output layer is the embedding itself
+        sizes = (options.world_size, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
+        groups = rank_layout(*sizes)
+        where = {kind: {rank: at for group in found for at, rank in enumerate(group)} for kind, found in groups.items()}
+        # with EP 1 there are no groups of experts' own, and ETP is TP
+        self.dense = _grid(options.world_size, [where["pp"], where["tp"]])
+        if layout.ep > 1:
+            self.sparse = _grid(options.world_size, [where["pp"], where["ep"], where["etp"]])
+        else:
+            self.sparse = _grid(options.world_size, [where["pp"], dict.fromkeys(range(options.world_size), 0), where["tp"]])
+        self.found: dict[tuple[Any, ...], list[tuple[Shape, Pattern]]] = {}
+
+    def of(self, rule: Rule) -> list[tuple[Shape, Pattern]]:
+        """(shape, parts) of each of its tensors; the same object for the same parts."""
+        shape = part_shape(rule, self.fields, self.vocab, self.layout.tp, self.layout.etp)
+        layer = _LAYER.match(rule.megatron)
+        last = rule.megatron.startswith(("output_layer", "decoder.final_layernorm"))
+        stage = self.stage[int(layer[1])] if layer else self.layout.pp - 1 if last else 0
+        if rule.megatron == "output_layer.weight" and self.alone:
+            stage = 0
+        home = (stage,) if rule.expert is None else (stage, rule.expert // self.each)
+        key = (rule.kind, shape, home)
+        if key not in self.found:
+            grid, parts = (self.dense, self.layout.tp) if rule.expert is None else (self.sparse, self.layout.etp)
+            f = self.fields
+            shapes = Shapes(f["num_attention_heads"], f["num_query_groups"], f["kv_channels"], self.vocab, parts)
+            copies = [tuple(grid[(*home, number)]) for number in range(parts)]
+            self.found[key] = held_parts(rule.kind, shape, shapes, copies)
+        return self.found[key]
+
+
+def _grid(world: int, axes: Sequence[Mapping[int, int]]) -> Grid:
+    found: Grid = {}
+    for rank in range(world):
+        found.setdefault(tuple(axis[rank] for axis in axes), []).append(rank)
+    return found
+
+
+class _Needed:
+    """Which workers need what of a rule; workers of engine i are numbered after those of engine i - 1."""
+
+    def __init__(self, options: Options, fields: Mapping[str, Any], engines: int) -> None:
+        told, self.size, self.engines = options.vllm, options.rollout_num_gpus_per_engine, engines
+        self.tp = int(told.get("tensor_parallel_size") or self.size // int(told.get("data_parallel_size") or 1))
+        self.experts, self.groups = fields.get("num_moe_experts") or 0, fields["num_query_groups"]
+        self.spread = bool(told.get("enable_expert_parallel")) and self.experts % self.size == 0
+        self.found: dict[tuple[Any, ...], Pattern] = {}
+
+    def of(self, rule: Rule, which: int, shape: Shape) -> Pattern:
+        """The parts of its tensor `which`; the same object for the same parts."""
+        owner = rule.expert // (self.experts // self.size) if rule.expert is not None and self.spread else None
+        repeated = rule.kind == "qkv" and which > 0
+        key = (rule.kind, shape, rule.expert is None, owner, repeated)
+        if key not in self.found:
+            self.found[key] = needed_parts(shape, self._spans(rule, shape, owner, repeated))
+        return self.found[key]
+
+    def _spans(
+        self, rule: Rule, shape: Shape, owner: int | None, repeated: bool
+    ) -> Iterator[tuple[int, list[tuple[int, int]], tuple[int, int] | None]]:
+        parts = self.tp if rule.expert is None else self.size
+        for worker in range(self.size * self.engines):
+            local = worker % self.size
+            if owner is not None or rule.kind == "same":
+                yield worker, [(0, shape[0])] if owner in (None, local) else [], None
+                continue
+            place, pieces = local % parts, parts
+            if repeated and self.groups < parts:
+                place, pieces = place * self.groups // parts, self.groups
+            if rule.kind == "row":
+                yield worker, [(0, shape[0])], _part(shape[1], place, pieces)
+            elif rule.kind == "fused_gate_up":
+                begin, length = _part(shape[0] // 2, place, pieces)
+                yield worker, [(begin, length), (shape[0] // 2 + begin, length)], None
+            else:
+                yield worker, [_part(shape[0], place, pieces)], None
+
+
+def _part(size: int, place: int, pieces: int) -> tuple[int, int]:
+    """(start, length) of one of `pieces` equal parts of `size`, of which the last may be shorter."""
+    each = -(-size // pieces)
+    begin = min(size, place * each)
+    return begin, min(size, begin + each) - begin
+
+
+# ---- for people
+
+
+def update_lines(update: Update) -> Iterator[str]:
+    """What a card sends and receives, how long that takes, and the memory that it needs."""
+    plan = update.plan
+    sent, landed = plan.sent(), np.asarray([len(landing.workers) for landing in plan.landings])
+    received = plan.received() / landed
+    yield "weights of one update, from whoever holds them to whoever needs them (planned; docs/weights.md)"
+    yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
+    yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
+    if any(up >= 0 for up in plan.relays):
+        yield f"  engines hand on {plan.handed_on().sum() / GB:.1f} GB to one another, which is quicker than sending all of it"
+    stay = plan.sent().sum() - plan.crossing().sum()
+    if stay:
+        yield f"  {stay / GB:.1f} of {plan.sent().sum() / GB:.1f} GB stay on the host that holds them"
+    yield f"  {update.seconds:.2f} s through the busiest card's link of {update.link:g} Gb/s, in {plan.rounds} rounds"
+    packed, taken = plan.largest()
+    yield f"  extra memory: {2 * packed / 2**30:.2f} GiB on a trainer rank, {2 * taken / 2**30:.2f} GiB on a host of engines"

@@ -1,0 +1,282 @@
+"""The plan of a weight update: pieces, each with the rank that sends it, the host that it lands on, and its round.
+
+    plan = redistribute(layouts, workers, ranks=64, limit=256 * 2**20)
+    plan.sent(), plan.received()             # bytes of each rank, of each landing
+
+A *landing* is a host with workers of engines.  What several workers of a host need is sent there once and shared among them.
+Where several engines need the same in the same cut, either each gets it from the trainer, from whichever copies are least
+busy, or a landing hands on what it got to the next (`relays`): whichever the plan finds cheaper.
+
+Invariants: every element that a landing's workers need reaches it exactly once; the busiest rank sends no more than the least
+possible beside rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and every landing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcrl.redistribution.balance import shares
+from hpcrl.redistribution.layouts import Layouts, Worker
+from hpcrl.redistribution.rectangles import wanted
+from hpcrl.redistribution.rounds import ALIGN, divide, padded
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A host with workers, by their numbers."""
+
+    host: str
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """The pieces as columns of int64, in the order of rounds, and within one of (sender, landing).
+
+    tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; landing; round.  relays[i]:
+    the landing that hands everything on to landing i (which then has no pieces of its own), or -1.  hosts: of each rank.
+    """
+
+    layouts: Layouts
+    landings: tuple[Landing, ...]
+    relays: tuple[int, ...]
+    hosts: tuple[str, ...]
+    limit: int
+    tensor: np.ndarray
+    top: np.ndarray
+    bottom: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    nbytes: np.ndarray
+    sender: np.ndarray
+    landing: np.ndarray
+    round: np.ndarray
+
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return int(self.round[-1]) + 1 if len(self.round) else 0
+
+    def sent(self) -> np.ndarray:
+        """Bytes that each rank sends."""
+        return np.bincount(self.sender, self.nbytes, minlength=self.ranks).astype(np.int64)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.hosts)
+
+    def crossing(self) -> np.ndarray:
+        """Bytes that each rank sends to other hosts."""
+        return np.bincount(self.sender, self.nbytes * self._far(), minlength=self.ranks).astype(np.int64)
+
+    def arriving(self) -> np.ndarray:
+        """Bytes that reach each landing from ranks of other hosts."""
+        return np.bincount(self.landing, self.nbytes * self._far(), minlength=len(self.landings)).astype(np.int64)
+
+    def _far(self) -> np.ndarray:
+        """Whether each piece goes to another host."""
+        places = {host: number for number, host in enumerate(dict.fromkeys((*self.hosts, *(x.host for x in self.landings))))}
+        rank, landing = (np.asarray([places[host] for host in found]) for found in (self.hosts, [x.host for x in self.landings]))
+        return rank[self.sender] != landing[self.landing]
+
+    def received(self) -> np.ndarray:
+        """Bytes that reach each landing, from ranks or handed on."""
+        own = np.bincount(self.landing, self.nbytes, minlength=len(self.landings)).astype(np.int64)
+        return own[[self.root(i) for i in range(len(self.landings))]]
+
+    def handed_on(self) -> np.ndarray:
+        """Bytes that each landing sends to others."""
+        received = self.received()
+        return np.asarray([received[i] * self.relays.count(i) for i in range(len(self.landings))], dtype=np.int64)
+
+    def root(self, landing: int) -> int:
+        """The landing whose pieces reach `landing`."""
+        while self.relays[landing] >= 0:
+            landing = self.relays[landing]
+        return landing
+
+    def largest(self) -> tuple[int, int]:
+        """(most bytes that a rank packs for one round, most that a landing takes in one), with the gaps between pieces."""
+        sizes, found = padded(self.nbytes), []
+        for who, count in ((self.sender, self.ranks), (self.landing, len(self.landings))):
+            found.append(int(np.bincount(self.round * count + who, sizes).max()) if len(sizes) else 0)
+        return found[0], found[1]
+
+
+def find_landings(workers: Sequence[Worker]) -> tuple[Landing, ...]:
+    """The hosts of the workers, in order of first use."""
+    hosts: dict[str, list[int]] = {}
+    for number, worker in enumerate(workers):
+        hosts.setdefault(worker.host, []).append(number)
+    return tuple(Landing(host, tuple(mine)) for host, mine in hosts.items())
+
+
+def redistribute(layouts: Layouts, workers: Sequence[Worker], hosts: Sequence[str], limit: int) -> Redistribution:
+    """The plan, the same wherever it is made.
+
+    hosts: of each rank; limit: bytes that a rank packs, and a landing takes, in one round.  Copies on a landing's own host are
+    taken before others.  ValueError if nobody holds a part that is needed, or `limit` is below 64 bytes.
+    """
+    if limit < ALIGN:
+        raise ValueError(f"a round of {limit} bytes holds no piece")
+    landings = find_landings(workers)
+    direct = _ordered(layouts, landings, (-1,) * len(landings), tuple(hosts), limit)
+    chain = _chain(layouts, landings, set(hosts))
+    if max(chain, default=-1) < 0:
+        return direct
+    relayed = _ordered(layouts, landings, chain, tuple(hosts), limit)
+    return relayed if busiest(relayed) < busiest(direct) else direct
+
+
+def busiest(plan: Redistribution) -> float:
+    """Bytes through the busiest link; a rank has one and each worker has one, with two directions; within a host they are free."""
+    relayed = np.asarray([up >= 0 for up in plan.relays])
+    arriving = np.where(relayed, plan.received(), plan.arriving())
+    there = np.maximum(arriving, plan.handed_on()) / np.asarray([len(landing.workers) for landing in plan.landings])
+    return float(max(plan.crossing().max(initial=0), there.max(initial=0)))
+
+
+def _chain(layouts: Layouts, landings: Sequence[Landing], near: set[str]) -> tuple[int, ...]:
+    """For each landing the one before it that needs the same of every tensor, or -1; none for those on the ranks' own hosts."""
+    patterns = [layouts.patterns[number] for number in sorted(set(layouts.needed))]
+    last: dict[tuple[object, ...], int] = {}
+    found = []
+    for number, landing in enumerate(landings):
+        mine = set(landing.workers)
+        if landing.host in near:
+            found.append(-1)
+            continue
+        key = tuple(frozenset((p.rows, p.columns) for p in pattern if not mine.isdisjoint(p.who)) for pattern in patterns)
+        found.append(last.get(key, -1))
+        last[key] = number
+    return tuple(found)
+
+
+def _ordered(
+    layouts: Layouts, landings: Sequence[Landing], relays: tuple[int, ...], hosts: tuple[str, ...], limit: int
+) -> Redistribution:
+    """Pieces with senders and rounds."""
+    roots = [landing if up < 0 else None for landing, up in zip(landings, relays, strict=True)]
+    sets, pieces = _pieces(layouts, roots, hosts)
+    pieces = _cut_to(pieces, limit // ALIGN * ALIGN)
+    pieces = _sent_by(pieces, sets, len(hosts), limit)
+    order = np.lexsort((pieces["left"], pieces["top"], pieces["landing"], pieces["tensor"], pieces["at"]))
+    pieces = {name: column[order] for name, column in pieces.items()}
+    pieces["round"] = divide(padded(pieces["nbytes"]), pieces["sender"], pieces["landing"], limit)
+    order = np.lexsort((np.arange(len(order)), pieces["landing"], pieces["sender"], pieces["round"]))
+    names = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "landing", "round")
+    columns = {name: np.ascontiguousarray(pieces[name][order], dtype=np.int64) for name in names}
+    return Redistribution(layouts, tuple(landings), relays, hosts, limit, **columns)
+
+
+def _pieces(layouts: Layouts, landings: Sequence[Landing | None], hosts: Sequence[str]) -> tuple[list[tuple[int, ...]], Columns]:
+    """(sets of copies, what each landing needs, in order of tensors); "set" says which copies there are of a piece."""
+    kinds = np.column_stack([np.asarray(layouts.shapes).reshape(-1, 2), layouts.items, layouts.held, layouts.needed]).astype(
+        np.int64
+    )
+    unique, members = np.unique(kinds, axis=0, return_inverse=True)
+    order = np.argsort(members.reshape(-1), kind="stable")
+    bounds = np.searchsorted(members.reshape(-1)[order], np.arange(len(unique) + 1))
+    sets: dict[tuple[int, ...], int] = {}
+    blocks = []
+    for kind, (_, _, item, held, needed) in enumerate(unique.tolist()):
+        tensors = order[bounds[kind] : bounds[kind + 1]]
+        rows = []
+        for number, landing in enumerate(landings):
+            if landing is None:
+                continue
+            for area, owners in wanted(layouts.patterns[held], layouts.patterns[needed], landing.workers):
+                near = tuple(rank for rank in owners if hosts[rank] == landing.host) or owners
+                rows.append((*area, item, number, sets.setdefault(near, len(sets))))
+        if rows:
+            block = np.tile(np.asarray(rows, dtype=np.int64), (len(tensors), 1))
+            blocks.append(np.column_stack([np.repeat(tensors, len(rows)), block]))
+    table = np.concatenate(blocks) if blocks else np.zeros((0, 8), dtype=np.int64)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    names = ("tensor", "top", "bottom", "left", "right", "item", "landing", "set")
+    return list(sets), _weighed(dict(zip(names, table.T, strict=True)))
+
+
+def _weighed(pieces: Columns) -> Columns:
+    size = (pieces["bottom"] - pieces["top"]) * (pieces["right"] - pieces["left"])
+    return pieces | {"nbytes": size * pieces["item"]}
+
+
+def _cut_to(pieces: Columns, limit: int) -> Columns:
+    """Pieces of at most `limit` bytes: large ones are cut into bands of rows, and rows that are too long into parts."""
+    for low, high, across in (("left", "right", None), ("top", "bottom", ("left", "right"))):
+        width = pieces["item"] if across is None else pieces["item"] * (pieces["right"] - pieces["left"])
+        fit = np.maximum(limit // width, 1)
+        count = -(-(pieces[high] - pieces[low]) // fit)
+        if (count > 1).any():
+            pieces = _bands(pieces, low, high, count)
+    return pieces
+
+
+def _bands(pieces: Columns, low: str, high: str, count: np.ndarray) -> Columns:
+    """Each piece as `count` bands of (nearly) equal width between `low` and `high`."""
+    source = np.repeat(np.arange(len(count)), count)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    start, width, parts = pieces[low][source], (pieces[high] - pieces[low])[source], count[source]
+    cut = {name: column[source] for name, column in pieces.items()}
+    cut[low], cut[high] = start + width * number // parts, start + width * (number + 1) // parts
+    return _weighed(cut)
+
+
+def _sent_by(pieces: Columns, sets: list[tuple[int, ...]], ranks: int, limit: int) -> Columns:
+    """The pieces with their senders, and "at": how far along each lies, from 0 to 1, among those with the same copies.
+
+    A set of copies takes turns, in runs of no more than a round's bytes, each member as long as its share is; a piece that lies
+    over the end of a turn is cut between two rows.
+    """
+    amounts = np.bincount(pieces["set"], pieces["nbytes"], minlength=len(sets))
+    divided = shares(sets, amounts, ranks)
+    blocks = []
+    order = np.argsort(pieces["set"], kind="stable")
+    bounds = np.searchsorted(pieces["set"][order], np.arange(len(sets) + 1))
+    for number, members in enumerate(sets):
+        mine = {name: column[order[bounds[number] : bounds[number + 1]]] for name, column in pieces.items()}
+        if amounts[number] > 0:
+            blocks.append(_turns(mine, members, divided[number] / amounts[number], limit))
+    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]} if blocks else pieces | {
+        "sender": pieces["set"], "at": pieces["set"]
+    }  # fmt: skip
+
+
+def _turns(pieces: Columns, members: tuple[int, ...], share: np.ndarray, limit: int) -> Columns:
+    end = np.cumsum(pieces["nbytes"])
+    total = int(end[-1])
+    if len(members) == 1:
+        return pieces | {"sender": np.full(len(end), members[0]), "at": (end - pieces["nbytes"]) / total}
+    turns = max(1, round(total / (len(members) * limit)))
+    edges = (np.arange(turns)[:, None] + np.cumsum(share)[None, :]).ravel() * (total / turns)
+    edges[-1] = total
+    pieces = _cut_at(pieces, edges[:-1])
+    end = np.cumsum(pieces["nbytes"])
+    middle = end - pieces["nbytes"] / 2
+    turn = np.minimum(np.searchsorted(edges, middle, side="right"), len(edges) - 1)
+    return pieces | {"sender": np.asarray(members)[turn % len(members)], "at": (end - pieces["nbytes"]) / total}
+
+
+def _cut_at(pieces: Columns, edges: np.ndarray) -> Columns:
+    """The pieces, cut at the rows that lie nearest to the bytes `edges` of all of them one after the other."""
+    end = np.cumsum(pieces["nbytes"])
+    which = np.minimum(np.searchsorted(end, edges, side="left"), len(end) - 1)
+    begin, width = end[which] - pieces["nbytes"][which], (pieces["right"] - pieces["left"])[which] * pieces["item"][which]
+    row = pieces["top"][which] + np.rint((edges - begin) / width).astype(np.int64)
+    inside = (row > pieces["top"][which]) & (row < pieces["bottom"][which])
+    cuts = np.unique(np.column_stack([which[inside], row[inside]]), axis=0)
+    source = np.concatenate([np.arange(len(end)), cuts[:, 0]])
+    top = np.concatenate([pieces["top"], cuts[:, 1]])
+    order = np.lexsort((top, source))
+    source, top = source[order], top[order]
+    cut = {name: column[source] for name, column in pieces.items()}
+    last = np.append(source[1:] != source[:-1], True)
+    bottom = np.where(last, cut["bottom"], np.append(top[1:], 0))
+    return _weighed(cut | {"top": top, "bottom": bottom})

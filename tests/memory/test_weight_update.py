@@ -1,0 +1,100 @@
+"""What a weight update is said to move: the reference run of 355B, and sums that any layout must keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.config.options import Options
+from hpcrl.memory.parameters import whole_model
+from hpcrl.memory.weight_update import Update, predict, update_lines
+from hpcrl.models.family import find_family
+from hpcrl.plan import Host, make_plan
+from tests.support.published_models import MODELS
+
+#: a disaggregated 355B: 32 trainer cards and one engine of 32
+LARGE = {"actor_num_nodes": 4, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 32, "rollout_num_gpus_per_engine": 32}
+LARGE |= {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8}
+LARGE |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
+
+
+def update(name: str, hosts: int, fp8: bool = False, **options: Any) -> Update:
+    config = MODELS[name][1] | ({"quantization_config": {"quant_method": "fp8"}} if fp8 else {})
+    made = Options(hf_checkpoint="x", bf16=True, **options)
+    plan = make_plan(made, [Host(f"n{i}", 8) for i in range(hosts)], "run")
+    return predict(made, find_family(config, name), config, plan)
+
+
+def bytes_of(name: str) -> float:
+    return 2.0 * whole_model(find_family(MODELS[name][1], name), MODELS[name][1]).all
+
+
+def test_355b_in_less_than_five_seconds_each_byte_once() -> None:
+    found = update("GLM-4.5", 8, **LARGE)
+    plan, whole = found.plan, bytes_of("GLM-4.5")
+    assert plan.sent().sum() == pytest.approx(whole, rel=1e-3), "each host of the engine needs another quarter"
+    assert found.seconds < 5
+    assert plan.sent().max() < 1.1 * plan.sent().sum() / 32, "stages and experts are even enough here"
+    assert max(plan.largest()) <= 256 * 2**20
+    text = "\n".join(update_lines(found))
+    assert "a trainer card sends 22.84 GB at most" in text
+    assert "a card of an engine receives 22.06 GB at most" in text
+    assert f"{found.seconds:.2f} s through the busiest card's link of 400 Gb/s" in text
+
+
+def test_fp8_is_half_and_more_engines_hand_on() -> None:
+    assert update("GLM-4.5", 8, fp8=True, **LARGE).plan.sent().sum() < 0.52 * bytes_of("GLM-4.5")
+    several = update("GLM-4.5", 16, **{**LARGE, "rollout_num_gpus": 96})
+    assert several.plan.relays == (-1,) * 4 + tuple(range(8))
+    handed = several.plan.handed_on().sum()
+    assert handed == 2 * several.plan.sent().sum()
+    assert f"engines hand on {handed / 1e9:.1f} GB" in "\n".join(update_lines(several))
+
+
+def test_experts_spread_over_workers_and_attention_repeated() -> None:
+    spread = {"enable_expert_parallel": True, "data_parallel_size": 32, "tensor_parallel_size": 1}
+    plan = update("GLM-4.5", 8, **LARGE, vllm=spread).plan
+    once, dense = bytes_of("GLM-4.5"), plan.received() - plan.received().min()
+    assert plan.sent().sum() > 1.1 * once, "every host needs all of attention, and gets it once"
+    assert plan.sent().sum() < 1.2 * once
+    assert dense.max() < 0.01 * once
+
+
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Llama-3.2-3B", "GLM-4-9B-0414", "Qwen3-30B-A3B", "GLM-4.5-Air"])
+def test_colocated_ranks_and_workers_keep_what_they_can(name: str) -> None:
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    shared = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 8}
+    plan = update(name, 1, **layout, **shared).plan
+    assert not plan.crossing().any()
+    whole = bytes_of(name)
+    assert plan.sent().sum() == pytest.approx(whole, rel=1e-3), "four engines of one host need it once"
+    held = np.zeros(8)
+    for number, shape, item in zip(plan.layouts.held, plan.layouts.shapes, plan.layouts.items, strict=True):
+        for part in plan.layouts.patterns[number]:
+            for rank in part.who:
+                held[rank] += item * (part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0])
+        assert shape[0] == max(part.rows[1] for part in plan.layouts.patterns[number])
+    assert held.sum() < 2.2 * whole + 8 * 2 * MODELS[name][1]["vocab_size"] * MODELS[name][1]["hidden_size"]
+
+
+def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    (tmp_path / "r.toml").write_text(
+        f'hf_checkpoint = "{tmp_path}"\nprompt_data = "x.jsonl"\nactor_num_gpus_per_node = 4\nrollout_num_gpus = 4\nbf16 = true\n'
+        'tensor_model_parallel_size = 2\nrm_type = "math"\nnum_rollout = 1\nlabel_key = "l"\nn_samples_per_prompt = 8\n'
+    )
+    words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]
+    assert main([*words, "100"]) == 0
+    slow = capsys.readouterr().out
+    assert "weights of one update" in slow
+    assert "a trainer card sends" in slow
+    assert main([*words, "400"]) == 0
+    fast = capsys.readouterr().out
+    seconds = [float(text.split(" s through")[0].split()[-1]) for text in (slow, fast)]
+    assert seconds[0] == pytest.approx(4 * seconds[1], abs=0.02)

@@ -1,0 +1,279 @@
+"""The plan of redistribution over random layouts of both sides, carried out on small arrays: every family, every kind of cut."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.groups import layout as rank_layout
+from hpcrl.memory.parameters import part_shape
+from hpcrl.models.family import Rule, registry
+from hpcrl.models.slicing import CUTS, Place, Shapes
+from hpcrl.redistribution.copies import sources, targets
+from hpcrl.redistribution.holdings import held_parts, merged, needed_parts
+from hpcrl.redistribution.layouts import Layouts, Part, Worker, whole
+from hpcrl.redistribution.plan import Redistribution, busiest, redistribute
+from tests.support.families import ODD, PLAIN, SIZES
+
+ITEM = 4
+Span = tuple[list[tuple[int, int]], tuple[int, int] | None]
+
+
+@dataclass
+class Case:
+    """A model on both sides: real tensors, what every rank has of every parameter, what every worker wants."""
+
+    hosts: list[str]
+    workers: list[Worker]
+    layouts: Layouts = field(default_factory=Layouts)
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    #: (rank, tensor) -> its part of the parameter as a matrix, where what lies, which of the rule's tensors
+    parts: dict[tuple[int, str], tuple[np.ndarray, list[Place], int]] = field(default_factory=dict)
+    spans: dict[tuple[int, str], Span] = field(default_factory=dict)
+
+
+def config_of(family: str, odd: bool) -> dict[str, Any]:
+    fields = {**(ODD if odd else PLAIN), "num_hidden_layers": 5, **SIZES[family][odd], "rms_norm_eps": 1e-6, "model_type": family}
+    fields.pop("rope_parameters", None)
+    tied = fields.pop("tied")
+    return fields | {"tie_word_embeddings": tied, "n_shared_experts": fields.get("n_shared_experts", 1)}
+
+
+def random_case(family: str, chance: Random) -> Case:
+    config = config_of(family, chance.random() < 0.5)
+    found = registry()[family]
+    fields = found.transformer(config)
+    experts = fields.get("num_moe_experts") or 0
+    heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+    widths = [fields["ffn_hidden_size"], heads, fields.get("moe_shared_expert_intermediate_size") or 0]
+    tp = chance.choice([n for n in (1, 2, 3, 4) if not any(w % n for w in widths) and (groups % n == 0 or n % groups == 0)])
+    ep = chance.choice([n for n in (1, 2, 3, 4) if experts and experts % n == 0] or [1])
+    etp = chance.choice([1, 2]) if ep > 1 else tp
+    pp, cp = chance.choice([1, 2, 3]), chance.choice([1, 2])
+    world = int(np.lcm(tp * pp * cp, etp * ep * pp)) * chance.choice([1, 2])
+    groups_of = rank_layout(world, tp, pp, cp, ep, etp)
+    where = {kind: {rank: i for g in lists for i, rank in enumerate(g)} for kind, lists in groups_of.items()}
+    spread = sorted(chance.randrange(pp) for _ in range(5))  # uneven, even empty, stages; or virtual ones in any order
+    if chance.random() < 0.3:
+        chance.shuffle(spread)
+    case = Case([f"t{rank // chance.choice([1, 2, 4])}" for rank in range(world)], random_workers(chance))
+    stage_of = {rank: where["pp"][rank] for rank in range(world)}
+    held: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+    kinds: dict[str, tuple[Rule, int]] = {}
+    seen: set[tuple[str, ...]] = set()
+    for name, rule in found.tensors(config):
+        if rule.hf in seen and name != "output_layer.weight":
+            continue
+        seen.add(rule.hf)
+        last = name.startswith(("output_layer", "decoder.final"))
+        stage = spread[int(name.split(".")[2])] if ".layers." in name else pp - 1 if last else 0
+        shape = part_shape(rule, fields, config["vocab_size"], tp, etp)
+        parts = tp if rule.expert is None else etp
+        shapes = Shapes(heads, groups, fields["kv_channels"], config["vocab_size"], parts)
+        copies: list[list[int]] = [[] for _ in range(parts)]
+        for rank in range(world):
+            if stage_of[rank] != stage:
+                continue
+            if rule.expert is None or ep == 1:
+                copies[where["tp"][rank]].append(rank)
+            elif where["ep"][rank] == rule.expert // (experts // ep):
+                copies[where["etp"][rank]].append(rank)
+        for hf, (full, some) in zip(rule.hf, held_parts(rule.kind, shape, shapes, [tuple(c) for c in copies]), strict=True):
+            held.setdefault(hf, (full, []))[1].extend(some)
+            kinds.setdefault(hf, (rule, rule.hf.index(hf)))
+            case.tensors.setdefault(hf, numbers(full, len(case.tensors)))
+        wholes = [torch.from_numpy(case.tensors[hf].reshape(held[hf][0])) for hf in rule.hf]
+        for part, ranks in enumerate(copies):
+            own = CUTS[rule.kind].part(wholes, part, shape, shapes).numpy()
+            places = CUTS[rule.kind].places(part, shape, shapes)
+            for rank, (which, hf) in itertools.product(ranks, enumerate(rule.hf)):
+                case.parts.setdefault((rank, hf), (own.reshape(own.shape[0], -1), places, which))
+    for hf, (full, some) in held.items():
+        rule, which = kinds[hf]
+        spans = [wants(chance, case, rule, which, full, fields, worker) for worker in range(len(case.workers))]
+        for worker, span in enumerate(spans):
+            case.spans[worker, hf] = span
+        needed = needed_parts(full, [(worker, *span) for worker, span in enumerate(spans)])
+        case.layouts.add(hf, full, ITEM, case.layouts.pattern(merged(some)), case.layouts.pattern(needed))
+    return case
+
+
+def numbers(shape: tuple[int, ...], salt: int) -> np.ndarray:
+    """Every element of every tensor is another number."""
+    count = int(np.prod(shape))
+    return (np.arange(count, dtype=np.int32) + salt * 1_000_003).reshape(shape[0], -1)
+
+
+def random_workers(chance: Random) -> list[Worker]:
+    """Engines of 1 to 8 workers, several to a host or one over several hosts, now and then on hosts with ranks."""
+    size, engines = chance.choice([1, 2, 3, 4, 8]), chance.choice([1, 1, 2, 3])
+    each, prefix = chance.choice([1, 2, 8]), chance.choice(["e", "e", "e", "t"])
+    return [Worker(n // size, f"{prefix}{n // each}") for n in range(size * engines)]
+
+
+def wants(chance: Random, case: Case, rule: Rule, which: int, full: tuple[int, ...], fields: dict[str, Any], worker: int) -> Span:
+    """As vLLM cuts it: fused halves, heads repeated, experts of other workers not at all; sizes need not divide."""
+    engine = case.workers[worker].engine
+    peers = [n for n, other in enumerate(case.workers) if other.engine == engine]
+    place, size = peers.index(worker), len(peers)
+
+    def cut(total: int, at: int, of: int) -> tuple[int, int]:
+        each = -(-total // of)
+        return min(total, at * each), max(0, min(total, (at + 1) * each) - at * each)
+
+    if rule.kind == "same":
+        return [(0, full[0])], None
+    if rule.expert is not None and engine % 2:  # every second engine with expert parallelism
+        return ([(0, full[0])] if rule.expert % size == place else [(0, 0)]), None
+    if rule.kind == "row":
+        return [(0, full[0])], cut(full[1], place, size)
+    if rule.kind == "fused_gate_up":
+        begin, length = cut(full[0] // 2, place, size)
+        return [(begin, length), (full[0] // 2 + begin, length)], None
+    if rule.kind == "qkv" and which:
+        few = min(size, fields["num_query_groups"])
+        return [cut(full[0], place * few // size, few)], None
+    return [cut(full[0], place, size)], None
+
+
+def carry_out(case: Case, plan: Redistribution) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
+    """Send every piece; (worker, tensor) -> (what it has in the end, how often each element came)."""
+    got = {}
+    for (worker, name), (rows, columns) in case.spans.items():
+        width = columns[1] if columns is not None else case.tensors[name].shape[1]
+        shape = (sum(length for _, length in rows), width)
+        got[worker, name] = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=int)
+    for i in range(len(plan.tensor)):
+        name = case.layouts.names[plan.tensor[i]]
+        area = tuple(int(x[i]) for x in (plan.top, plan.bottom, plan.left, plan.right))
+        own, places, which = case.parts[int(plan.sender[i]), name]
+        piece = np.full((area[1] - area[0], area[3] - area[2]), -1, dtype=np.int32)
+        assert piece.nbytes == plan.nbytes[i]
+        for part, inside in sources(places, which, area):
+            piece[inside] = own[part]
+        assert (piece >= 0).all(), "the sender does not hold what it is to send"
+        for number, landing in enumerate(plan.landings):
+            if plan.root(number) == plan.landing[i]:
+                deliver(case, landing.workers, name, area, piece, got)
+    return got
+
+
+def deliver(case: Case, workers: tuple[int, ...], name: str, area: Any, piece: np.ndarray, got: Any) -> None:
+    used = np.zeros(piece.shape, dtype=bool)
+    for worker in workers:
+        mine, count = got[worker, name]
+        for inside, part in targets(*case.spans[worker, name], area):
+            mine[inside] = piece[part]
+            count[inside] += 1
+            used[part] = True
+    assert used.all(), "something was sent that nobody there needs"
+
+
+def least(case: Case, plan: Redistribution) -> float:
+    """What the busiest rank must send at least, to a thousandth: by halving, as a flow from copies through ranks."""
+    held: dict[tuple[int, ...], int] = {}
+    for i, number in enumerate(plan.tensor):
+        pattern = case.layouts.patterns[case.layouts.held[number]]
+        owners = tuple(sorted({rank for part in pattern if _inside(plan, i, part) for rank in part.who}))
+        host = plan.landings[plan.landing[i]].host
+        near = tuple(rank for rank in owners if case.hosts[rank] == host) or owners
+        held[near] = held.get(near, 0) + int(plan.nbytes[i])
+    graph, total = nx.DiGraph(), sum(held.values())
+    for owners, amount in held.items():
+        graph.add_edge("from", owners, capacity=amount)
+        for rank in owners:
+            graph.add_edge(owners, rank)  # without a limit
+    low, high = total / len(case.hosts), float(total)
+    while high - low > 1e-3 * high:
+        level = (low + high) / 2
+        for rank in {rank for owners in held for rank in owners}:
+            graph.add_edge(rank, "to", capacity=level)
+        enough = nx.maximum_flow_value(graph, "from", "to") >= total * (1 - 1e-9)
+        low, high = (low, level) if enough else (level, high)
+    return high
+
+
+def _inside(plan: Redistribution, i: int, part: Part) -> bool:
+    rows, columns = part.rows, part.columns
+    return bool(
+        rows[0] <= plan.top[i] and plan.bottom[i] <= rows[1] and columns[0] <= plan.left[i] and plan.right[i] <= columns[1]
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("family", SIZES)
+def test_every_needed_element_arrives_once_and_is_the_right_one(family: str, seed: int) -> None:
+    chance = Random(f"{family}{seed}")
+    case = random_case(family, chance)
+    limit = chance.choice([1024, 4096, 1 << 20])
+    plan = redistribute(case.layouts, case.workers, case.hosts, limit)
+    for (worker, name), (mine, count) in carry_out(case, plan).items():
+        rows, columns = case.spans[worker, name]
+        tensor = case.tensors[name] if columns is None else case.tensors[name][:, columns[0] : columns[0] + columns[1]]
+        wanted = np.concatenate([tensor[start : start + length] for start, length in rows])
+        assert (count == 1).all(), name
+        assert np.array_equal(mine, wanted), name
+    assert max(plan.largest()) <= limit
+    assert (np.diff(plan.round) >= 0).all()
+    assert plan.sent().max() <= 1.1 * least(case, plan)
+
+
+def big_layouts(engines: int, replicas: int) -> tuple[Layouts, list[Worker], list[str]]:
+    """Tensors on `replicas` ranks, for engines of one worker, each on its own host."""
+    layouts, workers = Layouts(), [Worker(i, f"e{i}") for i in range(engines)]
+    held = layouts.pattern([whole((512, 64), range(replicas))])
+    needed = layouts.pattern([whole((512, 64), range(engines))])
+    for number in range(20):
+        layouts.add(f"w{number}", (512, 64), 2, held, needed)
+    return layouts, workers, [f"t{i}" for i in range(replicas)]
+
+
+def test_copies_share_the_load_and_work_at_the_same_time() -> None:
+    layouts, workers, hosts = big_layouts(1, 4)
+    plan = redistribute(layouts, workers, hosts, 64 << 10)
+    assert plan.sent().max() <= 1.01 * plan.sent().sum() / 4
+    each = np.bincount(plan.round * 4 + plan.sender, minlength=plan.rounds * 4).reshape(-1, 4)
+    assert (each > 0).any(0).all()
+    assert plan.rounds <= 1.5 * plan.sent().sum() / (64 << 10) + 4, "rounds that are nearly empty"
+
+
+def test_engines_hand_on_only_where_that_is_quicker() -> None:
+    few = redistribute(*big_layouts(engines=2, replicas=4), limit=1 << 20)
+    assert few.relays == (-1, -1), "four cards send to two as fast as these can receive"
+    many = redistribute(*big_layouts(engines=6, replicas=2), limit=1 << 20)
+    assert many.relays == (-1, 0, 1, 2, 3, 4)
+    assert many.sent().sum() == few.sent().sum() // 2
+    assert set(many.received()) == {20 * 512 * 64 * 2}
+    assert busiest(many) < 6 * busiest(few)
+
+
+def test_what_lies_on_the_engines_host_is_taken_from_there() -> None:
+    layouts, workers, _ = big_layouts(2, 2)
+    plan = redistribute(layouts, workers, ["e0", "e1"], 1 << 20)
+    assert not plan.crossing().any()
+    assert plan.sent().tolist() == [20 * 512 * 64 * 2] * 2
+
+
+def test_a_row_longer_than_a_round_is_cut_too() -> None:
+    layouts = Layouts()
+    layouts.add("wide", (3, 1000), 4, layouts.pattern([whole((3, 1000), (0,))]), layouts.pattern([whole((3, 1000), (0,))]))
+    plan = redistribute(layouts, [Worker(0, "e")], ["t"], 1024)
+    assert plan.nbytes.sum() == 12000
+    assert max(plan.largest()) <= 1024
+
+
+def test_what_nobody_holds_is_an_error() -> None:
+    layouts = Layouts()
+    held, needed = (layouts.pattern([Part((0, rows), (0, 2), (0,))]) for rows in (3, 4))
+    layouts.add("w", (4, 2), 2, held, needed)
+    with pytest.raises(ValueError, match="nobody holds"):
+        redistribute(layouts, [Worker(0, "e")], ["t"], 1024)
+    with pytest.raises(ValueError, match="63 bytes"):
+        redistribute(layouts, [Worker(0, "e")], ["t"], 63)
