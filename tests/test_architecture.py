@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
     {"__init__", "careful_files", "errors", "findings", "plain_text"},
-    {"config", "pickles", "sample", "token_frames"},
+    {"config", "heartbeat", "pickles", "sample", "token_frames"},
     {"plan", "microbatches", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
@@ -42,6 +42,7 @@ LIGHT = {
     "errors",
     "findings",
     "groups",
+    "heartbeat",
     "launch",
     "memory",
     "mpi",

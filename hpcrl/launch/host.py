@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.heartbeat import FOLDER, Beating, Pulse
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.timeline.names import ROLES
 from hpcrl.report.timeline.spans import role_timeline
@@ -40,6 +43,8 @@ GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 #: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
 GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 EVERY, SELDOM = 2.0, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
+HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
@@ -177,23 +182,26 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
+    beats = Path(tempfile.mkdtemp(prefix="hpcrl-host-"))
+    pulse = Pulse(beats)
     timeline = role_timeline(rundir, "host", slot or 0, host)
     begun = timeline.now()
     try:
         for name, index, command in commands(options, plan, rundir, host, slot):
             gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            roles.append(start(name, index, command, rundir, gpus))
+            roles.append(start(name, index, command, rundir, {**gpus, FOLDER: str(beats)}))
             timeline.mark(f"starts {name}-{index}")
-        _watch(roles, options, rundir, host, told, turn)
+        _watch(roles, options, rundir, host, told, lambda: (turn(), check_alive(pulse, options.hang_timeout, rundir, host)))
     finally:
         with timeline.span("end the roles"):
             end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
             end_descendants(0.5)
         timeline.add(ROLES, begun, timeline.now())
         timeline.close()
+        shutil.rmtree(beats, ignore_errors=True)
 
 
-def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
+def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], object]) -> None:
     working = [r for r in roles if r.name != "engine"]
     close_by = quit_by = float("inf")
     looks = Looks(rundir)
@@ -217,6 +225,21 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
         time.sleep(0.2)
     _check(roles, rundir, told, host)
     rundir.check()
+
+
+def check_alive(pulse: Pulse, seconds: float, rundir: RunDir, host: str) -> None:
+    """PeerError, recorded, if a process of this host hangs.
+
+    Of the supervisor of an engine it is only said: its server serves on, and is missed by those who ask it.
+    """
+    for silent in pulse.silent(seconds):
+        what = f"on {host}: {silent.name} {silent}; if it is only slow, raise --hang-timeout"
+        if silent.name.startswith("engine-"):
+            say(what)
+            continue
+        role, _, index = silent.name.rpartition("-")
+        rundir.fail("trainer" if role == "torchrun" else role, int(index), what)
+        raise PeerError(what)
 
 
 @dataclass
@@ -282,7 +305,10 @@ def main(argv: list[str] | None = None) -> int:
     raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
     try:
-        with Told() as told:
+        beats = rundir.here / BEATS
+        name = args.host if args.slot is None else f"{args.host}-{args.slot}"
+        beats.mkdir(mode=0o700, exist_ok=True)
+        with Told() as told, Beating(beats, name, every=HOST_BEAT):
             run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"host {args.host}: {error}")

@@ -17,6 +17,7 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
 from hpcrl.run.process import raise_file_limit
@@ -69,14 +70,21 @@ def say(text: str) -> None:
 
 
 def act(
-    role: str, context: RoleContext, index: int, body: Callable[[], None], late: Callable[[BaseException], float] = lambda _: 0.0
+    role: str,
+    context: RoleContext,
+    index: int,
+    body: Callable[[], None],
+    late: Callable[[BaseException], float] = lambda _: 0.0,
+    beat: str = "",
 ) -> int:
     """Run `body`; record what goes wrong and return the exit status.
 
-    late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.
+    late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.  beat: the
+    name that this process gives signs of life under (default: ROLE-INDEX).
     """
     try:
-        body()
+        with beating(beat or f"{role}-{index}"):
+            body()
         return 0
     except HpcrlError as error:
         message, status = str(error), error.exit_code

@@ -19,6 +19,8 @@ def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
     threads = cpu_threads(context.options, len(os.sched_getaffinity(0)), len(ranks))
     wishes = {"OMP_NUM_THREADS": str(threads), **socket_names(context.plan.trainers[ranks[0]]), **for_megatron(context.options)}
     wishes |= compile_caches(os.environ)
+    # torch.load reads plain values wherever it is called, Megatron's checkpoints and torch's collectives included
+    wishes["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     for name, value in wishes.items():
         os.environ.setdefault(name, value)
     os.environ.update(context.options.train_env_vars)
@@ -40,6 +42,4 @@ def for_megatron(options: Options) -> dict[str, str]:
     if options.deterministic_mode:
         found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS asks for it
         found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
-    # torch.load reads plain values wherever it is called, Megatron's checkpoints and torch's collectives included
-    found["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     return found | deterministic_nccl(options)
