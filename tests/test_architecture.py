@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "careful_files", "errors", "findings", "plain_text"},
     {"config", "heartbeat", "pickles", "sample", "token_frames"},
-    {"plan", "microbatches", "algorithms", "slime"},
+    {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
     {"redistribution", "rendezvous"},
@@ -43,6 +43,7 @@ LIGHT = {
     "findings",
     "groups",
     "heartbeat",
+    "handover",
     "launch",
     "memory",
     "mpi",

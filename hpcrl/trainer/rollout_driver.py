@@ -17,18 +17,16 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.auth import http_key
 from hpcrl.queue.client import QueueClient
 from hpcrl.report.metrics import MetricsLog
 from hpcrl.report.timeline.names import READY, STEP
 from hpcrl.report.timeline.spans import role_timeline
-from hpcrl.run.peers import EnginePeer, TrainerPeer, publish, wait_for
+from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.weights.engine_fleet import Fleet, FleetEngine
-from hpcrl.weights.engine_http import Address
+from hpcrl.weights.engine_fleet import fleet_of
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
@@ -64,12 +62,8 @@ class RolloutDriver:
 
     def _name_weights(self) -> None:
         """Have every engine call the weights that it has loaded version 0, as it says with each token."""
-        rundir, seconds = self.context.rundir, self.options.engine_start_timeout + SLACK
-        engines = []
-        for index in range(len(self.context.plan.engines)):
-            peer = wait_for(rundir, EnginePeer, index, seconds)
-            engines.append(FleetEngine(index, Address(peer.host, peer.port, http_key(rundir, peer.salt))))
-        fleet = Fleet(rundir, engines, self.options.update_timeout)
+        patience = self.options.engine_start_timeout + SLACK
+        fleet = fleet_of(self.context.rundir, self.context.plan, self.options.update_timeout, patience)
         fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
 
     def run(self) -> None:

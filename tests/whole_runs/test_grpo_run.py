@@ -127,6 +127,25 @@ def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Pa
     assert samples(run.root) == samples(uncut)
 
 
+def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """--colocate: the engine on the slot of a trainer rank, asleep while these train; it ends, and is resumed, in between."""
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, colocate=True, **KL | {"ref_load": str(task / "model")})
+    run.until(lambda: run.steps() >= 2)
+    os.kill(run.process.pid, signal.SIGTERM)
+    status, out = run.end()
+    assert status == 143, out + run.logs()
+    again = Run("--resume", run.root, root=run.root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+    assert metrics(run.root) == metrics(uncut)
+    assert samples(run.root) == samples(uncut)
+    evaluations = [row["rollout_id"] for row in rows(run.root) if "eval/heldout/accuracy" in row]
+    assert evaluations == [-1, 1, 3, 4]
+    log = "".join(path.read_text() for path in run.root.glob("logs/attempt-*/trainer-0.log"))
+    assert log.count("the engines sleep, and have given back") >= 5, log
+    assert [row["rollout_id"] for row in rows(run.root) if "perf/hand_over_time" in row] == list(range(5))
+
+
 def test_training_from_saved_rollouts_gives_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
     more = {"actor_num_gpus_per_node": 2, "load_debug_rollout_data": str(uncut / "data/{rollout_id}")}
     run = start(tmp_path, task, **KL | {"ref_load": str(task / "model")} | more)

@@ -64,7 +64,7 @@ class Ranks:
 def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
 
-    store: where the ranks meet (default: as torchrun's environment says, which is no place for strangers' company).
+    store: where the ranks meet, kept by the caller (default: as torchrun's environment says, where strangers may come too).
 
     UsageError if the world is not what the options ask for, or there are GPUs that torch cannot use; HpcrlError if
     torchrun's variables are missing.
@@ -79,6 +79,7 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
         torch.set_num_threads(options.trainer_threads)
     timeout = timedelta(minutes=options.distributed_timeout_minutes)
     refuse_foreign_pickles()
+    store = None if store is None else dist.PrefixStore("groups", store)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
