@@ -38,6 +38,8 @@ ENDED = {
     ("trainer/colocation/device_state.py", "torch.cuda.synchronize()"): GROUP,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,
     ("trainer/megatron/host_weights.py", "torch.cuda.synchronize()"): GROUP,
+    ("selftest/checks/save_resume.py", "each.result()"): WATCHED,
+    ("trainer/main.py", "self.updates.wait()"): "its own deadline: --engine-start-timeout",
     ("trainer/start/network_speed.py", "torch.cuda.synchronize(device)"): GROUP,
     ("weights/engine_fleet.py", "future.result()"): READY,
     ("weights/gloo_group.py", "work.wait()"): READY,

@@ -1,6 +1,6 @@
 """The lock on every route of an engine: no request without the key of this engine gets an answer.
 
-    Authorization: Bearer <HMAC of the engine's salt under RUN/keys/http.key>
+    Authorization: Bearer <HMAC of the engine's index and life under RUN/keys/http.key>
 
 vLLM's own --api-key guards some path prefixes only; pausing, weight updates and collective RPC stay open.  This ASGI
 middleware stands in front of all routes, those of later vLLM versions and websockets included.
@@ -21,7 +21,7 @@ from hpcrl.errors import UsageError
 from hpcrl.queue.auth import key_of_engine
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
-SALT = "HPCRL_HTTP_KEY_SALT"
+ENGINE = "HPCRL_HTTP_KEY_ENGINE"  #: INDEX.LIFE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,7 +32,7 @@ _REFUSED = b'{"error":"this route asks for the key of this engine: Authorization
 
 
 def read_key() -> bytes:
-    """This engine's key: of the run's, in the file that HPCRL_HTTP_KEY_FILE names, and HPCRL_HTTP_KEY_SALT.
+    """This engine's key: of the run's, in the file that HPCRL_HTTP_KEY_FILE names, and HPCRL_HTTP_KEY_ENGINE.
 
     UsageError if there is none: an open server is no choice.
     """
@@ -47,7 +47,7 @@ def read_key() -> bytes:
         raise UsageError(f"cannot read the HTTP key of the run in {path}: {error.strerror}") from error
     if len(key) < 32:
         raise UsageError(f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run")
-    return key_of_engine(key, os.environ.get(SALT, "")).encode()
+    return key_of_engine(key, os.environ.get(ENGINE, "0.0")).encode()
 
 
 class RunKeyGuard:

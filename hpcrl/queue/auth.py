@@ -81,18 +81,17 @@ def make_keys(rundir: RunDir, dp_size: int) -> None:
     write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
 
 
-def http_key(rundir: RunDir, salt: str = "") -> str:
-    """The key of the HTTP routes of the engine that has published `salt`, hexadecimal.
+def http_key(rundir: RunDir, index: int, life: int = 0) -> str:
+    """The key of the HTTP routes of an engine in one of its lives, hexadecimal.
 
-    Each start of an engine takes a salt of its own: whoever listens on the port of one that is gone, and is sent its key,
-    has the key of no other.
+    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.
     """
-    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), salt)
+    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{life}")
 
 
-def key_of_engine(key: bytes, salt: str) -> str:
-    """HMAC-SHA256 (RFC 2104) of an engine's salt under the run's key, hexadecimal."""
-    return hmac.new(key, b"hpcrl engine " + salt.encode(), hashlib.sha256).hexdigest()
+def key_of_engine(key: bytes, engine: str) -> str:
+    """HMAC-SHA256 (RFC 2104) of an engine's INDEX.LIFE under the run's key, hexadecimal."""
+    return hmac.new(key, b"hpcrl engine " + engine.encode(), hashlib.sha256).hexdigest()
 
 
 def server_keys(rundir: RunDir, service: Service = "queue") -> ServerKeys:

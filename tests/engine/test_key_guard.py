@@ -13,7 +13,7 @@ from hpcrl.errors import UsageError
 from hpcrl.queue.auth import key_of_engine
 
 OF_THE_RUN = "0123456789abcdef" * 4
-KEY = key_of_engine(OF_THE_RUN.encode(), "")
+KEY = key_of_engine(OF_THE_RUN.encode(), "0.0")
 
 
 @pytest.fixture

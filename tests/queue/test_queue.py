@@ -704,13 +704,14 @@ def test_keys_are_for_the_owner_alone(rundir: RunDir) -> None:
     assert client.server == server.public
     assert server.secret not in files["queue-client-1.json"].read_text()
     assert server.secret not in repr(server) and client.secret not in repr(client)
-    assert len(bytes.fromhex(auth.http_key(rundir))) == 32
+    keys = {auth.http_key(rundir, index, life) for index in range(3) for life in range(3)}
+    assert len(keys) == 9 and all(len(bytes.fromhex(key)) == 32 for key in keys)
 
 
 def test_new_keys_replace_all_old_ones(rundir: RunDir) -> None:
-    before = auth.http_key(rundir), auth.server_keys(rundir)
+    before = auth.http_key(rundir, 0), auth.server_keys(rundir)
     auth.make_keys(rundir, 1)
-    assert before[0] != auth.http_key(rundir)
+    assert before[0] != auth.http_key(rundir, 0)
     assert not set(before[1].clients) & set(auth.server_keys(rundir).clients)
     with pytest.raises(HpcrlError, match=r"cannot read key file .*queue-client-1.json: No such file"):
         auth.client_keys(rundir, 1)
