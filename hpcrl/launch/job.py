@@ -40,7 +40,7 @@ from hpcrl.report.timeline.spans import Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.process import adopt_orphans, end_descendants
+from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
 from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
@@ -81,6 +81,7 @@ def run_job(
     """
     say(f"run directory: {job.root}")
     adopt_orphans()
+    raise_file_limit()
     remember(job.root)
     with (
         held(job.root),

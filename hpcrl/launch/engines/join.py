@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import signal
 import socket
 import sys
 import time
@@ -160,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         size = read_options(rundir).rollout_num_gpus_per_engine
         slots = [[args.first_slot + n * size + i for i in range(size)] for n in range(args.engines)]
         with Told() as told:
+            signal.signal(signal.SIGUSR1, told._note)  # with which a scheduler says that the time limit is near
             run(rundir, args.host, slots, told)
     except HpcrlError as error:
         say(f"error: host {args.host}: {error}")
