@@ -42,6 +42,7 @@ class Crank:
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
         from hpcrl.trainer.step.share_exchange import ShareExchange
+        from hpcrl.trainer.weight_stream import WeightExit
         from hpcrl.weights.sender import WeightSender
 
         self.context, self.options = context, context.options
@@ -67,6 +68,7 @@ class Crank:
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        self.exit = WeightExit(self.policy, self.patient, context.plan.trainers[self.ranks.rank].at, self.options.hf_checkpoint)
         self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
@@ -134,9 +136,7 @@ class Crank:
 
     def _publish(self) -> dict[str, float]:
         """The current weights into every engine."""
-        from hpcrl.trainer.megatron.model import export
-
-        metrics = self.sender.publish(export(self.policy), self.at.version) if self.sender else {}
+        metrics = self.sender.publish(self.exit.stream(), self.at.version) if self.sender else {}
         self.others.published(self.at.version)
         return metrics
 
@@ -171,6 +171,7 @@ class Crank:
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
+        self.exit.leave()
         if self.driver:
             self.log.close()
             self.sender and self.sender.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hpcrl.config.option_fields import Base, opt
 
 
@@ -10,6 +12,11 @@ class WeightOptions(Base):
 
     update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
     weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
+    weight_update: Literal["auto", "resharded", "gathered"] = opt(
+        "auto",
+        "resharded: every rank sends pieces to the workers that need them; gathered: rank 0 collects and sends whole tensors; "
+        "auto: resharded where it can be",
+    )
     check_weight_update_equal: bool = opt(
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
     )
