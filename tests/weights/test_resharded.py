@@ -101,7 +101,7 @@ def test_one_engine_gets_bit_for_bit_what_gathered_gives(case: tuple[str, bool],
 def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank 0."""
     wide = make_family(tmp_path / "wide", "qwen3")
-    convert(wide, tmp_path / "fp8", Scheme("block", (20, 24)))
+    convert(wide, tmp_path / "fp8", Scheme("block", (32, 32)))
     engines = nursery.engines(tmp_path / "run", tmp_path / "fp8", update_weight_buffer_size=SMALL)
     answers = []
     for way in ("resharded", "gathered"):
