@@ -34,12 +34,15 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script as they stand; also run, plan, launch
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
+  hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
   hpcrl runs [--clean]                         where they lie; those that never came to a step
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
+  hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
+  hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; node-hours by what they went into
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
@@ -119,9 +122,13 @@ ELSEWHERE = {
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "samples": "hpcrl.commands.samples:samples",
+    "report": "hpcrl.commands.report:report",
+    "trace": "hpcrl.commands.report:trace",
+    "bill": "hpcrl.commands.report:bill",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "doctor": "hpcrl.commands.doctor:main",
+    "selftest": "hpcrl.commands.selftest:selftest",
 }
 
 

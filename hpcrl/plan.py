@@ -71,6 +71,10 @@ class Plan(msgspec.Struct, frozen=True):
         places = (*self.trainers, *self.engines, self.rollout)
         return tuple(dict.fromkeys(host for place in places for host in place.hosts))
 
+    def engine_nodes(self, index: int) -> tuple[Place, ...]:
+        """The parts of an engine, one a host; its server sits on the first."""
+        return (self.engines[index], *self.engines[index].also)
+
     @property
     def trainer_hosts(self) -> tuple[str, ...]:
         """The hosts with trainer ranks, in rank order."""

@@ -1,11 +1,12 @@
 #!/bin/bash
 # What every task of an srun or an mpirun executes, on every host of a run:
 #
-#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, doctor, host, once
+#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, doctor, selftest, host, once
 #
 #   launch  (mpirun) find out which host this is, and start its roles
 #   probe   say which addresses this host has, before the plan is made
 #   doctor  look whether this host has what a run needs
+#   selftest  this host's ranks of hpcrl selftest
 #   host    start this host's roles of the plan (trainer ranks, engines, rollout) and watch them
 #   once    run a command on the first host only (what a recipe prepares)
 #
@@ -36,12 +37,16 @@ doctor)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
     exec "$HPCRL_PYTHON" -m hpcrl.doctor.one_node "$@" --host "$host"
     ;;
+selftest)
+    if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
+    exec "$HPCRL_PYTHON" -m hpcrl.selftest.job "$@" --host "$host"
+    ;;
 host)
     if [ "${HPCRL_TASKS:-hosts}" = slots ]; then set -- "$@" --slot "$SLURM_LOCALID"; fi
     exec "$HPCRL_PYTHON" -m hpcrl.launch.host "$@" --host "$host"
     ;;
 *)
-    echo "task.sh: no program $program; there are launch, probe, doctor, host, once" >&2
+    echo "task.sh: no program $program; there are launch, probe, doctor, selftest, host, once" >&2
     exit 2
     ;;
 esac

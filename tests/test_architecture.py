@@ -17,14 +17,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "errors", "findings"},
     {"config", "sample", "token_frames"},
-    {"plan", "microbatches", "algorithms", "slime"},
+    {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
     {"redistribution"},
     {"memory", "weights"},
     {"rollout", "engine", "trainer", "launch"},
     {"convert", "doctor"},
-    {"slurm", "mpi"},
+    {"slurm", "mpi", "selftest"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -41,6 +41,7 @@ LIGHT = {
     "errors",
     "findings",
     "groups",
+    "handover",
     "launch",
     "memory",
     "mpi",
@@ -50,6 +51,7 @@ LIGHT = {
     "report",
     "run",
     "sample",
+    "selftest",
     "slime",
     "slurm",
 }
@@ -59,8 +61,15 @@ CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
 CHOOSERS = {"cli.py", "commands/plan.py", "launch/schedulers.py"}
 #: a word of Slurm's own: its name, its commands, its states
 SLURMS = re.compile(r"(?i:slurm|\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b")
-#: where one may stand outside of its room: help, the name of the default, a dialect of hostfiles
-SLURMS_ALLOWED = {"cli.py", "commands/submit.py", "commands/doctor.py", "launch/schedulers.py", "mpi/hostfile.py"}
+#: where one may stand outside of its room: help, the name of the default, a dialect of hostfiles, a shell inside a job
+SLURMS_ALLOWED = {
+    "mpi/allocation.py",
+    "cli.py",
+    "commands/submit.py",
+    "commands/doctor.py",
+    "launch/schedulers.py",
+    "mpi/hostfile.py",
+}
 
 
 @cache

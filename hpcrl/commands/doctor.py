@@ -82,7 +82,9 @@ class Case:
         named = [name for name in ("trainer", "engine", "rollout") if self.site.describes(name)]
         parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
         return Request(
-            self.site.layout, tuple(Component(n, 1, c.gpus_per_node or 0, c.cpus_per_node) for n, c in parts), margin=60
+            self.site.layout or "heterogeneous",
+            tuple(Component(n, 1, c.gpus_per_node or 0, c.cpus_per_node) for n, c in parts),
+            margin=60,
         )
 
 

@@ -114,6 +114,9 @@ def _show(scheduler: Scheduler, shown: Submission) -> None:
     print(f"{shown.table()}\n\n{text}\n# nothing was written; hpcrl submit would write this script and call:")
     print(f"# {scheduler.submit_command} {place}")
     if can_submit(scheduler):
+        if silent := [finding for finding in scheduler.responds() if finding.level == "fail"]:
+            print(f"# {silent[0].what}: whether it would take this job is not known")
+            return
         refuse_what_does_not_fit(scheduler, shown)
         if scheduler.test_command:
             verdict = scheduler.test(text)

@@ -130,6 +130,31 @@ class Options(
         return self.world_size if self.colocate else 0
 
     @property
+    def engine_data_parallel_size(self) -> int:
+        """Into how many parts an engine divides its requests: --vllm-data-parallel-size."""
+        return int(self.vllm.get("data_parallel_size") or 1)
+
+    @property
+    def engine_tensor_parallel_size(self) -> int:
+        """GPUs over which an engine divides its matrices."""
+        return self.rollout_num_gpus_per_engine // self.engine_data_parallel_size
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and engines take turns on the same GPUs."""
+        return self.colocate and self.num_engines > 0 and not self.debug_rollout_only
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether the trainer's state leaves the GPUs while the engines sample."""
+        return self.takes_turns and self.offload_train is not False
+
+    @property
+    def sleep_level(self) -> int:
+        """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
+        return self.rollout_sleep_level if self.takes_turns and self.offload_rollout is not False else 0
+
+    @property
     def truncated_sampling(self) -> bool:
         """Whether rollouts are sampled from some of the tokens only."""
         return self.rollout_top_p < 1 or self.rollout_top_k > 0 or self.rollout_min_p > 0
@@ -140,9 +165,28 @@ class Options(
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether anything is sampled while something else is trained on."""
+        return self.loop != "sync" and not (self.learns_labels or self.trains_only or self.debug_rollout_only)
+
+    @property
+    def loop_lag(self) -> int:
+        """Policy versions by which the trainer is ahead of what the engines sampled one rollout ahead, at most."""
+        return 0 if self.loop == "sync" else self.update_weights_interval * self.steps_per_rollout
+
+    @property
+    def staleness_limit(self) -> int:
+        """Policy versions that fully-async issues groups ahead for."""
+        return 2 * self.loop_lag if self.max_staleness is None else self.max_staleness
+
+    @property
     def staleness_bound(self) -> int | None:
         """Policy versions that a trained token may lag behind; None: any."""
-        return self.max_staleness if self.partial_rollout else 0
+        if self.loop == "fully-async":
+            return None if self.stale_samples == "train" else self.staleness_limit
+        if self.partial_rollout:
+            return self.max_staleness
+        return self.loop_lag if self.loop == "sync" or self.max_staleness is None else self.max_staleness
 
     @property
     def leaves_groups_over(self) -> bool:

@@ -77,7 +77,10 @@ IRREGULAR: dict[str, tuple[str, Any]] = {
 }
 
 _MODEL = "it is read from the model's config.json (--hf-checkpoint)"
-_ONE_ENGINE = "an engine is one tensor-parallel group: use --rollout-num-gpus-per-engine, and --rollout-num-gpus for more engines"
+_ONE_ENGINE = (
+    "an engine's GPUs are divided by tensor and data parallelism: use --rollout-num-gpus-per-engine, --vllm-data-parallel-size, and "
+    "--rollout-num-gpus for more engines"
+)
 
 #: Megatron's flags that describe the model and have no counterpart to compare with
 _OF_MODEL = """
@@ -86,7 +89,7 @@ make_vocab_size_divisible_by padded_vocab_size squared_relu
 
 #: vLLM's ways to split an engine over processes
 _SPLIT = """
-tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size data_parallel_size data_parallel_rank
+tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size data_parallel_rank
 data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb
 data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend data_parallel_supervisor_port
 """

@@ -86,6 +86,9 @@ _HERE: dict[str, str] = {
     "{vllm-gpu-memory-utilization}": "gpu-memory-utilization mem-fraction-static vllm-mem-fraction sglang-mem-fraction-static",
     "{vllm-max-num-seqs}": "max-num-seqs sglang-max-running-requests",
     "{recompute-granularity}": "gradient-checkpointing activation-checkpointing enable-gradient-checkpointing recompute",
+    "{loop}": "train-loop async-mode async-training async-train use-async fully-async",
+    "{max-staleness}": "staleness-threshold max-head-offpolicyness max-off-policy-steps async-level max-async-level",
+    "{update-weights-interval}": "sync-interval weight-sync-interval trigger-parameter-sync-step vllm-sync-interval",
     "{deterministic-mode}": "deterministic full-determinism",
 }
 #: why there is nothing to write -> the names

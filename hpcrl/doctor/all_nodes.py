@@ -11,6 +11,7 @@ Invariant: every step is ended by us, by its process id, before we end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -23,11 +24,14 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 import msgspec
 
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
+from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
+from hpcrl.launch.probe import Report
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_descendants
-from hpcrl.run.rundir import write_atomic
+from hpcrl.run.rundir import listed, write_atomic
 
+LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
 SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce
 
 
@@ -71,15 +75,18 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     with ThreadPoolExecutor(len(running)) as pool:
         texts = list(pool.map(lambda process: _output(process, end), running))
     ended = time.time()
-    findings, reports = [], []
+    findings = []
+    unseen = {host for out, _ in texts for host in without_directory(out)}
+    fine = not any(process.returncode for process in running)
+    reports = gather(directory, expected - len(unseen), time.monotonic() + (LATE_FILES if fine else 0.0))
     for step, process, (out, err) in zip(job.steps, running, texts, strict=True):
-        found = read(out)
-        reports += found
-        if process.returncode or len(found) < step.nodes:
-            how = how_it_ended(process.returncode) if process.returncode else f"brought {len(found)} of {step.nodes} reports"
+        count = sum(report.role == step.role for report in reports)
+        if process.returncode or (count < step.nodes and not unseen):
+            how = how_it_ended(process.returncode) if process.returncode else f"brought {count} of {step.nodes} reports"
             findings.append(
                 Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out, job.echoes)}", "see above")
             )
+    reports += [NodeReport(Report(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
     wanted = {step.role: step.slots for step in job.steps} if job.gpus else {}
     return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
 
@@ -90,14 +97,28 @@ def _telling(text: str, echoes: tuple[str, ...]) -> str:
     return next((line for line in lines if not line.startswith(echoes)), last_line(text))
 
 
-def read(text: str) -> list[NodeReport]:
-    """The reports among the lines of a step's output; other lines are none of ours."""
+def without_directory(text: str) -> list[str]:
+    """The hosts that say so among the lines of a step's output."""
+    before, after = UNSEEN.split("{host}")
+    return [
+        line.removeprefix(before).partition(after)[0] for line in text.splitlines() if line.startswith(before) and after in line
+    ]
+
+
+def gather(directory: Path, expected: int, end: float) -> list[NodeReport]:
+    """The reports in the directory, in the order of their files' names; waits until `end` (monotonic) for `expected` of them.
+
+    A network file system may show what another host has written a minute late.  A file that is no report is none.
+    """
+    while True:
+        names = sorted(name for name in listed(directory) if name.endswith(REPORT))
+        if len(names) >= expected or time.monotonic() > end:
+            break
+        time.sleep(0.5)
     found = []
-    for line in text.splitlines():
-        try:
-            found.append(msgspec.json.decode(line, type=NodeReport))
-        except msgspec.MsgspecError:
-            continue
+    for name in names:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode((directory / name).read_bytes(), type=NodeReport))
     return found
 
 

@@ -1,9 +1,11 @@
-"""One node's part of `hpcrl doctor --nodes`: look around, meet the other nodes, print one JSON object.
+"""One node's part of `hpcrl doctor --nodes`: look around, meet the other nodes, leave one report.
 
     python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
 DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for the
-others' files, connects to every one of them, and tells in DIR/HOST.done that it needs nobody's port any more.
+others' files, connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it needs nobody's port any more,
+and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of its own (`UNSEEN`): a launcher's output may
+be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
 
 Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are bound
 on the node's own addresses only; what other nodes say is JSON of a bounded size.
@@ -29,18 +31,21 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.doctor.node_reports import Gpu, NodeReport, Total
+from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.findings import last_line
-from hpcrl.launch.probe import Report, choose, report
+from hpcrl.launch.probe import Network, Report, choose, report
 from hpcrl.plan import Place, socket_names
 from hpcrl.run.command import ask
 from hpcrl.run.process import PARENT, die_with_parent
-from hpcrl.run.rundir import write_atomic
+from hpcrl.run.rundir import listed, write_atomic
 
 PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
 CONNECT = 5.0  #: seconds to connect and be answered
+REPORT = ".report"  #: end of the name of a node's report
+UNSEEN = "hpcrl doctor: {host} does not see its directory"
+WAIT_PER_NODE, LONGEST_WAIT = 0.01, 2.0  #: seconds between two looks into the directory, for each node in it, and at most
 LONGEST = 1 << 20  #: bytes of a file or an answer that we read
 QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
 
@@ -165,24 +170,44 @@ def greet(address: str, port: int, host: str) -> tuple[str, tuple[float, float] 
     return "", (found.time - (began + ended) / 2, (ended - began) / 2)
 
 
-def wait_until(done: Callable[[], bool], end: float) -> bool:
-    """Whether it came true before `end` (monotonic)."""
+def wait_until(done: Callable[[], bool], end: float, every: float = 0.05) -> bool:
+    """Whether it came true before `end` (monotonic), looking `every` so many seconds."""
     while not done():
         if time.monotonic() > end:
             return False
-        time.sleep(0.05)
+        time.sleep(every)
     return True
 
 
-def cards(directory: Path) -> dict[str, Card]:
-    """What the nodes have left so far, by host; a file that is no card is none."""
-    found = {}
-    for file in directory.glob("*.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            if file.stat().st_size <= LONGEST:
-                card = msgspec.json.decode(file.read_bytes(), type=Card)
-                found[card.base.host] = card
-    return found
+def pause(expect: int) -> float:
+    """Seconds between two looks into a directory that `expect` nodes share: together they make some 100 calls a second."""
+    return min(max(WAIT_PER_NODE * expect, 0.05), LONGEST_WAIT)
+
+
+class Cards:
+    """What the nodes have left so far, by host; each file is read once, and one that is no card is none."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.found: dict[str, Card] = {}
+        self.read: set[str] = set()
+
+    def look(self) -> dict[str, Card]:
+        """One listing, and what is new in it."""
+        for name in sorted(listed(self.directory) - self.read):
+            if not name.endswith(".json"):
+                continue
+            self.read.add(name)  # files are put here whole
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                with (self.directory / name).open("rb") as file:
+                    card = msgspec.json.decode(file.read(LONGEST), type=Card)
+                self.found[card.base.host] = card
+        return self.found
+
+
+def leave_card(directory: Path, host: str, ranks: int, base: Report | None = None, ports: dict[str, int] | None = None) -> None:
+    """Tell the other hosts of this one."""
+    write_atomic(directory / f"{host}.json", msgspec.json.encode(Card(base or report(host), ports or {}, ranks)), 0o600)
 
 
 def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0) -> NodeReport:
@@ -194,35 +219,35 @@ def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, 
     mine = msgspec.structs.replace(mine, port="" if ports.ports else ports.error, ranks=ranks)
     try:
         try:
-            write_atomic(directory / f"{mine.host}.json", msgspec.json.encode(Card(mine.base, ports.ports, ranks)), 0o600)
+            leave_card(directory, mine.host, ranks, mine.base, ports.ports)
         except (HpcrlError, OSError) as error:
             return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
-        wait_until(lambda: len(cards(directory)) >= expect, time.monotonic() + seconds)
-        found = cards(directory)
+        cards = Cards(directory)
+        wait_until(lambda: len(cards.look()) >= expect, time.monotonic() + seconds, pause(expect))
+        found = cards.found
         tried, offsets = connect(found, mine.host, interface)
         with contextlib.suppress(OSError):
             (directory / f"{mine.host}.done").touch()
         # the others may still be about to connect to us; who wrote no card needs no port
-        wait_until(lambda: len(list(directory.glob("*.done"))) >= len(found), time.monotonic() + seconds)
+        done = lambda: sum(name.endswith(".done") for name in listed(directory)) >= len(found)  # noqa: E731
+        wait_until(done, time.monotonic() + seconds, pause(expect))
     finally:
         ports.close()
     mine = msgspec.structs.replace(mine, seen=tuple(sorted(found)), tried=tried, offsets=offsets)
-    if ranks and len(found) >= expect and len(tried) >= expect - 1 and not any(tried.values()):
+    if ranks and len(found) >= expect and len(tried) >= len(peers_of(mine.host, found)) and not any(tried.values()):
         total, broken = add_up(found, mine.host, interface, directory)
         mine = msgspec.structs.replace(mine, total=total, broken=broken)
     return mine
 
 
 def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """(host -> why it was not reached, host -> clock) of all others, on the network that all agree on."""
+    """(host -> why it was not reached, host -> clock) of `peers_of` us, or of ourselves if alone, on the network of all."""
     try:
         chosen = choose({host: found[host].base for host in sorted(found)}, interface)
     except UsageError:
         return {}, {}  # whoever judges chooses again, and says it once
     tried, offsets = {}, {}
-    for host in sorted(found, key=lambda name: (name <= me, name)):  # not everybody at the same one first
-        if host == me and len(found) > 1:
-            continue
+    for host in peers_of(me, found) or [me]:
         address = chosen[host].address
         if (port := found[host].ports.get(address)) is None:
             tried[host] = f"it has no port on {address}"
@@ -236,6 +261,19 @@ def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dic
 # ---- the trainer ranks
 
 
+def rank_environments(found: dict[str, Card], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
+    """The variables of each of this host's ranks in one group over the hosts that have any, in the order of their names."""
+    hosts = [host for host in sorted(found) if found[host].ranks]
+    first = sum(found[host].ranks for host in hosts[: hosts.index(me)])
+    shared = {
+        "WORLD_SIZE": str(sum(found[host].ranks for host in hosts)),
+        "MASTER_ADDR": network[hosts[0]].address,
+        "MASTER_PORT": "0",
+        **{name: os.environ.get(name, value) for name, value in socket_names(Place(me, (), "", network[me].interface)).items()},
+    }
+    return [shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(found[me].ranks)]
+
+
 def add_up(
     found: dict[str, Card], me: str, interface: str | None, directory: Path, seconds: float = 300.0
 ) -> tuple[Total | None, str]:
@@ -244,15 +282,6 @@ def add_up(
         chosen = choose({host: found[host].base for host in sorted(found)}, interface)
     except UsageError:
         return None, ""  # as in `connect`
-    hosts = [host for host in sorted(found) if found[host].ranks]
-    first = sum(found[host].ranks for host in hosts[: hosts.index(me)])
-    network = chosen[me]
-    shared = {
-        "WORLD_SIZE": str(sum(found[host].ranks for host in hosts)),
-        "MASTER_ADDR": chosen[hosts[0]].address,
-        "MASTER_PORT": "0",
-        **{name: os.environ.get(name, value) for name, value in socket_names(Place(me, (), "", network.interface)).items()},
-    }
     command = [
         sys.executable,
         "-m",
@@ -263,14 +292,14 @@ def add_up(
         "120",
     ]
     ranks = []
-    for local in range(found[me].ranks):
-        environment = os.environ | shared | {"RANK": str(first + local), "LOCAL_RANK": str(local), PARENT: str(os.getpid())}
+    for variables in rank_environments(found, me, chosen):
+        environment = os.environ | variables | {PARENT: str(os.getpid())}
         ranks.append(Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True))
     end, texts = time.monotonic() + seconds, []
     with ThreadPoolExecutor(len(ranks)) as pool:  # each rank's output is read as it comes, or it would block
         texts = list(pool.map(lambda rank: _output(rank, end), ranks))
     broken = [last_line(err) for rank, (_, err) in zip(ranks, texts, strict=True) if rank.returncode]
-    if broken or first:
+    if broken or me != next(host for host in sorted(found) if found[host].ranks):
         return None, broken[0] if broken else ""
     try:
         return msgspec.json.decode(last_line(texts[0][0]), type=Total), ""
@@ -305,7 +334,13 @@ def main(argv: list[str] | None = None) -> int:
         ranks = args.ranks if mine.gpus else min(args.ranks, 1)
         mine = meet(mine, args.directory, args.expect, args.interface, args.wait, ranks)
     mine = msgspec.structs.replace(mine, imports={name: imports(name, args.import_deadline) for name in args.modules})
-    sys.stdout.write(msgspec.json.encode(mine).decode() + "\n")
+    if not mine.base.sees:
+        print(UNSEEN.format(host=args.host), flush=True)
+        return 0
+    try:
+        write_atomic(args.directory / f"{args.host}.{os.getpid()}{REPORT}", msgspec.json.encode(mine), 0o600)
+    except (HpcrlError, OSError) as error:
+        print(UNSEEN.format(host=args.host), f"or cannot write to it: {error}", flush=True)
     return 0
 
 

@@ -17,21 +17,25 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, server_environment
+from hpcrl.engine.nodes.layout import meet, variables
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
+from hpcrl.report.timeline.spans import Timeline, role_timeline
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.gpu_environment import compile_caches
+from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, say
-from hpcrl.weights.engine_http import Address, HttpError, ask
+from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
@@ -60,13 +64,19 @@ class EngineSupervisor:
         """Bind the port and start the server on it."""
         sock = self._bind()
         self.address = Address(self.place.at, sock.getsockname()[1], self.key)
-        base = dict(os.environ) | {
-            LISTEN_FD: str(sock.fileno()),
-            "TMPDIR": str(self.scratch),
-            "VLLM_RPC_BASE_PATH": str(self.scratch),
-        }
+        also = {LISTEN_FD: str(sock.fileno())}
+        if self.place.also:
+            also |= variables(meet(self.context), 0)
+        self.launch(also, 0, [sock.fileno()])
+        sock.close()  # or else connections would be accepted for a server that is gone
+
+    def launch(self, also: Mapping[str, str], node: int, fds: Sequence[int] = ()) -> None:
+        """Start the server of part `node` of the engine.  also: of its environment; fds: that it gets from us."""
+        base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
         base |= compile_caches(base, spare=self.scratch)
-        rundir = self.context.rundir
+        options, plan, index, rundir = self.context.options, self.context.plan, self.context.index, self.context.rundir
+        for line in overruled(gpu_wishes(options, plan, index, self.found, node), base):
+            say(line)
         command = [
             sys.executable,
             "-m",
@@ -75,17 +85,16 @@ class EngineSupervisor:
             "--attempt",
             str(rundir.attempt),
             "--index",
-            str(self.context.index),
+            str(index),
         ]
         self.child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=[sock.fileno()],
-            env=server_environment(self.context.options, self.context.plan, self.context.index, base, self.found),
+            pass_fds=fds,
+            env=server_environment(options, plan, index, base, self.found, node),
         )
-        sock.close()  # or else connections would be accepted for a server that is gone
         assert self.child.stdout is not None
         self.log = ServerLog(self.child.stdout)
 
@@ -126,9 +135,16 @@ class EngineSupervisor:
             lean=True,
         )
         self.shared |= leftovers(descendants())
+        self._leave_the_gpus()
         publish(self.context.rundir, peer, self.context.index)
         version = ask(self.address, "GET", "/version", 60)["version"]
         say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
+
+    def _leave_the_gpus(self) -> None:
+        """With --colocate: sleep before anybody hears of us, so that the trainer finds the GPUs free."""
+        if self.context.options.takes_turns:
+            for event in (Event.UP, Event.SLEEP):
+                ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
         """Return when told to stop; PeerError as soon as the server has died or answers no more."""
@@ -184,10 +200,15 @@ def _short_temporary() -> str:
 
 
 def run(context: RoleContext) -> None:
-    """Start one server, publish it, watch it until SIGTERM."""
+    """The engine of this role."""
     if context.index >= len(context.plan.engines):
         raise HpcrlError(f"the plan has {len(context.plan.engines)} engines, none with index {context.index}")
-    engine = EngineSupervisor(context)
+    timeline = role_timeline(context.rundir, "engine", context.index, context.plan.engines[context.index].host)
+    supervise(context, EngineSupervisor(context), timeline)
+
+
+def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline) -> None:
+    """Start an engine, or a part of one, and watch it until SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stopped.set())
     try:
@@ -195,6 +216,7 @@ def run(context: RoleContext) -> None:
         engine.wait_until_up()
         if not engine.stopped.is_set():
             engine.publish()
+            timeline.started()
             engine.watch()
     except HpcrlError as error:
         context.rundir.fail("engine", context.index, str(error))  # at once: ending a broken server takes seconds

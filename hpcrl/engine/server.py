@@ -18,6 +18,7 @@ from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpcrl.engine.nodes.layout import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, build, flags
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.process import die_with_parent
@@ -89,6 +90,14 @@ async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
         sock.close()
 
 
+def follow(args: Namespace) -> None:
+    """vLLM's own headless start: the workers of this host, until the first part ends or we are told to."""
+    from vllm.entrypoints.cli.serve import run_headless
+
+    args.api_server_count = 0
+    run_headless(args)
+
+
 def forking_arguments(args: Namespace) -> Any:
     """Engine arguments whose engine core is forked from this process instead of started anew.
 
@@ -111,8 +120,11 @@ def forking_arguments(args: Namespace) -> Any:
 
 
 def run(context: RoleContext) -> None:
-    """Parse the arguments and serve."""
+    """Parse the arguments and serve, or be a part of an engine whose server is on another host."""
     found = build()
+    if node_of():
+        follow(parse(flags(context.options, context.plan, context.index, 1, found)))
+        return
     sock = socket.socket(fileno=int(os.environ.pop(LISTEN_FD)))
     sock.set_inheritable(False)
     values = flags(context.options, context.plan, context.index, sock.getsockname()[1], found)
@@ -134,7 +146,7 @@ def main() -> int:
     try:
         run(context)
     except HpcrlError as error:
-        place = context.plan.engines[context.index].host
+        place = context.plan.engine_nodes(context.index)[node_of()].host
         say(f"error: {error}")
         context.rundir.fail("engine", context.index, f"on {place}: {error}")
         return error.exit_code

@@ -16,17 +16,19 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.config.setting_names import gather_table
+from hpcrl.engine.nodes.layout import node_flags
+from hpcrl.engine.turns.route import ON_CPU, SLEEP_LEVEL
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import R3, find_routing
-from hpcrl.plan import Plan, socket_names
-from hpcrl.run.gpu_environment import deterministic_nccl
+from hpcrl.plan import Plan
+from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
-ROUTE = "hpcrl.engine.lean_route.LeanRoute"
+ROUTE, TURNS = "hpcrl.engine.lean_route.LeanRoute", "hpcrl.engine.turns.route.Turns"
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -67,7 +69,7 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 
     UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    one_host = len({p.host for p in (*plan.trainers, *plan.engines)}) == 1
+    one_host = len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1
     return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate))).BACKEND
 
 
@@ -97,13 +99,13 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         "port": port,
         "dtype": "bfloat16" if options.bf16 else "float32",
         "seed": engine_seed(options, index),
-        "tensor_parallel_size": options.rollout_num_gpus_per_engine,
+        "tensor_parallel_size": options.engine_tensor_parallel_size,
         # as the trainer computes them: at the sampling temperature, but of all tokens, whatever was sampled from
         "logprobs_mode": "raw_logprobs" if options.truncated_sampling else "processed_logprobs",
         "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": backend(options, plan, found.cpu)},
-        "middleware": [ROUTE, GUARD],  # the last is the outermost
+        "middleware": [ROUTE, TURNS, GUARD] if options.takes_turns else [ROUTE, GUARD],  # the last is the outermost
         "enable_scale_out": True,  # /inference/v1/generate: token ids in and out, with weight versions
         "disable_uvicorn_access_log": True,
     }
@@ -111,8 +113,11 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         ours["max_model_len"] = length
     if options.deterministic_mode:
         ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
+    if options.sleep_level and not found.cpu:
+        ours["enable_sleep_mode"] = True
     if found.cpu:
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
+    ours |= node_flags(options, plan, index)
     given = gather_table("vllm", options.vllm, "[vllm]")
     if options.use_rollout_routing_replay:
         find_routing(options, config)
@@ -153,43 +158,54 @@ def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict
     }
 
 
-def server_environment(options: Options, plan: Plan, index: int, base: Mapping[str, str], found: Build) -> dict[str, str]:
-    """The environment of one server: `base` with what vLLM needs; what the user has set stays, where that is safe."""
-    place = plan.engines[index]
+def server_environment(
+    options: Options, plan: Plan, index: int, base: Mapping[str, str], found: Build, node: int = 0
+) -> dict[str, str]:
+    """The environment of one server, or of part `node` of an engine: `base` with what vLLM needs.
+
+    What the user has set stays, where that is safe.
+    """
+    place = plan.engine_nodes(index)[node]
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weight updates
         "VLLM_HOST_IP": place.at,  # or else it takes whatever interface comes first
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(5 * IDLE),  # vLLM's own 5 s end while a batch is trained on
     }
+    if options.takes_turns:
+        ours |= {SLEEP_LEVEL: str(options.sleep_level), ON_CPU: str(int(found.cpu))}
     wishes = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    wishes |= socket_names(place)
+    wishes |= gpu_wishes(options, plan, index, found, node)
     if found.cpu:
         ours["VLLM_TARGET_DEVICE"] = "cpu"
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.rollout_num_gpus_per_engine == 1 else "1"
         if options.vllm.get("enforce_eager", True):
             wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
-        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cpu_threads(options, plan, index))}
-    elif options.deterministic_mode:
-        # what else is in flight decides how vLLM batches, and without this also the bits of a sample
-        wishes |= {"VLLM_BATCH_INVARIANT": "1", **deterministic_nccl(options)}
+        wishes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     merged = {**wishes, **base, **ours}
     if found.cpu:
         merged.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_memory_bytes
     return merged
 
 
-def cpu_threads(options: Options, plan: Plan, index: int) -> int:
+def gpu_wishes(options: Options, plan: Plan, index: int, found: Build, node: int = 0) -> dict[str, str]:
+    """What `hpcrl.run.gpu_environment` has for this engine, or part of one."""
+    threads = cpu_threads(options, plan, index, node) if found.cpu else None
+    return wanted("engine", Where(options, plan.engine_nodes(index)[node].interface, threads, found.cpu))
+
+
+def cpu_threads(options: Options, plan: Plan, index: int, node: int = 0) -> int:
     """Threads of a CPU engine: this process's cores over the trainer ranks and engine workers of the same host.
 
     One in deterministic mode: with several, the order of a sum may depend on how many requests are in flight.
     """
     if options.deterministic_mode:
         return 1
-    host = plan.engines[index].host
+    host = plan.engine_nodes(index)[node].host
     ranks = sum(p.host == host for p in plan.trainers) * options.trainer_threads
-    workers = sum(len(p.slots) for p in plan.engines if p.host == host)
+    parts = [part for number in range(len(plan.engines)) for part in plan.engine_nodes(number)]
+    workers = sum(len(p.slots) for p in parts if p.host == host)
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks + workers))

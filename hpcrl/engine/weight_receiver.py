@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from hpcrl.engine.pieces.inbox import InboxReader, join
 from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.routed_experts import ExpertTables
+from hpcrl.engine.turns.cpu_memory import give_back
 from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, stock
 from hpcrl.run.process import PARENT, die_with_parent
@@ -101,6 +102,10 @@ class WorkerExtension:
         """Those of a request, as `ExpertTables.take`."""
         assert self._hpcrl_experts is not None, "hpcrl_see_experts comes first"
         return self._hpcrl_experts.take(request, tokens)
+
+    def hpcrl_give_memory_back(self, level: int) -> int:
+        """On a CPU: what vLLM's sleep of `level` would free on a GPU; by how many bytes we shrank."""
+        return give_back(self.model_runner.model, self.model_runner.kv_caches, level)
 
     def hpcrl_abandon(self) -> dict[str, Any]:
         """Give up an update that was started and not finished; tells whether the model is mixed between two versions.

@@ -25,7 +25,7 @@ from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
 
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
@@ -130,7 +130,9 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
     rundir.begin()
     members: list[Watched] = []
     try:
-        plan = make_plan(options, backend.hosts(options, rundir), run_id, rundir.attempt)
+        hosts = backend.hosts(options, rundir)
+        write_atomic(rundir.here / HOSTS, msgspec.json.encode(hosts))
+        plan = make_plan(options, hosts, run_id, rundir.attempt)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         make_keys(rundir, options.data_parallel_size)
         members += backend.start(options, plan, rundir)

@@ -27,6 +27,8 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
+from hpcrl.report.timeline.names import ROLES
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
@@ -34,6 +36,7 @@ from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
 
+PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 #: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
 GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
@@ -53,6 +56,11 @@ class Role:
     @property
     def status(self) -> int | None:
         return self.process.poll()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is an engine, or a part of one, which runs until it is told to end."""
+        return self.name == "engine" or self.name.startswith(PART)
 
     def epitaph(self) -> str:
         """How it ended, for a user."""
@@ -94,6 +102,10 @@ def commands(
     for index, place in enumerate(plan.engines):
         if place.host == host and slot in (None, place.slots[0]):
             found.append(("engine", index, [*python, "hpcrl.engine.main", *base, "--index", str(index)]))
+        for node, part in enumerate(place.also, 1):
+            if part.host == host and slot in (None, part.slots[0]):
+                more = ["--index", str(index), "--node", str(node)]
+                found.append((f"{PART}{index}-node", node, [*python, "hpcrl.engine.nodes.follower", *base, *more]))
     if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
         found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
     ranks = plan.ranks_on(host)
@@ -112,7 +124,8 @@ def commands(
 
 def _lowest(plan: Plan, host: str) -> int:
     """The first slot that anything uses on a host; 0 where only the rollout process is."""
-    places = [p for p in (*plan.trainers, *plan.engines) if p.host == host]
+    engines = [part for index in range(len(plan.engines)) for part in plan.engine_nodes(index)]
+    places = [p for p in (*plan.trainers, *engines) if p.host == host]
     return min((slot for place in places for slot in place.slots), default=0)
 
 
@@ -129,8 +142,12 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         or (inherited is None and not any(map(glob.glob, GPUS)))
     ):
         return {}
-    place = plan.engines[index] if role == "engine" else plan.trainers[index]
-    together = [place] if role == "engine" else [plan.trainers[rank] for rank in plan.ranks_on(host)]
+    if role == "engine":
+        together = [place := plan.engines[index]]
+    elif role.startswith(PART):
+        together = [place := plan.engines[int(role.split("-")[1])].also[index - 1]]
+    else:
+        place, together = plan.trainers[index], [plan.trainers[rank] for rank in plan.ranks_on(host)]
     slots = tuple(number for one in together for number in one.slots)
     own = None if slot is None else place.slots
     return {"CUDA_VISIBLE_DEVICES": visible_devices(inherited, slots, plan.slots_on(host), own)}
@@ -175,18 +192,24 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
+    timeline = role_timeline(rundir, "host", slot or 0, host)
+    begun = timeline.now()
     try:
         for name, index, command in commands(options, plan, rundir, host, slot):
             gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
             roles.append(start(name, index, command, rundir, gpus))
+            timeline.mark(f"starts {name}-{index}")
         _watch(roles, options, rundir, host, told, turn)
     finally:
-        end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
-        end_descendants(0.5)
+        with timeline.span("end the roles"):
+            end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
+            end_descendants(0.5)
+        timeline.add(ROLES, begun, timeline.now())
+        timeline.close()
 
 
 def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
-    working = [r for r in roles if r.name != "engine"]
+    working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
     looks = Looks(rundir)
     while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
@@ -248,7 +271,7 @@ class Looks:
 
 def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
     """PeerError if a role has failed, or an engine has ended while it was needed."""
-    gone = [r for r in roles if r.status is not None and (r.status != 0 or r.name == "engine")]
+    gone = [r for r in roles if r.status is not None and (r.status != 0 or r.serves)]
     if not gone:
         return
     end_of_wait = time.monotonic() + 1.0  # the role that knows why may be about to say so

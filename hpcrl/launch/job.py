@@ -35,6 +35,8 @@ from hpcrl.prompt_files.early_look import look_at
 from hpcrl.report.closing_line import closing_line
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
+from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
+from hpcrl.report.timeline.spans import Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.peers import TrainerPeer, find
@@ -80,7 +82,12 @@ def run_job(
     say(f"run directory: {job.root}")
     adopt_orphans()
     remember(job.root)
-    with held(job.root), JobStateFile(job.root, restarts, ends) as state, Stop() as stop:
+    with (
+        held(job.root),
+        closing(launcher_timeline(job.root)) as timeline,
+        JobStateFile(job.root, restarts, ends) as state,
+        Stop() as stop,
+    ):
         for name in ("stop", CANCEL):
             (job.root / name).unlink(missing_ok=True)  # it was for whoever ran here before
 
@@ -90,6 +97,7 @@ def run_job(
                     f"asked to stop{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; a second signal ends it at once"
                 )
             state.beat("saving" if stop.requests else None)
+            timeline.alive()
             if (job.root / "stop").exists():
                 stop.ask("hpcrl stop")
             if watch:
@@ -97,9 +105,10 @@ def run_job(
             if stop.nudges:
                 stop.ask("SIGUSR1")
 
-        run_prepare_commands(job, backend, stop, state, turn)
+        with timeline.span(PREPARE):
+            run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:
-            run_stage(job, stage, backend, stop, state, turn)
+            run_stage(job, stage, backend, stop, state, turn, timeline)
     print(closing_line(job.directory(job.recipe.stages[-1]), job.root), flush=True)
     return 0
 
@@ -204,7 +213,9 @@ def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobState
 # ---- one stage
 
 
-def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[RunDir], None]) -> None:
+def run_stage(
+    job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[RunDir], None], timeline: Timeline
+) -> None:
     """Bring one stage to its end, from where it stands; Stopped if the user stopped it before."""
     directory = job.directory(stage)
     if finished(directory):
@@ -220,10 +231,18 @@ def run_stage(job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobSt
             state.set("running")
         turn(rundir)
 
+    about = {"stage": stage.name, "attempt": rundir.attempt}
+    timeline.mark(BEGINS, **about)
+    begun, status = timeline.now(), "failed"
     try:
         with closing(Progress(rundir, stage.name or job.recipe.name, options.num_rollout)) as progress:
             summary = run_attempt(options, backend, f"{job.identity}/{stage.name}", rundir, stop, poll)
+        status = summary.status
+    except Stopped:
+        status = "stopped"
+        raise
     finally:
+        timeline.add(ATTEMPT, begun, timeline.now(), status=status, **about)
         with contextlib.suppress(Exception):  # a picture must never hide how the run ended
             draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
     if not summary.finished:

@@ -46,12 +46,14 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def make_request(stages: Sequence[Options], site: Site, margin: int | None = None) -> Request:
-    """The smallest allocation of the site's layout in which every stage has its plan.
+    """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of them.
 
     margin: measured in an earlier attempt; None: the site's, or else a floor.  UsageError names what does not fit.
     """
-    layout = "homogeneous" if any(o.colocate for o in stages) else site.layout
-    components = _homogeneous(stages, site) if layout == "homogeneous" else _heterogeneous(stages, site)
+    layout = "homogeneous" if any(o.colocate for o in stages) or _one_node_holds(stages, site) else site.layout or "heterogeneous"
+    components = _homogeneous(stages, site) if layout == "homogeneous" else _used(stages, _heterogeneous(stages, site))
+    if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
+        layout = "homogeneous"
     margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
     request = Request(layout, tuple(components), margin)
     for options in stages:
@@ -63,6 +65,36 @@ def make_request(stages: Sequence[Options], site: Site, margin: int | None = Non
             f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
         )
     return request
+
+
+def _one_node_holds(stages: Sequence[Options], site: Site) -> bool:
+    """Whether one of the trainer's nodes is known to hold every stage, and the site asks for nothing else.
+
+    Known: `trainer.gpus_per_node` says what a node has.  Asks: for a layout, for a node of the rollout process's own, or for
+    other nodes for engines than for trainers.
+    """
+    apart = site.describes("engine") and site.engine != site.trainer
+    if site.layout or apart or site.describes("rollout") or not site.trainer.gpus_per_node:
+        return False
+    return _hold(stages, [Host("node-0", site.trainer.gpus_per_node)])
+
+
+def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
+    """Whether every stage has its plan on these hosts, each of the trainer's nodes a host."""
+    try:
+        for options in stages:
+            make_plan(options, hosts, "request")
+    except UsageError:
+        return False
+    return max((o.actor_num_nodes for o in stages if not o.debug_rollout_only), default=0) <= len(hosts)
+
+
+def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:
+    """The components without nodes that no stage uses: engines may fit beside the trainer ranks, where nodes have more GPUs."""
+    request = Request("heterogeneous", tuple(components), 0)
+    used = {host for options in stages for host in make_plan(options, request.hosts(), "request").hosts}
+    counts = {c.name: sum(f"{c.name}-{i}" in used for i in range(c.nodes)) for c in components}
+    return [msgspec.structs.replace(c, nodes=counts[c.name]) for c in components if counts[c.name]]
 
 
 def _heterogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
@@ -103,15 +135,8 @@ def _homogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
     node = site.trainer.gpus_per_node or max(each, min(per_engine, 8))
     most = actors + max(o.engine_gpus for o in stages)
     for nodes in range(1, most + 1):
-        hosts = [Host(f"node-{i}", node) for i in range(nodes)]
-        if nodes < actors:
-            continue
-        try:
-            for options in stages:
-                make_plan(options, hosts, "request")
-        except UsageError:
-            continue
-        return [_component(site, "trainer", nodes, node)]
+        if _hold(stages, [Host(f"node-{i}", node) for i in range(nodes)]):
+            return [_component(site, "trainer", nodes, node)]
     raise UsageError(
         f"no number of nodes of {node} GPUs holds this run",
         "set trainer.gpus_per_node of the site, or --rollout-num-gpus-per-engine to divide a node",

@@ -90,8 +90,10 @@ class Site(BaseModel):
     scheduler: str = Field(DEFAULT, description="who starts jobs")
     account: str | None = Field(None, description="the project that pays")
     time: Annotated[str, AfterValidator(_time)] = Field("24:00:00", description="time limit of one attempt, D-HH:MM:SS")
-    layout: Literal["heterogeneous", "homogeneous"] = Field(
-        "heterogeneous", description="one heterogeneous job, or one ordinary job split by node range"
+    layout: Literal["heterogeneous", "homogeneous"] | None = Field(
+        None,
+        description="one heterogeneous job, or one ordinary job split by node range; None: ordinary where one node of "
+        "trainer.gpus_per_node holds the run, else heterogeneous",
     )
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
         None, description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's"

@@ -89,7 +89,15 @@ class Submission:
         )
 
     def script_by_hand(self, command: str, output: str) -> Script:
-        """A script for a person: paths as they were given, relative to where it is submitted."""
+        """A script for a person: paths as they were given, relative to where it is submitted.
+
+        A container sees neither that directory, in which the run's will lie, nor launch/: there both are mounted, by whole paths.
+        """
+        launch, mounts = "launch", tuple[str, ...]()
+        if self.site.container.kind != "none":
+            here = Path.cwd()
+            launch = str(here / launch if (here / launch / "task.sh").is_file() else shipped(launch))
+            mounts = tuple(dict.fromkeys((str(here), launch)))
         return Script(
             name=self.job.recipe.name,
             title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job; edit it, then: "
@@ -97,7 +105,8 @@ class Submission:
             summary=self.table(),
             command=command,
             output=output,
-            launch="launch",
+            launch=launch,
+            mounts=mounts,
             tasks=self.tasks(),
         )
 

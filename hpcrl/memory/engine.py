@@ -32,13 +32,13 @@ class EngineTerms:
 
 def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: float) -> EngineTerms:
     """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not fit."""
-    size = options.rollout_num_gpus_per_engine
-    weights = model_bytes(options, family, config) / size
+    weights = gpu_weights(options, family, config)
     bucket = float(options.update_weight_buffer_size)
     cache = gpu_bytes * utilization(options) - weights - WORKING
     tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
+    parts = options.engine_data_parallel_size  # each has requests of its own
     terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING), "weight update": bucket}
-    return EngineTerms(terms, tokens, tokens // longest_sample(options))
+    return EngineTerms(terms, parts * tokens, parts * (tokens // longest_sample(options)))
 
 
 def utilization(options: Options) -> float:
@@ -53,6 +53,13 @@ def utilization(options: Options) -> float:
         return UTILIZATION
 
 
+def gpu_weights(options: Options, family: Family, config: Config) -> float:
+    """Bytes of the weights on one GPU: experts divided over all of the engine's, the rest over those of a data-parallel part."""
+    count, whole = whole_model(family, config), model_bytes(options, family, config)
+    experts = whole * count.expert / count.all
+    return experts / options.rollout_num_gpus_per_engine + (whole - experts) / options.engine_tensor_parallel_size
+
+
 def model_bytes(options: Options, family: Family, config: Config) -> float:
     """Bytes of the weights that an engine serves: with a quantization_config, matrices of one byte and bf16 embeddings."""
     count = whole_model(family, config)
@@ -65,6 +72,6 @@ def model_bytes(options: Options, family: Family, config: Config) -> float:
 def token_bytes(options: Options, family: Family, config: Config) -> float:
     """Bytes of one token in the KV cache of one GPU: keys and values of every layer; with fewer heads than GPUs each holds one."""
     fields = family.transformer(config)
-    heads = max(1.0, fields["num_query_groups"] / options.rollout_num_gpus_per_engine)
+    heads = max(1.0, fields["num_query_groups"] / options.engine_tensor_parallel_size)
     item = _ITEMS.get(str(options.vllm.get("kv_cache_dtype")), 2 if options.bf16 else 4)
     return 2.0 * fields["num_layers"] * heads * fields["kv_channels"] * item

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from hpcrl.config.options import Options
 from hpcrl.memory.engine import EngineTerms, engine_terms
+from hpcrl.memory.sharing import SAMPLES, put_away, turns
 from hpcrl.memory.training import GIB, Terms, fullest_rank, tokens_per_gpu
 from hpcrl.models.family import Config, Family
 
@@ -26,15 +27,23 @@ def memory_lines(options: Options, family: Family, config: Config, gpu: float = 
     if engine:
         yield f"  GPU of an engine: {_sum(engine.gpu)}"
         yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
-    if any(trainer.host.values()):
+    host = dict(trainer.host)
+    if engine and options.takes_turns:
+        yield f"  of both on one GPU while {_each(turns(options, trainer, engine))}"
+        host["put away"] = put_away(options, trainer, engine)
+    if any(host.values()):
         ranks = options.actor_num_gpus_per_node
-        yield f"  host, for {ranks} ranks: {_sum({name: ranks * value for name, value in trainer.host.items()})}"
+        yield f"  host, for {ranks} ranks: {_sum({name: ranks * value for name, value in host.items()})}"
     yield from warnings(options, trainer, engine, gpu)
 
 
 def _sum(terms: Mapping[str, float]) -> str:
     parts = " + ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items() if abs(value) >= 0.05 * GIB)
     return f"{sum(terms.values()) / GIB:.1f} = {parts}" if parts else f"{sum(terms.values()) / GIB:.1f}"
+
+
+def _each(terms: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {value / GIB:.1f}" for name, value in terms.items())
 
 
 def warnings(options: Options, trainer: Terms, engine: EngineTerms | None, gpu: float) -> Iterator[str]:
@@ -46,20 +55,28 @@ def warnings(options: Options, trainer: Terms, engine: EngineTerms | None, gpu: 
             "warn: an engine's KV cache does not hold one sample of full length; raise --rollout-num-gpus-per-engine or "
             "--vllm-gpu-memory-utilization"
         )
-    shared = engine.total if engine and options.colocate else 0.0
-    total = trainer.total + shared
-    if total <= gpu * GIB:
+    if trainer.total > gpu * GIB:
+        term = heaviest(trainer)
+        yield f"warn: a trainer rank takes {trainer.total / GIB:.0f} of {gpu:g} GiB; {term} weigh most: {advice(options, term)}"
+    elif engine and options.takes_turns:
+        yield from _warn_of_sharing(options, turns(options, trainer, engine), engine, gpu)
+
+
+def _warn_of_sharing(options: Options, taken: Mapping[str, float], engine: EngineTerms, gpu: float) -> Iterator[str]:
+    """The turn that one GPU cannot hold, and what to change."""
+    turn = max(taken, key=lambda name: taken[name])
+    over = taken[turn] - gpu * GIB
+    if over <= 0:
         return
-    if shared and trainer.total <= gpu * GIB - engine.total + engine.gpu["KV cache"]:  # type: ignore[union-attr]
-        room = (gpu * GIB - trainer.total) / (gpu * GIB)
-        yield (
-            f"warn: trainer and engine on one GPU take {total / GIB:.0f} of {gpu:g} GiB, and both stay in memory; lower "
-            f"--vllm-gpu-memory-utilization to {max(room, 0):.2f} or less"
-        )
-        return
-    term = heaviest(trainer)
-    who = "trainer and engine on one GPU take" if shared else "a trainer rank takes"
-    yield f"warn: {who} {total / GIB:.0f} of {gpu:g} GiB; {term} weigh most: {advice(options, term)}"
+    what = f"warn: while {turn}, trainer and engine on one GPU take {taken[turn] / GIB:.0f} of {gpu:g} GiB"
+    stays = [flag for flag, kept in (("train", not options.offloads_train), ("rollout", not options.sleep_level)) if kept]
+    if stays:
+        yield f"{what}; leave out {' and '.join(f'--no-offload-{flag}' for flag in stays)}"
+    elif turn == SAMPLES and over < engine.gpu["KV cache"]:
+        room = (gpu * GIB - (taken[turn] - engine.total) - engine.gpu["weight update"]) / (gpu * GIB)
+        yield f"{what}; lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
+    else:
+        yield f"{what}; raise --tensor-model-parallel-size or --rollout-num-gpus-per-engine"
 
 
 def heaviest(trainer: Terms) -> str:

@@ -28,6 +28,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
+from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.command import LATE, MISSING, ask
@@ -73,9 +74,9 @@ def launch(argv: list[str]) -> int:
     overrides, own, words = parse_flags(before, OWN)
     resume = Path(own["resume"]) if "resume" in own else None
     recipe = _recipe(words, arguments, overrides, resume)
-    from hpcrl.mpi.ranks import run_ranks, under_mpi
+    if under_mpi(os.environ) and not (own.get("dry-run") or own.get("print")):
+        from hpcrl.mpi.ranks import run_ranks
 
-    if under_mpi():
         hosts = list(read_hostfile(own["hostfile"]).hosts) if "hostfile" in own else None
         return run_ranks(recipe, overrides, resume, hosts)
     return _call(argv, recipe, overrides, resume, own)
@@ -121,7 +122,8 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
             return 0
         if not shutil.which(mpirun[0]):
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
-        reach([host.name for host in found.hosts], shlex.split(agent))
+        if not started_by_scheduler(kind, agent, os.environ):
+            reach([host.name for host in found.hosts], shlex.split(agent))
         return _run(command, kind, agent)
 
 
@@ -218,7 +220,7 @@ def _loopback(host: str) -> str | None:
 
 def _run(command: list[str], kind: str, agent: str) -> int:
     """Run mpirun to its end; a first signal asks the run to save, a second ends it."""
-    environment = {**os.environ, PARENT: str(os.getpid())}
+    environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
     extra = shlex.split(agent)[1:]
     if kind == "mpich" and extra:
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(extra)

@@ -32,11 +32,6 @@ from hpcrl.run.process import adopt_orphans, die_with_parent, end_descendants
 INIT = 60.0
 
 
-def under_mpi() -> bool:
-    """Whether an mpirun has started this process."""
-    return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK"))
-
-
 def run_ranks(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, hostfile: list[Host] | None) -> int:
     """Be this MPI rank to the end of the run; the exit status."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a wish to stop

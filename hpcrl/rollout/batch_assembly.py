@@ -21,6 +21,8 @@ from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
 
+AGES = 8  #: policy versions that are told apart in metrics
+
 
 @dataclass
 class Rollout:
@@ -163,3 +165,10 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
         "staleness/max": float(stale.max()),
         "perf/tokens_per_sec": float(lengths.sum()) / max(seconds, 1e-9),
     }
+
+
+def ages(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """Which share of the tokens is how many policy versions old for a trainer at `version`; the last counts all that are older."""
+    stale = np.minimum(version - np.concatenate([s.versions for s in samples]), AGES)
+    shares = np.bincount(stale, minlength=1) / max(len(stale), 1)
+    return {f"staleness/share/{age}{'+' * (age == AGES)}": float(share) for age, share in enumerate(shares)}

@@ -18,35 +18,34 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.queue import sockets
+from hpcrl.errors import DataError, HpcrlError
+from hpcrl.handover import Event
 from hpcrl.queue.server import QueueServer
+from hpcrl.report.timeline.names import EVALUATE, MAKE, REQUESTS
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
-from hpcrl.rollout.batch_assembly import batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.steering import look
 from hpcrl.rollout.engines.teacher import Teacher
-from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
+from hpcrl.rollout.evaluation.evaluator import Evaluator
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
-from hpcrl.rollout.grading.service import Grading
+from hpcrl.rollout.making.ahead import AnyMaker, MadeAhead
 from hpcrl.rollout.making.maker import Maker
 from hpcrl.rollout.making.own_maker import OwnMaker
 from hpcrl.rollout.making.shelf import Shelf
-from hpcrl.rollout.own_hooks import RolloutHooks
+from hpcrl.rollout.making.stream import Stream
 from hpcrl.rollout.prompts.own_source import OwnSource
-from hpcrl.rollout.prompts.prompt_files import PromptFile, read_training
-from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
-from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.sample_files import write_samples
-from hpcrl.rollout.samplers.custom import CustomSampler, started
+from hpcrl.rollout.samplers.custom import started
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
+from hpcrl.rollout.work import Work
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sample import Sample
@@ -55,63 +54,13 @@ POLL = 0.2  #: seconds between two looks at the stop file and at the other roles
 TERMINATED = 128 + signal.SIGTERM
 
 
-class Work:
-    """Everything that is read before the run begins.  DataError and UsageError say what is wrong with it."""
-
-    def __init__(self, context: RoleContext) -> None:
-        options = context.options
-        self.samples = not options.learns_labels
-        self.hooks = RolloutHooks(options, load_points(options, "rollout"))
-        self.tokenizer = load_tokenizer(options.hf_checkpoint)
-        self.held_out: list[HeldOut] = []
-        self.grading: Grading | None = None
-        self.custom: CustomSampler | None = None  # makes samples with the user's function
-        self.file: PromptFile | None = None
-        if options.load_debug_rollout_data is not None:
-            self.source: PromptSource | OwnSource | SavedRollouts = SavedRollouts(options)
-            self.total, self.said = self.source.total, str(self.source)
-            return
-        if self.samples and not context.plan.engines:
-            raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
-        evaluates = options.eval_interval is not None and bool(context.plan.engines)
-        if evaluates:
-            self.held_out = read_held_out(options, self.tokenizer)
-        self._open_source(options)
-        self.said = "; ".join(
-            [*(str(file) for file in (self.file, *(h.file for h in self.held_out)) if len(file)), f"{self.total} rollouts"]
-        )
-        graded = [self.file] if self.samples and options.grades and self.total else []
-        graded += [held.file for held in self.held_out]
-        more = [word for held in self.held_out for word in held.of.rewards]
-        if graded and (options.grades or more or not options.custom_generate_function_path):
-            self.grading = Grading(options, graded, more, self.hooks)
-        if options.custom_generate_function_path and (self.samples or self.held_out):
-            host = sockets.bind_address(context.plan)
-            self.custom = CustomSampler(options, self.tokenizer, self.grading, host)
-
-    def _open_source(self, options: Options) -> None:
-        """Where the prompts come from, and how many rollouts they make."""
-        if self.hooks.data_source is not None and not options.only_evaluates:
-            own = OwnSource(options, self.tokenizer, self.hooks.data_source)
-            self.source, self.file = own, own.file()
-            if (length := own.length()) is None and options.num_rollout is None:
-                raise UsageError(
-                    f"--num-epoch: --data-source-path {options.data_source_path} does not say how many prompts an epoch has",
-                    "give --num-rollout, or the class a __len__",
-                )
-            self.total = count_rollouts(options, length or 0, f"--data-source-path {options.data_source_path}")
-            return
-        self.file = read_training(options, self.tokenizer)
-        self.total = count_rollouts(options, len(self.file))
-        self.source = PromptSource(self.file, options.rollout_seed, options.rollout_shuffle)
-
-
 class RolloutRole:
     """One attempt's rollout process, between `begin` and `finish`."""
 
     def __init__(self, context: RoleContext, work: Work) -> None:
         self.context, self.options, self.work = context, context.options, work
-        self.pool = EnginePool(context.rundir, context.plan, context.options)
+        self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
+        self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
@@ -133,18 +82,28 @@ class RolloutRole:
         if self.evaluator is not None and (own := work.hooks.eval_function) is not None:
             self.own_evaluator = OwnEvaluator(self.options, self.evaluator, work.held_out, own)
         self.shelf = Shelf(self.options, work.source, context.rundir)
-        self.maker: Maker | OwnMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        self.maker: AnyMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
+        self.stream: Stream | None = None  # in the loop whose engines never wait
+        if self.options.runs_ahead and self.options.loop == "fully-async":
+            look_at = functools.partial(look, self.pool)
+            self.maker = self.stream = Stream(self.options, self.shelf, self.sampler, generator.abort, look_at, work.total)
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
-        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.finish)
+        self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
+        if self.options.runs_ahead and self.options.deterministic_mode:
+            self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
+        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.turn, self.finish)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
         self._making: asyncio.Task[None] | None = None
+        self._made_id = -1  # the rollout of `_making`
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._idle_since: float | None = None  # when the last rollout was done
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
+        self._end_at: int | None = None  # the first rollout that a run that is asked to stop does not train on
         self._states: dict[int, dict[str, Any]] = {}
 
     async def run(self) -> int:
@@ -160,6 +119,7 @@ class RolloutRole:
             if self.teacher is not None:
                 await self.teacher.check()
             await self.server.start()
+            self.timeline.started()
             say(self.work.said)
             return await self._end
         except Exception as error:  # told to the trainer, then raised
@@ -169,12 +129,16 @@ class RolloutRole:
             raise
         finally:
             await cancel(starting, watch, self._making, self._evaluating)
+            if self.stream is not None:
+                await self.stream.close()
+            self.pool.occupancy.close()
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
                 if part is not None:
                     await part.close()
             await self.server.close()
             self.shelf.close()
+            self.timeline.close()
 
     # ---- what the trainer calls
 
@@ -188,35 +152,49 @@ class RolloutRole:
         elif rollout_id:
             raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
         self.shelf.restore(rollout_id, state)
+        if self.ahead is not None:
+            self.ahead.begin(rollout_id)
         self._next = rollout_id
         if self._stopping:
             await self.server.stop_at(rollout_id)
         return {"num_rollout": self.work.total}
 
-    async def generate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        """Start making the samples of `rollout_id` under policy `version`; returns at once."""
+    async def generate(self, rollout_id: int, version: int, consumed: int | None = None) -> dict[str, Any]:
+        """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is made.
+
+        consumed: the policy version of the trainer when it learns from them; None: the same.
+        """
+        if self._stopping and not self._last_ahead(rollout_id):
+            return {}
         if rollout_id != self._next:
             raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
+        if self.stream is not None:
+            self.stream.publish(version)
         if self._making is not None:
             await asyncio.wait([self._making])
-        if self._stopping:
+        if self._stopping and not self._last_ahead(rollout_id):
             return {}
-        self._next = rollout_id + 1
+        self._next, self._made_id = rollout_id + 1, rollout_id
         self.work.hooks.rollout_id = rollout_id
-        self._making = asyncio.create_task(self._make(rollout_id, version))
+        self._making = asyncio.create_task(self._make(rollout_id, version, version if consumed is None else consumed))
         self._making.add_done_callback(self._made)
         return {}
 
-    async def snapshot(self, rollout_id: int, saved: int = 0) -> dict[str, Any]:
+    async def snapshot(self, rollout_id: int, saved: int = 0, settle: bool = False) -> dict[str, Any]:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
-        saved: the policy version of the newest checkpoint.
+        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too.
         """
-        if self._making is not None:
+        if self._making is not None and (settle or self._made_id <= rollout_id):
             await asyncio.wait([self._making])
+        if self.stream is not None:
+            self.stream.press()
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
-        await asyncio.to_thread(self.shelf.train, rollout_id, saved)
+        await asyncio.to_thread(self.shelf.remove, self.shelf.learned(rollout_id, saved))
+        if self.ahead is not None:
+            await asyncio.to_thread(self.ahead.prune, rollout_id, saved)
+        self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
         return self._states[rollout_id]
 
     async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
@@ -233,40 +211,56 @@ class RolloutRole:
         await asyncio.wait([self._evaluating])
         return {} if self._evaluating.cancelled() else self._evaluating.result()
 
+    async def turn(self, event: str) -> dict[str, Any]:
+        """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
+        await self.pool.turn(Event(event))
+        return {}
+
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out."""
         if self._making is not None:
             await asyncio.wait([self._making])
+        if self.stream is not None:
+            await self.stream.close()
         say(f"finished at rollout {rollout_id}")
         asyncio.get_running_loop().call_later(POLL, self._settle, 0)
         return {}
 
     # ---- the work
 
-    async def _make(self, rollout_id: int, version: int) -> None:
+    async def _make(self, rollout_id: int, version: int, consumed: int) -> None:
         await self.pool.connect()
-        begun = time.monotonic()
+        begun, at = time.monotonic(), self.timeline.now()
+        waited = begun - (self._idle_since or begun)
+        if self.stream is not None and self._idle_since is not None:
+            begun = self._idle_since  # it never stops making
         late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
-        made = await within(self._patience, self.maker.make(rollout_id, version), late)
+        made = await within(self._patience, self.maker.make(rollout_id, version, consumed), late)
         samples = made.rollout.samples()
         source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
-        self._states = {rollout_id: self.shelf.state(rollout_id)}  # with what an own source has learned of the samples
-        check_staleness(samples, version, self.options.staleness_bound)
+        # with what an own source has learned of the samples, unless more has been issued since
+        self._states[rollout_id] = made.state or self.shelf.state(rollout_id)
+        check_staleness(samples, consumed, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
-            await asyncio.to_thread(write_rollout, path, rollout_id, version, samples)
+            await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
         seconds = time.monotonic() - begun
-        metrics = made.metrics | batch_metrics(made.rollout, version, seconds, sampled=self.work.samples)
-        metrics |= self.work.source.metrics()
+        metrics = batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
+        metrics |= self.pool.occupancy.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
+        if self.work.samples and self.options.staleness_bound != 0:
+            metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
         batch = await self.work.hooks.batch(samples, metrics)
         shares = make_shares(made.rollout, self.options, metrics, batch)
-        self._handed_over = rollout_id
+        if not self._stopping or not self._last_ahead(rollout_id):
+            self._handed_over = rollout_id
         await self.server.put(rollout_id, shares)
+        self.timeline.add(MAKE, at, self.timeline.now(), rollout_id=rollout_id)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         say(f"rollout {rollout_id}: {', '.join(words)}")
+        self._idle_since = time.monotonic()
 
     @property
     def _patience(self) -> float:
@@ -282,7 +276,7 @@ class RolloutRole:
 
     async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
         await self.pool.connect()
-        found: dict[str, Any] = {}
+        at, found = self.timeline.now(), dict[str, Any]()
         every: dict[str, list[Sample]] = {}
         made = await self.own_evaluator.make(rollout_id, version) if self.own_evaluator else Evaluated({}, {})
         for held in self.work.held_out:
@@ -296,6 +290,7 @@ class RolloutRole:
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
         for name, row in made.numbers.items():
             found[name] = found.get(name, {}) | row
+        self.timeline.add(EVALUATE, at, self.timeline.now(), rollout_id=rollout_id)
         return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing
@@ -307,6 +302,7 @@ class RolloutRole:
                 self.context.rundir.check()
                 if not self._stopping and self.context.rundir.stop_requested():
                     await self._stop()
+                self.timeline.count(REQUESTS, running=self.pool.occupancy.in_flight)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)
@@ -318,10 +314,20 @@ class RolloutRole:
         await cancel(self._evaluating)
         if self._next is None:
             return
-        if self._making is not None and not self._making.done() and self._handed_over != self._next - 1:
-            await cancel(self._making)
-            self._next -= 1
-        await self.server.stop_at(self._next)
+        end = self._next
+        if self._making is not None and not self._making.done() and self._handed_over != end - 1:
+            end -= 1
+            if self.ahead is None:
+                await cancel(self._making)
+                self._next = end
+        if self.stream is not None:
+            await self.stream.stop()
+        self._end_at = end
+        await self.server.stop_at(end)
+
+    def _last_ahead(self, rollout_id: int) -> bool:
+        """Whether a run that is asked to stop still makes this rollout, so that one that goes on learns from the same samples."""
+        return self.ahead is not None and rollout_id == self._end_at
 
     def _guarded(self, method: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
         """`method` as a handler of the queue: an error in it is recorded as ours before the trainer hears of it."""

@@ -1,7 +1,11 @@
-"""The environment of processes that compute on GPUs, as far as trainer and engines must have it alike.
+"""The environment of processes that compute on GPUs: one table of what each role is given, and why.
 
-Invariants: what the user has set stays; a compile cache holds code that will be run, so it lies in a directory that nobody
-else can write to, or make first under its name.
+    wishes = wanted("trainer", Where(options, interface="ib0", threads=8))
+    environment = {**wishes, **os.environ}           # what the user has set wins
+    for line in overruled(wishes, os.environ): ...   # and is said, with what hpcrl would have set and why
+
+Invariants: every variable has its reason beside it; what the user has set stays; a compile cache holds code that will be
+run, so it lies in a directory that nobody else can write to, or make first under its name.
 """
 
 from __future__ import annotations
@@ -9,10 +13,144 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from hpcrl.config.options import Options
+from hpcrl.plan import Place, socket_names
+
+Role = Literal["trainer", "engine"]
+
+
+class Where(NamedTuple):
+    """What decides a process's variables.
+
+    interface: of the plan's network, empty if not known; threads: CPU threads of one process, None: its library decides; cpu:
+    it is an engine on CPUs.
+    """
+
+    options: Options
+    interface: str = ""
+    threads: int | None = None
+    cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable.  value: None where it is left alone; also: other names under which a user may have set the same."""
+
+    name: str
+    roles: tuple[Role, ...]
+    value: Callable[[Where], str | None]
+    why: str
+    also: tuple[str, ...] = ()
+
+
+def _one_queue(w: Where) -> str | None:
+    o = w.options
+    return "1" if o.tensor_model_parallel_size > 1 or o.context_parallel_size > 1 else None
+
+
+def _deterministic(value: str) -> Callable[[Where], str | None]:
+    return lambda w: value if w.options.deterministic_mode else None
+
+
+def _network(w: Where) -> dict[str, str]:
+    return socket_names(Place("", (), "", w.interface))
+
+
+BOTH: tuple[Role, ...] = ("trainer", "engine")
+TABLE: tuple[Variable, ...] = (
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        ("trainer",),
+        _one_queue,
+        "one hardware queue, so that kernels start in the order of their launch: Megatron counts on it to start the collectives of "
+        "tensor and context parallelism before the GEMMs that hide them. Not without these: expert parallelism and the reduction "
+        "of gradients run beside GEMMs only with several queues",
+    ),
+    Variable(
+        "PYTORCH_ALLOC_CONF",
+        ("trainer",),
+        lambda w: None if w.options.megatron.get("nccl_ub") else "expandable_segments:True",
+        "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one lie idle beside the next; a "
+        "trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers memory where it lies. "
+        "Not for engines: vLLM has pools of its own",
+        also=("PYTORCH_CUDA_ALLOC_CONF",),
+    ),
+    Variable(
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        ("trainer",),
+        lambda w: "1" if w.options.megatron.get("fp8_recipe") == "blockwise" else None,
+        "blocks of --fp8-recipe blockwise get scales in fp32, as the 128 x 128 FP8 checkpoints have that engines serve, instead of "
+        "Transformer Engine's powers of two",
+    ),
+    Variable(
+        "NCCL_ALGO",
+        BOTH,
+        _deterministic("Ring"),
+        "--deterministic-mode: one algorithm, and so one order of summing, whatever the size. For both roles: they have a "
+        "communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they would wait for ever",
+    ),
+    Variable("CUBLAS_WORKSPACE_CONFIG", ("trainer",), _deterministic(":4096:8"), "--deterministic-mode: cuBLAS asks for it"),
+    Variable(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        ("trainer",),
+        _deterministic("0"),
+        "--deterministic-mode: Transformer Engine's attention",
+    ),
+    Variable(
+        "VLLM_BATCH_INVARIANT",
+        ("engine",),
+        _deterministic("1"),
+        "--deterministic-mode: what else is in flight decides how vLLM batches, and without this also the bits of a sample",
+    ),
+    Variable(
+        "NCCL_SOCKET_IFNAME",
+        BOTH,
+        lambda w: _network(w).get("NCCL_SOCKET_IFNAME"),
+        "NCCL's connections are made on the plan's network (--interface), not on whichever interface comes first",
+    ),
+    Variable(
+        "GLOO_SOCKET_IFNAME",
+        BOTH,
+        lambda w: _network(w).get("GLOO_SOCKET_IFNAME"),
+        "the same for gloo, which takes what the host's name leads to",
+    ),
+    Variable(
+        "OMP_NUM_THREADS",
+        BOTH,
+        lambda w: None if w.threads is None else str(w.threads),
+        "each of a host's processes would take all of its cores: --trainer-threads, a share of the cores where the CPU does Adam's "
+        "work or the engine computes on it",
+    ),
+)
+
+
+def wanted(role: Role, where: Where) -> dict[str, str]:
+    """What hpcrl would set for a role."""
+    skipped = {"NCCL_ALGO", "VLLM_BATCH_INVARIANT"} if where.cpu and role == "engine" else set()
+    found = {v.name: v.value(where) for v in TABLE if role in v.roles and v.name not in skipped}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def missing(wishes: Mapping[str, str], base: Mapping[str, str]) -> dict[str, str]:
+    """Those of the wishes that the environment `base` does not decide."""
+    also = {v.name: v.also for v in TABLE}
+    return {n: value for n, value in wishes.items() if not any(name in base for name in (n, *also.get(n, ())))}
+
+
+def overruled(wishes: Mapping[str, str], base: Mapping[str, str]) -> Iterator[str]:
+    """A line for each variable of the table that `base` has with another value: that one stays."""
+    for variable in TABLE:
+        if (wish := wishes.get(variable.name)) is None:
+            continue
+        for name in (variable.name, *variable.also):
+            if base.get(name, wish) != wish:
+                yield f"{name}={base[name]} is set and stays; hpcrl would set {variable.name}={wish}: {variable.why}"
+
 
 #: the variable that moves a compile cache -> its folder.  All have their usual place in the home directory, which on a cluster
 #: is a shared file system that every process of the run would fill at once, or (torch) under a known name in /tmp.
@@ -22,15 +160,6 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-
-
-def deterministic_nccl(options: Options) -> dict[str, str]:
-    """NCCL's part of --deterministic-mode: one algorithm, and so one order of summing, whatever the size.
-
-    For trainer and engines alike, whatever vLLM chooses for its own communicators: they have one in common, for the weights,
-    and NCCL does not reconcile what its ranks were told; they would wait for each other for ever.
-    """
-    return {"NCCL_ALGO": "Ring"} if options.deterministic_mode else {}
 
 
 def compile_caches(base: Mapping[str, str], spare: Path | None = None) -> dict[str, str]:

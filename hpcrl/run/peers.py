@@ -74,7 +74,19 @@ class EnginePeer(Peer, tag="engine"):
     lean: bool = False
 
 
-P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer)
+class MeetingPeer(Peer, tag="engine-meeting"):
+    """Where the parts of an engine over several hosts meet: on its first.
+
+    port: of their process group; rpc_port: of the handshake of data-parallel parts.
+    """
+
+    role: ClassVar[str] = "engine-meeting"
+    host: HostName
+    port: Port
+    rpc_port: Port
+
+
+P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, MeetingPeer)
 
 
 def peer_file(here: Path, kind: type[Peer], index: int) -> Path:

@@ -5,6 +5,7 @@
       prepared/                   what the recipe's prepare command made
       keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
       attempts/N/plan.json        who runs where
+      attempts/N/hosts.json       the hosts that the attempt was given, with all their slots
       attempts/N/peers/ROLE-I.json    what a process published (peers.py)
       attempts/N/error.json       the first error of the attempt
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
@@ -14,6 +15,7 @@
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       position.json               where a run without a trainer stands
+      timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
 Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is
@@ -32,6 +34,7 @@ from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
 
 #: what a run has from the start
+HOSTS = "hosts.json"  #: its name in attempts/N
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
 

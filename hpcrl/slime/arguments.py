@@ -155,8 +155,6 @@ def read_flag(flag: str, given: Given) -> Reading:
         return Reading("translated", (f"--{verdict.text}", *words))
     if verdict.way == "needless":
         return Reading("needless", (), verdict.text)
-    if flag == ASYNC and "loop" in own():
-        return Reading("translated", ("--loop", "async"))
     if says_default(verdict, list(words)):
         return Reading("needless", (), SAYS_NOTHING)
     return Reading("refused", (), verdict.text)

@@ -57,14 +57,20 @@ def own_function(flag: str, given: Given) -> Reading:
 
 def rollout_function(flag: str, given: Given) -> Reading:
     """Supervised fine-tuning and the fully asynchronous loop are functions in slime, and options here."""
-    tail = one(given, flag).partition(".")[2]
+    path = one(given, flag)
+    tail = path.partition(".")[2]
     if tail == "rollout.sft_rollout.generate_rollout":
         if one(given, "loss-type") == "sft_loss":
             return Reading("needless", (), "--loss-type sft_loss learns what the prompt file holds")
         return Reading("refused", (), "it belongs to --loss-type sft_loss")
-    if tail == "rollout.fully_async_rollout.generate_rollout_fully_async":
-        return Reading("refused", (), "there is no such loop yet: rollouts are sampled one after another")
+    if path.endswith("fully_async_rollout.generate_rollout_fully_async"):  # slime's example lies in a directory of its own
+        return Reading("translated", ("--loop", "fully-async"), "that function is a loop here")
     return own_function(flag, given)
+
+
+def asynchronous(flag: str, given: Given) -> Reading:
+    """slime's other program is an option here."""
+    return Reading("translated", ("--loop", "async"))
 
 
 def correction(flag: str, given: Given) -> Reading:
@@ -135,10 +141,16 @@ def deterministic(flag: str, given: Given) -> Reading:
     return Reading("refused", (), "use --deterministic-mode, which holds for trainer and engines together")
 
 
+def offload(flag: str, given: Given) -> Reading:
+    """Both sides at once."""
+    return Reading("translated", ("--offload-train", "--offload-rollout"))
+
+
 READERS: dict[str, Callable[[str, Given], Reading]] = {
     reader.__name__: reader
     for reader in (
         all_to_all,
+        asynchronous,
         attention_backend,
         correction,
         data_parallel,
@@ -146,6 +158,7 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         deterministic,
         eval_prompt_data,
         expert_parallel,
+        offload,
         own_function,
         rollout_function,
         train_only,

@@ -63,7 +63,9 @@ def preview_script(submission: Submission) -> str:
 def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
     """The script for a person, whose job makes a run directory of its own number."""
     root = f'"runs/{submission.job.recipe.name}-$SLURM_JOB_ID"'
-    command = f'"$HPCRL_PYTHON" -m hpcrl.slurm.batch_process {shlex.join(words)} --run-dir {root}'
+    inside = submission.site.container.kind != "none"  # then HPCRL_PYTHON is the image's, and this process runs outside of it
+    python = shlex.quote(batch_python(submission.site)) if inside else '"$HPCRL_PYTHON"'
+    command = f"{python} -m hpcrl.slurm.batch_process {shlex.join(words)} --run-dir {root}"
     return render(submission.script_by_hand(command, "hpcrl-%j.out"), submission.request, submission.site)
 
 

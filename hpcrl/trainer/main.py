@@ -2,6 +2,9 @@
 
     generate -> train -> publish weights -> save -> evaluate
 
+With --loop async and fully-async the next rollout is asked for before this one is trained on (`pace.py`).
+With --colocate it saves before it publishes: then the GPUs are the engines'.
+
 Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
 anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
 rollouts; a resumed run first makes up for an evaluation that it owes.
@@ -12,29 +15,34 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
+from hpcrl.report.timeline.names import EVALUATE, LOGPROBS, PAUSED, READY, SAVE, SAVED, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.timeline.spans import Timeline, trainer_timeline
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
 
+T = TypeVar("T")
 ECHO = 3.0  #: seconds to hold back an error that may only say that another rank is gone: that rank's own error comes first
 
 
 class Crank:
     """The training loop of one rank."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, timeline: Timeline) -> None:
         from hpcrl.config.plugin_points import load_points
         from hpcrl.queue.client import QueueClient
         from hpcrl.report.metrics import MetricsLog
         from hpcrl.trainer.checkpoint import save_load
         from hpcrl.trainer.checkpoint.resume import restore
         from hpcrl.trainer.checkpoint.saver import Saver
+        from hpcrl.trainer.colocation.turns import Turns
         from hpcrl.trainer.megatron import model
         from hpcrl.trainer.other_models import OtherModels
         from hpcrl.trainer.own_hooks import TrainerHooks
@@ -45,16 +53,22 @@ class Crank:
         from hpcrl.trainer.weight_stream import WeightExit
         from hpcrl.weights.sender import WeightSender
 
-        self.context, self.options = context, context.options
+        self.context, self.options, self.timeline = context, context.options, timeline
+        self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
-        self.ranks = initialize(context.options)
+        with timeline.span("meet the other ranks"):
+            self.ranks = initialize(context.options)
         self.hooks.initialized()
         verify(context.options, self.ranks.rank)
-        self.policy = model.build(context.options, self.ranks)
+        self.patient = make_patient(context.options)
+        if self.turns:
+            self.turns.begin(self.driver, self._together)
+        with timeline.span("build the model"):
+            self.policy = model.build(context.options, self.ranks)
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
-        self.patient = make_patient(context.options)
-        self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
+        with timeline.span("restore"):
+            self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         if self.driver:
             say(said)
@@ -65,15 +79,24 @@ class Crank:
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if self.shares.fetches else None
+        if self.turns:
+            self.turns.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
+        self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
+        self.waited = 0.0  # seconds of this step
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.exit = WeightExit(self.policy, self.patient, context.plan.trainers[self.ranks.rank].at, self.options.hf_checkpoint)
-        self.sender = WeightSender(context.rundir, context.plan, context.options, self.driver) if context.plan.engines else None
+        at = context.plan.trainers[self.ranks.rank].at
+        self.exit = WeightExit(self.policy, self.patient, at, self.options.hf_checkpoint)
+        with timeline.span("wait for engines"):
+            args = (context.rundir, context.plan, context.options, self.driver)
+            self.sender = WeightSender(*args) if context.plan.engines else None
         if self.driver:
             self.log.truncate(self.at.rollout_id)
             publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
+        timeline.started()
+        timeline.mark(READY, rollout_id=self.at.rollout_id)
 
     @property
     def driver(self) -> bool:
@@ -84,6 +107,8 @@ class Crank:
     def run(self) -> None:
         started = time.monotonic()
         self._publish()
+        if self.options.runs_ahead:
+            self._generate(self.at.rollout_id)
         if self._owes_evaluation():
             self._evaluate(self.at.rollout_id - 1)
         while self.at.rollout_id < self.total:
@@ -98,46 +123,102 @@ class Crank:
 
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
+        from hpcrl.trainer.pace import publishes, settles
         from hpcrl.trainer.step import train_batch
         from hpcrl.trainer.step.sample_record import record_samples
         from hpcrl.trainer.step.staleness import check_staleness
 
-        rollout_id, begun = self.at.rollout_id, time.monotonic()
-        self._ask("generate", rollout_id=rollout_id, version=self.at.version)
+        rollout_id, begun, at, self.waited = self.at.rollout_id, time.monotonic(), self.timeline.now(), 0.0
+        self._generate(rollout_id)
         fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
         self._together()
+        if self.turns:
+            self.turns.take()
         share = self.shares.exchange(fetched)
         if share is None:
             return False
+        self.waited += time.monotonic() - begun
+        self.timeline.add(WAIT, at, self.timeline.now(), rollout_id=rollout_id)
+        if self.options.runs_ahead:
+            self._generate(rollout_id + 1)
         check_staleness(share, self.at.version, self.options.staleness_bound)
         others = self.others.of_share(share.version, self.at.version)
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks)
+        trains, version = self.timeline.now(), self.at.version
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
+        self.timeline.add(LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
+        self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
-        data = self._ask("snapshot", rollout_id=rollout_id, saved=self.saved)
+        publishing = bool(steps) and publishes(self.options, rollout_id, self._evaluates_after(rollout_id))
+        settle = settles(self.options, publishing)
+        snapshot = partial(self._ask, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
+        data = self._waiting(snapshot) if settle else snapshot()
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
-        metrics = share.metrics | metrics | (self._publish() if steps else {})
-        metrics["perf/step_time"] = time.monotonic() - begun
+        metrics = share.metrics | metrics | (self._publish() if publishing and not self.turns else {})
+        if self.options.runs_ahead:
+            self._waiting(self._generate, rollout_id + 2)
+        metrics["perf/step_time"] = took = time.monotonic() - begun
+        metrics |= {"perf/train_wait_time": self.waited, "perf/wait_time_ratio": self.waited / took}
+        self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
         if path := self.saver.poll():
             self.saved = self.saving
+            self.timeline.mark(SAVED, rollout_id=int(path.name.removeprefix("iter_")))
             if self.driver:
                 say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
-        if self._due(self.options.eval_interval) or self.at.rollout_id == self.total:
+        if self.turns:
+            self._give_back(rollout_id)
+        if self._evaluates_after(rollout_id):
             self._evaluate(rollout_id)
         return True
+
+    def _waiting(self, ask: Callable[..., T], *args: object) -> T:
+        """The answer to what is answered once samples are made: the time counts as waiting for them."""
+        begun, at = time.monotonic(), self.timeline.now()
+        answer = ask(*args)
+        self.waited += time.monotonic() - begun
+        self.timeline.add(WAIT, at, self.timeline.now())
+        return answer
+
+    def _generate(self, rollout_id: int) -> None:
+        """Have the samples of a rollout made, if it is one of the run's and was not asked for before."""
+        from hpcrl.trainer.pace import steps_of
+
+        if not self.asked < rollout_id < self.total:
+            return
+        consumed = self.at.version + sum(steps_of(self.options, between) for between in range(self.at.rollout_id, rollout_id))
+        self._ask("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
+        self.asked = rollout_id
+
+    def _evaluates_after(self, rollout_id: int) -> bool:
+        interval = self.options.eval_interval
+        return (bool(interval) and (rollout_id + 1) % interval == 0) or rollout_id + 1 == self.total
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.at.rollout_id % interval == 0
 
     def _publish(self) -> dict[str, float]:
-        """The current weights into every engine."""
-        metrics = self.sender.publish(self.exit.stream(), self.at.version) if self.sender else {}
+        """The current weights into every engine; with --colocate it is the engines' turn then."""
+        return self.turns.give_back(self._send_weights) if self.turns else self._send_weights()
+
+    def _give_back(self, rollout_id: int) -> None:
+        """The engines' turn, once nothing more is to be done with the state that is on the GPUs."""
+        metrics = self._publish()
+        if self.log:
+            self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.turns.seconds})
+
+    def _send_weights(self) -> dict[str, float]:
+        with self.timeline.span(UPDATE, version=self.at.version):
+            metrics = self.sender.publish(self.exit.stream(), self.at.version) if self.sender else {}
+            if "perf/update_weights_pause_time" in metrics:
+                now = self.timeline.now()
+                self.timeline.add(PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
         self.others.published(self.at.version)
+        self.published = self.at.version
         return metrics
 
     def _owes_evaluation(self) -> bool:
@@ -146,7 +227,7 @@ class Crank:
             return not self.options.skip_eval_before_train
         from hpcrl.trainer.parallel.collectives import broadcast_json
 
-        due = self._due(self.options.eval_interval) or self.at.rollout_id == self.total
+        due = self._evaluates_after(self.at.rollout_id - 1)
         done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None, group=self.patient)
         return due and not done
 
@@ -154,15 +235,21 @@ class Crank:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
         if self.options.eval_interval is None or not self.context.plan.engines:
             return
-        results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
+        with self.timeline.span(EVALUATE, rollout_id=rollout_id):
+            results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
         if self.log and results:  # none if the run was asked to stop meanwhile
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
     def _save(self) -> None:
         """Save; the last time, and before an early end, to the end."""
+        if self.turns:
+            self.turns.take()
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
-        path = self.saver.save(self.at, wait=last)
+        with self.timeline.span(SAVE, rollout_id=self.at.rollout_id):
+            path = self.saver.save(self.at, wait=last)
+        if not self.saver.pending:
+            self.timeline.mark(SAVED, rollout_id=self.at.rollout_id)
         self.saved, self.saving = self.saving if self.saver.pending else self.at.version, self.at.version
         if self.log:
             self.log.append(self.at.rollout_id - 1, {"perf/save_time": time.monotonic() - begun})
@@ -210,7 +297,9 @@ def work(context: RoleContext, rank: int) -> int:
         from hpcrl.trainer.megatron import cpu_shim
 
         cpu_shim.install()
-        Crank(context).run()
+        timeline = trainer_timeline(context.rundir, context.plan, rank)
+        Crank(context, timeline).run()
+        timeline.close()
 
     return act("trainer", context, rank, body, late)
 

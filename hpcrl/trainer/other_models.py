@@ -42,6 +42,11 @@ class OtherModels:
             for path in sorted(resumed.glob(f"{OLD_ACTOR}*")):
                 self._old[int(path.name.removeprefix(OLD_ACTOR))] = self._stored(path)
 
+    @property
+    def trained_too(self) -> tuple[Policy, ...]:
+        """The models beside the policy that have an optimizer."""
+        return (self._critic.model,) if self._critic is not None else ()
+
     def of_share(self, sampled: int, version: int) -> OtherWeights:
         """The weights beside those of policy `version` that a share sampled under policy `sampled` is trained with.
 

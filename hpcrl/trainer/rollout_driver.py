@@ -17,16 +17,16 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.auth import http_key
 from hpcrl.queue.client import QueueClient
 from hpcrl.report.metrics import MetricsLog
-from hpcrl.run.peers import EnginePeer, TrainerPeer, publish, wait_for
+from hpcrl.report.timeline.names import READY, STEP
+from hpcrl.report.timeline.spans import role_timeline
+from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.weights.engine_fleet import Fleet, FleetEngine
-from hpcrl.weights.engine_http import Address
+from hpcrl.weights.engine_fleet import fleet_of
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
@@ -40,12 +40,15 @@ class RolloutDriver:
         self.path = context.rundir.root / POSITION
         at = self._position()
         self.rollout_id: int = at["rollout_id"]
+        self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
         self.log = MetricsLog(context.rundir)
         self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
         self._name_weights()
         publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total))
+        self.timeline.started()
+        self.timeline.mark(READY, rollout_id=self.rollout_id)
 
     def _position(self) -> dict[str, Any]:
         """Where an earlier attempt has left off.  HpcrlError if that is damaged."""
@@ -59,12 +62,8 @@ class RolloutDriver:
 
     def _name_weights(self) -> None:
         """Have every engine call the weights that it has loaded version 0, as it says with each token."""
-        rundir, seconds = self.context.rundir, self.options.engine_start_timeout + SLACK
-        engines = []
-        for index in range(len(self.context.plan.engines)):
-            peer = wait_for(rundir, EnginePeer, index, seconds)
-            engines.append(FleetEngine(index, Address(peer.host, peer.port, http_key(rundir))))
-        fleet = Fleet(rundir, engines, self.options.update_timeout)
+        patience = self.options.engine_start_timeout + SLACK
+        fleet = fleet_of(self.context.rundir, self.context.plan, self.options.update_timeout, patience)
         fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
 
     def run(self) -> None:
@@ -80,7 +79,7 @@ class RolloutDriver:
 
     def _step(self) -> bool:
         """One rollout; False if the run was asked to stop before it."""
-        rollout_id, begun = self.rollout_id, time.monotonic()
+        rollout_id, begun, at = self.rollout_id, time.monotonic(), self.timeline.now()
         self._ask("generate", rollout_id=rollout_id, version=0)
         share = self.client.fetch(rollout_id, self.options.rollout_timeout)
         if share is None:
@@ -88,6 +87,7 @@ class RolloutDriver:
         state = self._ask("snapshot", rollout_id=rollout_id, saved=0)
         self.rollout_id += 1
         write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}))
+        self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         self.log.append(rollout_id, share.metrics | {"perf/step_time": time.monotonic() - begun})
         interval = self.options.eval_interval
         if interval and (self.rollout_id % interval == 0 or self.rollout_id == self.total):

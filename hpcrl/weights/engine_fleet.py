@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.plan import Plan
+from hpcrl.queue.auth import http_key
+from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
 
@@ -50,6 +53,16 @@ class Fleet:
     def begin(self, phase: str, path: str, bodies: Sequence[Any], seconds: float | None = None) -> PendingCalls:
         """Start one POST to each engine, bodies in order of the engines, and return at once."""
         return PendingCalls(self, phase, path, bodies, seconds or self.seconds)
+
+
+def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> Fleet:
+    """All engines of the plan; waits for them at most `patience` seconds, seconds: limit of a call.
+
+    DeadlineError or PeerError name the engine that does not come up.
+    """
+    peers = [wait_for(rundir, EnginePeer, index, patience) for index in range(len(plan.engines))]
+    engines = [FleetEngine(index, Address(peer.host, peer.port, http_key(rundir))) for index, peer in enumerate(peers)]
+    return Fleet(rundir, engines, seconds)
 
 
 class PendingCalls:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.errors import PeerError
 
+TURN = "/hpcrl/turn"  #: where an engine that shares its GPUs is told whose turn it is
 LONGEST = 600  #: characters of an answer that go into an error
 
 

@@ -3,6 +3,7 @@
 One update goes through vLLM's own phases, on all engines at the same time:
     pause (requests are kept) -> reset the prefix cache -> start -> update, by bucket -> finish, with the version ->
     (compare, on request) -> resume (the KV cache of kept requests is computed anew, with the new weights)
+Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here (`hpcrl.handover`).
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
@@ -21,14 +22,11 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.plan import Plan
-from hpcrl.queue.auth import http_key
-from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.digest import cut, digest
-from hpcrl.weights.engine_fleet import Fleet, FleetEngine
-from hpcrl.weights.engine_http import Address
+from hpcrl.weights.engine_fleet import Fleet, FleetEngine, fleet_of
 from hpcrl.weights.fp8 import quantized, scheme_of
 from hpcrl.weights.pieces.transport import PiecesTransport, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
@@ -54,9 +52,7 @@ class WeightSender:
         self.transport: Transport | None = None
         if not (self.active and is_driver):
             return
-        peers = [wait_for(rundir, EnginePeer, i, options.engine_start_timeout + SLACK) for i in range(len(plan.engines))]
-        engines = [FleetEngine(i, Address(peer.host, peer.port, http_key(rundir))) for i, peer in enumerate(peers)]
-        self.fleet = Fleet(rundir, engines, options.update_timeout)
+        self.fleet = fleet_of(rundir, plan, options.update_timeout, options.engine_start_timeout + SLACK)
         self.fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
@@ -88,7 +84,9 @@ class WeightSender:
 
     def _transport(self, host: str) -> Transport:
         assert self.fleet is not None
-        limit, workers = self.options.update_weight_buffer_size, [len(found) for found in self.manifests]
+        limit = self.options.update_weight_buffer_size
+        # of data-parallel parts vLLM asks all, and hands on what the first has said
+        workers = [self.options.engine_data_parallel_size * len(found) for found in self.manifests]
         return make_transport(self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers))
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
@@ -120,8 +118,9 @@ class WeightSender:
             self._stage_pieces(source)
         paused = time.monotonic()
         try:
-            self.fleet.post("pausing", "/pause?mode=keep")
-            self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
+            if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
+                self.fleet.post("pausing", "/pause?mode=keep")
+                self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
             if source is None:
                 self.transport.send()
@@ -132,7 +131,8 @@ class WeightSender:
         except BaseException as error:
             self._put_right(error)
             raise
-        self.fleet.post("resuming", "/resume")
+        if not self.options.takes_turns:
+            self.fleet.post("resuming", "/resume")
         self.version, end = version, time.monotonic()
         return {
             "perf/update_weights_time": end - begin,

@@ -7,7 +7,9 @@ import math
 import os
 import struct
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ from hypothesis import strategies as st
 
 from hpcrl.commands import doctor
 from hpcrl.doctor import model_directory, packages, storage
-from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, read
-from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge
-from hpcrl.doctor.one_node import parse_gpus
+from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
+from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
+from hpcrl.doctor.one_node import UNSEEN, Cards, leave_card, parse_gpus
 from hpcrl.findings import Finding, last_line, size
 from hpcrl.launch.job_request import Component
 from hpcrl.launch.probe import Network, Report
@@ -481,10 +483,43 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     assert parse_gpus(text) == (Gpu(0, "NVIDIA H100 80GB HBM3", 81559, 81007), Gpu(1, "NVIDIA H100 80GB HBM3", 0, 0))
 
 
-def test_other_lines_of_a_step_are_none_of_ours() -> None:
-    [report] = nodes("n1")
-    text = f"module loaded\n{{}}\n{msgspec.json.encode(report).decode()}\n[1, 2]\n"
-    assert read(text) == [report]
+def test_of_a_steps_output_only_a_short_line_is_read() -> None:
+    """What several nodes print at once comes in pieces: reports are files."""
+    text = f"module loaded\n{UNSEEN.format(host='n2')}\nhpcrl doctor: n3 does\nnot see its directory\n"
+    assert without_directory(text) == ["n2"]
+
+
+def test_reports_are_whole_files_and_the_last_may_come_late(tmp_path: Path) -> None:
+    one, two = nodes("n1", "n2")
+    (tmp_path / "n1.7.report").write_bytes(msgspec.json.encode(one))
+    (tmp_path / "n3.7.report").write_bytes(b"{")
+    late = threading.Timer(0.3, (tmp_path / "n2.7.report").write_bytes, [msgspec.json.encode(two)])
+    late.start()
+    assert gather(tmp_path, 3, time.monotonic() + 20) == [one, two]
+    assert gather(tmp_path, 4, time.monotonic()) == [one, two], "who waits no longer takes what is there"
+    late.join()
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 64, 250])
+def test_connections_grow_with_n_log_n_and_reach_everybody(count: int) -> None:
+    hosts = [f"n{i:03}" for i in range(count)]
+    tried = {host: peers_of(host, hosts) for host in hosts}
+    reached = Counter(peer for peers in tried.values() for peer in peers)
+    most = count - 1 if count <= 16 else (count - 1).bit_length()
+    assert {len(peers) for peers in tried.values()} == set(reached.values()) == {most}
+    assert all(host not in peers and len(set(peers)) == len(peers) for host, peers in tried.items())
+    reports = [msgspec.structs.replace(report, tried=dict.fromkeys(tried[report.host], "")) for report in nodes(*hosts)]
+    assert said(reports) == []
+
+
+def test_a_card_is_read_once(tmp_path: Path) -> None:
+    cards = Cards(tmp_path)
+    leave_card(tmp_path, "n1", 2)
+    (tmp_path / "n2.json").write_text("{")
+    assert [*cards.look()] == ["n1"]
+    (tmp_path / "n1.json").unlink()
+    leave_card(tmp_path, "n3", 0)
+    assert [*cards.look()] == ["n1", "n3"]
 
 
 # ---- for real, on this machine

@@ -14,6 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.engine.crash_report import ServerLog, reason
+from hpcrl.engine.nodes.layout import variables
 from hpcrl.engine.server import command_line
 from hpcrl.engine.server_settings import (
     Build,
@@ -24,10 +25,10 @@ from hpcrl.engine.server_settings import (
     kv_cache_bytes,
     server_environment,
 )
-from hpcrl.errors import DataError, UsageError
+from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
-from hpcrl.run.peers import IDLE
-from hpcrl.trainer.start.environment import for_megatron
+from hpcrl.run.gpu_environment import Where, wanted
+from hpcrl.run.peers import IDLE, MeetingPeer
 
 CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
@@ -89,6 +90,41 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     assert cuda["dtype"] == "bfloat16" and cuda["tensor_parallel_size"] == 2
     assert cuda["weight_transfer_config"] == {"backend": "nccl"}
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
+
+
+def test_an_engine_over_hosts_is_one_vllm(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 GPUs on four hosts: each part says which it is, and where they meet."""
+    hosts = [Host(name, 8, f"10.0.0.{i}", "ib0") for i, name in enumerate("tabcd")]
+    o = options(model, actor_num_gpus_per_node=8, rollout_num_gpus=32, rollout_num_gpus_per_engine=32)
+    p = plan(o, *hosts)
+    assert [place.host for place in p.engine_nodes(0)] == list("abcd")
+    with pytest.raises(HpcrlError, match="engine 0 lies on 4 hosts, and HPCRL_ENGINE_MEETING does not say"):
+        flags(o, p, 0, 1, CUDA)
+    meeting = MeetingPeer(host="10.0.0.1", port=4001, rpc_port=4002)
+
+    def part(number: int, wanted: Options) -> dict[str, Any]:
+        for name, value in variables(meeting, number).items():
+            monkeypatch.setenv(name, value)
+        return flags(wanted, p, 0, 1, CUDA)
+
+    common = {"nnodes": 4, "master_addr": "10.0.0.1", "master_port": 4001, "tensor_parallel_size": 32}
+    first, last = part(0, o), part(3, o)
+    assert first.items() >= {**common, "node_rank": 0}.items() and "headless" not in first
+    assert last.items() >= {**common, "node_rank": 3, "headless": True}.items()
+    assert "data_parallel_rpc_port" not in first
+    divided = part(2, o.model_copy(update={"vllm": {"data_parallel_size": 4}}))
+    told = {
+        "tensor_parallel_size": 8,
+        "data_parallel_size": 4,
+        "data_parallel_rpc_port": 4002,
+        "data_parallel_address": "10.0.0.1",
+    }
+    assert divided.items() >= told.items()
+    base = {"PATH": "/bin"}
+    assert [server_environment(o, p, 0, base, CUDA, node)["VLLM_HOST_IP"] for node in range(4)] == [h.address for h in hosts[1:]]
+    assert backend(o.model_copy(update={"colocate": True}), p, False) == "hpcrl_gloo", (
+        "parts on other hosts share no memory with the trainer"
+    )
 
 
 @pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
@@ -183,7 +219,7 @@ def test_environment_of_a_server(model: str) -> None:
     assert cuda["CUDA_VISIBLE_DEVICES"] == "7" and cuda["VLLM_HOST_IP"] == "gpu1"
     assert not {"VLLM_TARGET_DEVICE", "GLOO_SOCKET_IFNAME"} & set(cuda)
     assert cuda["VLLM_BATCH_INVARIANT"] == "1"
-    assert cuda["NCCL_ALGO"] == for_megatron(o)["NCCL_ALGO"], "trainer and engines have a communicator in common"
+    assert cuda["NCCL_ALGO"] == wanted("trainer", Where(o))["NCCL_ALGO"], "trainer and engines have a communicator in common"
     plain = server_environment(options(model), plan(options(model), Host("gpu1", 4)), 1, base, CUDA)
     assert not {"VLLM_BATCH_INVARIANT", "NCCL_ALGO"} & (set(plain) | set(cpu))
 

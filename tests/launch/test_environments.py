@@ -14,10 +14,10 @@ from hpcrl.launch import host
 from hpcrl.launch.host import devices
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run import gpu_environment
-from hpcrl.run.gpu_environment import CACHES, compile_caches, private_directory
+from hpcrl.run.gpu_environment import CACHES, TABLE, Where, compile_caches, missing, overruled, private_directory, wanted
 from hpcrl.run.role import RoleContext
 from hpcrl.run.rundir import RunDir
-from hpcrl.trainer.start.environment import cpu_threads, for_megatron, prepare_environment
+from hpcrl.trainer.start.environment import cpu_threads, prepare_environment
 
 
 def options(**values: Any) -> Options:
@@ -69,18 +69,49 @@ def test_a_machine_without_gpus_is_told_of_none(monkeypatch: pytest.MonkeyPatch,
 
 def test_one_hardware_queue_where_megatron_counts_on_it() -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    assert for_megatron(options()) == {}
+    for_megatron = lambda o: wanted("trainer", Where(o))  # noqa: E731
+    assert wanted("trainer", Where(options())) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert for_megatron(options(tensor_model_parallel_size=2))[name] == "1"
     assert for_megatron(options(context_parallel_size=2))[name] == "1"
     assert name not in for_megatron(options(pipeline_model_parallel_size=2, expert_model_parallel_size=2))
 
 
 def test_determinism_is_asked_of_every_library() -> None:
-    assert for_megatron(options(deterministic_mode=True)) == {
+    deterministic, plain = (wanted("trainer", Where(options(deterministic_mode=on))) for on in (True, False))
+    assert {name: value for name, value in deterministic.items() if name not in plain} == {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "NCCL_ALGO": "Ring",
     }
+
+
+def test_what_flags_of_megatrons_ask_for() -> None:
+    blocks = options(megatron={"fp8": "e4m3", "fp8_recipe": "blockwise"})
+    assert wanted("trainer", Where(blocks))["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
+    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" not in wanted("trainer", Where(options()))
+    assert "PYTORCH_ALLOC_CONF" not in wanted("trainer", Where(options(megatron={"nccl_ub": True})))
+    assert "PYTORCH_ALLOC_CONF" not in wanted("engine", Where(options())), "vLLM's sleep has pools of its own"
+
+
+def test_what_the_user_has_set_is_said_with_the_reason_for_another_value() -> None:
+    wishes = wanted("trainer", Where(options(tensor_model_parallel_size=2), "ib0", 4))
+    base = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    said = list(overruled(wishes, base))
+    assert [line.split()[0] for line in said] == [
+        "CUDA_DEVICE_MAX_CONNECTIONS=8",
+        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512",
+    ]
+    assert "stays; hpcrl would set CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue" in said[0]
+    left = missing(wishes, base)
+    assert left == {"NCCL_SOCKET_IFNAME": "=ib0", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert list(overruled(wishes, {})) == [] and missing(wishes, {}) == wishes
+
+
+def test_the_page_has_every_variable_of_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    rows = {line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")}
+    assert {variable.name for variable in TABLE} <= rows
+    assert all(len(variable.why.split()) > 3 and variable.roles for variable in TABLE)
 
 
 def test_threads_of_a_rank_whose_adam_is_on_the_cpu() -> None:
@@ -94,7 +125,7 @@ def test_threads_of_a_rank_whose_adam_is_on_the_cpu() -> None:
 
 def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opts = options(tensor_model_parallel_size=2, train_env_vars={"NCCL_DEBUG": "INFO"})
-    for name in (*CACHES, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"):
+    for name in (*CACHES, "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "mine")  # so that all are put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch import host, probe
 from hpcrl.launch.host import Looks
+from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir, listed
 
 
@@ -88,3 +90,20 @@ def test_names_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert listed(tmp_path / "none") == frozenset()
     (tmp_path / "a").touch()
     assert listed(tmp_path) == {"a"}
+
+
+def test_every_part_of_an_engine_over_hosts_is_started_on_its_host() -> None:
+    options = Options(hf_checkpoint="m", actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
+    plan = make_plan(options, [Host("t", 2), Host("a", 2), Host("b", 2)], "run")
+
+    def on(name: str, slot: int | None = None) -> list[tuple[str, int]]:
+        return [(role, index) for role, index, _ in host.commands(options, plan, RunDir("/nowhere"), name, slot)]
+
+    assert on("a") == [("engine", 0), ("rollout", 0)]
+    assert on("b") == on("b", 0) == [("engine-0-node", 1)] and on("b", 1) == []
+    [(role, index, command)] = host.commands(options, plan, RunDir("/nowhere"), "b")
+    assert command[2] == "hpcrl.engine.nodes.follower" and command[-4:] == ["--index", "0", "--node", "1"]
+    assert host.devices(plan, role, index, "b", None, "4,5") == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    later = make_plan(options, [Host("t", 4), Host("a", 2), Host("b", 2)], "run")
+    assert later.engines[0].hosts == ("a", "b"), "whole hosts next to each other"
+    assert host.Role("engine-0-node", 1, None, Path()).serves and not host.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]

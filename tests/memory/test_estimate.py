@@ -11,9 +11,10 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
-from hpcrl.memory.engine import engine_terms, model_bytes, token_bytes
+from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, token_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
+from hpcrl.memory.sharing import SAMPLES, TRAINS, put_away, turns
 from hpcrl.memory.training import (
     GIB,
     fullest_rank,
@@ -48,7 +49,12 @@ def guide(name: str, **changes: Any) -> Options:
 
 
 def model_of(name: str) -> tuple[Any, dict[str, Any]]:
-    return of(next(model for start, model in REFERENCE.items() if name.startswith(start)))
+    family, config = of(next(model for start, model in REFERENCE.items() if name.startswith(start)))
+    return family, quantized(config) if "FP8" in name else config
+
+
+def quantized(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "quantization_config": {"quant_method": "fp8"}}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -142,9 +148,33 @@ def test_a_warning_names_the_term_and_what_to_change() -> None:
     assert "logits weigh most: give --log-probs-chunk-size 1024" in warned(wide)
     chunked = guide(name, max_tokens_per_gpu=131072, log_probs_chunk_size=512, megatron={})
     assert "activations weigh most: give --recompute-granularity full" in warned(chunked)
-    both = guide("GLM4-9B, colocated", vllm={"gpu_memory_utilization": 0.9})
-    assert "both stay in memory; lower --vllm-gpu-memory-utilization to 0." in warned(both)
     assert "weights do not fit into the engine's share" in warned(guide(name, vllm={"gpu_memory_utilization": 0.05}))
+
+
+def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
+    family, config = model_of(name := "GLM4-9B, colocated")
+
+    def warned(**values: Any) -> str:
+        return "\n".join(line for line in memory_lines(guide(name, **values), family, config) if line.startswith("warn"))
+
+    options = guide(name, vllm={"gpu_memory_utilization": 0.7})
+    trainer, engine = fullest_rank(options, family, config), engine_terms(options, family, config, 80 * GIB)
+    found = turns(options, trainer, engine)
+    assert trainer.total < found[TRAINS] < trainer.total + 3 * GIB, "all but a sleeping engine's rest is the trainer's"
+    assert engine.total < found[SAMPLES] < engine.total + 4 * GIB
+    assert put_away(options, trainer, engine) == trainer.gpu["weights"] + trainer.gpu["optimizer"]
+    light = options.model_copy(update={"rollout_sleep_level": 1})
+    assert put_away(light, trainer, engine) == put_away(options, trainer, engine) + engine.gpu["weights"]
+    assert warned(vllm={"gpu_memory_utilization": 0.7}) == ""
+    said = warned(vllm={"gpu_memory_utilization": 0.97})
+    assert "while the engines sample" in said
+    fits = float(said.partition("utilization to ")[2].split()[0])
+    assert fits < 0.97 and warned(vllm={"gpu_memory_utilization": fits}) == ""
+    stays = warned(vllm={"gpu_memory_utilization": 0.7}, offload_rollout=False)
+    assert "while the trainer trains" in stays and stays.endswith("leave out --no-offload-rollout")
+    assert "--no-offload-train and --no-offload-rollout" in warned(offload_train=False, offload_rollout=False)
+    text = "\n".join(memory_lines(options, family, config))
+    assert "of both on one GPU while the trainer trains: " in text and "put away" in text
 
 
 EXAMPLES = {
@@ -161,7 +191,9 @@ EXAMPLES = {
 def test_the_reference_recipes_fit(name: str) -> None:
     recipe = load_recipe(Path(__file__).parents[2] / "examples" / f"{name}.toml")
     (options,) = resolve_stages(recipe, {}, {"run": "r", "prepared": "p"})
-    assert not [line for line in memory_lines(options, *of(EXAMPLES[name])) if line.startswith("warn")]
+    family, config = of(EXAMPLES[name])
+    config = quantized(config) if name == "glm-4.5-355b-64gpu" else config
+    assert not [line for line in memory_lines(options, family, config) if line.startswith("warn")]
 
 
 def test_an_engines_cache() -> None:
@@ -169,8 +201,17 @@ def test_an_engines_cache() -> None:
     options, (family, config) = guide(name), model_of(name)
     assert token_bytes(options, family, config) == 2 * 36 * 4 * 128 * 2
     assert token_bytes(options.model_copy(update={"vllm": {"kv_cache_dtype": "fp8"}}), family, config) == 36 * 4 * 128 * 2
-    half = model_bytes(options, family, {**config, "quantization_config": {"quant_method": "fp8"}})
+    half = model_bytes(options, family, quantized(config))
     assert 0.5 < half / model_bytes(options, family, config) < 0.7
+
+
+def test_data_parallel_parts_of_an_engine_hold_what_is_no_expert_each() -> None:
+    family, config = model_of(name := "GLM-4.5-355B, BF16 rollouts")
+    options = guide(name)
+    assert (options.engine_data_parallel_size, options.engine_tensor_parallel_size) == (4, 8)
+    count = whole_model(family, config)
+    assert gpu_weights(options, family, config) == pytest.approx(2 * (count.expert / 32 + count.dense / 8))
+    assert token_bytes(options, family, config) == 2 * 92 * 1 * 128 * 2
 
 
 def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ class Attempt:
         self.shelf.restore(rollout, None if state is None else msgspec.json.decode(msgspec.json.encode(state)))
 
     async def make(self, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float]]:
-        rollout, metrics, _ = await self.maker.make(rollout_id, version)
+        rollout, metrics, *_ = await self.maker.make(rollout_id, version)
         check_staleness(rollout.samples(), version, self.options.staleness_bound)
         assert self.shelf.ledger.holds()
         return rollout, metrics

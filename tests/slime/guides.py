@@ -136,9 +136,6 @@ GUIDES: dict[str, tuple[list[str], tuple[int, int, int]]] = {
         ),
     }.items()
 }
-#: what cannot be honoured yet, of the guides that have such a flag
-UNTIL_LATER = {"--sglang-dp-size"}
-
 #: the shape of a run script: variables, arrays, a model file beside it, Ray, and train.py at its end
 SCRIPT = """\
 #!/bin/bash

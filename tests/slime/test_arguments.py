@@ -15,7 +15,7 @@ from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError, parts_of
 from hpcrl.slime.arguments import split_flags, translate
 from hpcrl.slime.verbatim import PLACES, name_of, recipe_and_refusals, recipe_of, split_arguments, split_program
-from tests.slime.guides import GUIDES, QWEN3, UNTIL_LATER
+from tests.slime.guides import GUIDES, QWEN3
 
 BASE = "--actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 2 " + QWEN3
 
@@ -30,7 +30,7 @@ def test_a_guide_is_honoured_word_for_word(guide: str) -> None:
     words, (ranks, engines, each) = GUIDES[guide]
     translation = translate(words)
     assert [line.flag for line in translation.lines if line.flag] == list(split_flags(words)), "one line for every flag"
-    assert {str(error).split()[0] for error in translation.wrong} <= UNTIL_LATER
+    assert not translation.wrong
     options = options_of(words)
     assert (options.world_size, options.num_engines, options.rollout_num_gpus_per_engine) == (ranks, engines, each)
     assert options.rollout_temperature == 1 and options.n_samples_per_prompt == 8 and options.eps_clip_high == 0.28
@@ -121,12 +121,14 @@ def test_a_refused_flag_brings_no_error_about_its_absence() -> None:
     assert "no reward given" not in str(error.value) and "--custom-rm-path" in str(error.value)
 
 
-def test_the_asynchronous_loop_is_refused_until_it_is_there() -> None:
-    translation = translate(BASE.split(), "train_async.py")
-    if "loop" in Options.model_fields:
-        assert translation.values["loop"] == "async"
-    else:
-        assert "no asynchronous loop yet" in str(translation.wrong[0])
+def test_train_async_is_the_asynchronous_loop() -> None:
+    words = [*BASE.split(), "--update-weights-interval", "2"]
+    assert "loop" not in translate(words).values, "train.py is the synchronous one"
+    translation = translate(words, "train_async.py")
+    assert (translation.values["loop"], translation.values["update_weights_interval"]) == ("async", 2)
+    assert "train_async.py -> --loop async" in [line.text() for line in translation.lines]
+    words += ["--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async"]
+    assert translate(words, "train_async.py").values["loop"] == "fully-async"
 
 
 def test_words_are_split_as_argparse_does() -> None:

@@ -18,8 +18,6 @@ from hpcrl.slime.script import model_families
 FACTS = json.loads(Path(__file__).with_name("flags.json").read_text())
 OWN = {flag: (kind, default) for flag, kind, default in FACTS["own"]}
 ALL = sorted({*OWN, *FACTS["megatron"], *FACTS["engine"]})
-#: names that stand for a whole group of flags, or for the program
-PATTERNS = {"train_async.py"}
 
 
 @pytest.mark.parametrize("flag", ALL)

@@ -160,6 +160,32 @@ def test_components_follow_from_the_stages_together() -> None:
     assert [(c.nodes, c.slots) for c in found.components] == [(4, 8)]
 
 
+EIGHT = {"gpus_per_node": 8, "partition": "gpu"}
+FOUR = {"gpus_per_node": 4, "partition": "gpu"}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "site", "expected"),
+    [
+        (4, 4, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
+        (4, 4, {"trainer": EIGHT}, [("trainer", 1, 8)]),
+        (4, 4, {"trainer": EIGHT, "engine": EIGHT, "layout": "heterogeneous"}, [("trainer", 1, 8)]),
+        (2, 6, {"trainer": FOUR, "engine": FOUR}, [("trainer", 1, 4), ("engine", 1, 4)]),
+        (4, 4, {}, [("trainer", 1, 4), ("engine", 1, 4)]),
+        (4, 4, {"trainer": EIGHT, "engine": EIGHT, "rollout": {"partition": "cpu"}}, [("trainer", 1, 8), ("rollout", 1, 0)]),
+        (8, 8, {"trainer": EIGHT, "engine": EIGHT | {"partition": "infer"}}, [("trainer", 1, 8), ("engine", 1, 8)]),
+        (4, 0, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
+    ],
+)
+def test_no_node_is_asked_for_that_the_plan_leaves_idle(
+    trainers: int, engines: int, site: dict[str, object], expected: list[tuple[str, int, int]]
+) -> None:
+    o = Options(actor_num_gpus_per_node=trainers, rollout_num_gpus=engines, rollout_num_gpus_per_engine=2 if engines else 1)
+    found = request(o, **site)
+    assert [(c.name, c.nodes, c.slots) for c in found.components] == expected
+    assert {host.name for host in found.hosts()} == set(make_plan(o, found.hosts(), "r").hosts)
+
+
 def test_an_engine_that_leaves_a_rest_on_each_node_gets_more_nodes() -> None:
     o = Options(actor_num_gpus_per_node=1, rollout_num_gpus=9, rollout_num_gpus_per_engine=3)
     assert [(c.nodes, c.slots) for c in request(o).components[1:]] == [(2, 8)]
@@ -255,6 +281,33 @@ def test_a_dry_run_submits_nothing_and_shows_everything(
     assert not (tmp_path / "out").exists()
     assert main(["submit", str(REPO / "examples/quickstart.toml")]) == 2
     assert "sbatch is not here" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_that_slurm_did_not_answer_and_shows_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "scontrol", "sinfo", "squeue"):
+        (tmp_path / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --nodes=1" in out and "whether it would take this job is not known" in out
+
+
+@pytest.mark.parametrize(("kind", "image"), [("pyxis", "/x.sqsh"), ("apptainer", "/x.sif")])
+def test_a_printed_script_mounts_its_runs_and_its_tasks(
+    kind: str, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--print", "--set", f"container.kind={kind}", f"container.image={image}"]
+    assert main(["submit", str(REPO / "examples/quickstart.toml"), *words]) == 0
+    text = capsys.readouterr().out
+    step = shlex.split(next(line for line in text.splitlines() if "HPCRL_STEP_0" in line).partition("=")[2])[0]
+    assert str(tmp_path) in step, "the run's directory will lie there"
+    task = Path(shlex.split(step)[-1])
+    assert task.is_file() and str(task.parent) in step.replace(str(task), "")
+    assert text.splitlines()[-1].startswith(f"exec {sys.executable} -m hpcrl.slurm.batch_process"), "outside of the image"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,16 @@ def test_what_cannot_be_had_is_told_before_anything_is_submitted(cluster: Cluste
         done = doctor(cluster, tmp_path, task, "--set", setting)
         assert done.returncode == 1 and message in done.stdout, done.stdout
         assert "the nodes were not looked at" in done.stderr
+
+
+def test_a_self_test_over_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """Ranks of both nodes make the checks together; what one host alone can check is done on the first."""
+    (tmp_path / "site.toml").write_text(SITE + "[rollout]\n")
+    command = [sys.executable, "-m", "hpcrl", "selftest", "--site", "./site.toml", "--hosts", "2", "--ranks", "1", "--dir", "st"]
+    only = ["--only", "collectives", "bandwidth", "stream_order"]
+    done = cluster.run([*command, *only, "--set", "interface=eth0"], cwd=tmp_path, check=False, timeout=240)
+    job = tmp_path / "st" / "job.log"
+    assert done.returncode == 0, done.stdout + done.stderr + (job.read_text() if job.exists() else "")
+    assert "passed   collectives      6 collectives over 2 ranks" in done.stdout
+    assert "over 2 ranks of 2 hosts (gloo)" in done.stdout and "2 passed, 0 failed, 1 skipped" in done.stdout
+    assert len(json.loads((tmp_path / "st" / "report.json").read_text())["hosts"]) == 2

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.timeline.reading import read_stage
 from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
@@ -80,6 +82,29 @@ def test_the_run_directory_holds_what_it_promises(uncut: Path) -> None:
     assert [row["rollout_id"] for row in evaluations] == [-1, 1, 3, 4]
 
 
+def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracks = read_stage(uncut)
+    assert [track.name for track in tracks] == ["engine-0", "host of 127.0.0.1", "rollout-0", "trainer-0", "trainer-1"]
+    for trainer in tracks[-2:]:
+        for name in (WAIT, TRAIN, STEP):
+            assert [span.more["rollout_id"] for span in trainer.named(name)] == list(range(5)), name
+        assert len(trainer.named(UPDATE)) == 6 and [span.more for span in trainer.named(READY)] == [{"rollout_id": 0}]
+    for made, waited, busy in zip(
+        tracks[2].named(MAKE), tracks[-2].named(WAIT), (row for row in rows(uncut) if "train/loss" in row), strict=True
+    ):
+        assert waited.begin - 50_000 <= made.begin < made.end <= waited.end + 50_000
+        assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
+    assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
+    assert main(["bill", str(uncut), "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    hours = bill["node_hours"]
+    assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
+    assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), hours
+    assert main(["report", str(uncut)]) == main(["trace", str(uncut)]) == 0
+    assert "held-out accuracy" in (uncut / "report.html").read_text()
+    assert json.loads((uncut / "trace.json").read_text())["traceEvents"]
+
+
 def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> None:
     key = (uncut / "keys" / "http.key").read_text().strip()
     for log in uncut.glob("logs/*/*.log"):
@@ -100,6 +125,25 @@ def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Pa
     assert status == 0, out + again.logs()
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
+
+
+def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """--colocate: the engine on the slot of a trainer rank, asleep while these train; it ends, and is resumed, in between."""
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, colocate=True, **KL | {"ref_load": str(task / "model")})
+    run.until(lambda: run.steps() >= 2)
+    os.kill(run.process.pid, signal.SIGTERM)
+    status, out = run.end()
+    assert status == 143, out + run.logs()
+    again = Run("--resume", run.root, root=run.root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+    assert metrics(run.root) == metrics(uncut)
+    assert samples(run.root) == samples(uncut)
+    evaluations = [row["rollout_id"] for row in rows(run.root) if "eval/heldout/accuracy" in row]
+    assert evaluations == [-1, 1, 3, 4]
+    log = "".join(path.read_text() for path in run.root.glob("logs/attempt-*/trainer-0.log"))
+    assert log.count("the engines sleep, and have given back") >= 5, log
+    assert [row["rollout_id"] for row in rows(run.root) if "perf/hand_over_time" in row] == list(range(5))
 
 
 def test_training_from_saved_rollouts_gives_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:

@@ -19,6 +19,7 @@ from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
 from hpcrl.config.rules.looking_rules import check_looking
+from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError, failures, raise_together
@@ -34,12 +35,12 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, _engines), options)
+    layout = failures((_layout, _virtual_stages, _engines, _turns), options)
     wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
-        wrong += failures((check_algorithm, check_distillation, check_schedules), options)
+        wrong += failures((check_algorithm, check_distillation, check_schedules, check_loop), options)
     raise_together(wrong)
     without = inert(options)
     names = sorted(options.model_fields_set) if given is None else given
@@ -98,9 +99,22 @@ def _engines(o: Options) -> None:
         raise UsageError(
             f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
         )
+    parts = o.engine_data_parallel_size
+    if parts < 1 or each % parts:
+        raise UsageError(
+            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
+        )
     if o.needs_engines and gpus < 1:
         why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
+
+
+def _turns(o: Options) -> None:
+    if o.offloads_train and o.megatron.get("nccl_ub"):
+        raise UsageError(
+            "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its memory up",
+            "leave out --nccl-ub, or give --no-offload-train",
+        )
 
 
 def expert_layout(o: Options) -> None:
@@ -280,6 +294,7 @@ def inert(o: Options) -> dict[str, str]:
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
     yield from inert_in_distillation(o)
+    yield from inert_in_loop(o)
     if o.learns_labels:
         yield (
             "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
@@ -317,8 +332,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
     if o.learns_labels:
         yield (
-            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path "
-            "max_staleness",
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
             f"--loss-type {o.loss_type} learns what the prompt file holds",
         )
     elif not o.leaves_groups_over:
@@ -327,9 +341,14 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
         )
     if not o.partial_rollout:
-        yield "mask_offpolicy_in_partial_rollout buffer_filter_path max_staleness", "--partial-rollout is not given"
+        yield "mask_offpolicy_in_partial_rollout buffer_filter_path", "--partial-rollout is not given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
+    if not o.takes_turns:
+        why = "there is no engine beside a trainer" if o.colocate else "--colocate is not given"
+        yield "offload_train offload_rollout rollout_sleep_level", why
+    elif not o.sleep_level:
+        yield "rollout_sleep_level", "--no-offload-rollout keeps the engines in memory"
     yield from _inert_beside_own(o)
     yield from _inert_in_training(o)
 

@@ -19,8 +19,17 @@ class ClusterOptions(Base):
         ge=0,
     )
     rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
-    colocate: bool = opt(
-        False, "engines share the trainer's GPUs; both stay in memory, so lower --vllm-gpu-memory-utilization", "slime"
+    colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/colocation.md)", "slime")
+    offload_train: bool | None = opt(
+        None,
+        "the trainer's state lies in host memory while the engines sample; default: with --colocate",
+        "slime",
+    )
+    offload_rollout: bool | None = opt(
+        None, "the engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate", "slime"
+    )
+    rollout_sleep_level: Literal[1, 2] = opt(
+        2, "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them"
     )
     rank_launcher: Literal["torchrun", "ranks"] = opt(
         "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hpcrl.config.option_fields import Base, opt
 
 
@@ -11,6 +13,11 @@ class RunOptions(Base):
     run_dir: str = opt("runs/{name}-{time}", "run directory; {name} is the recipe's, {time} the start in UTC")
     seed: int = opt(1234, "seed of Megatron's random numbers", "megatron")
     num_rollout: int | None = opt(None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0)
+    loop: Literal["sync", "async", "fully-async"] = opt(
+        "sync",
+        "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the engines never "
+        "wait, new weights enter while they sample",
+    )
     num_epoch: int | None = opt(None, "passes over the prompts; read when --num-rollout is not given", "slime", ge=1)
     deterministic_mode: bool = opt(
         False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hpcrl.config.option_fields import Base, opt
 
 
@@ -53,7 +55,13 @@ class RolloutOptions(Base):
     )
     max_staleness: int | None = opt(
         None,
-        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as slime has it, else 0",
+        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as slime has it; else as many as "
+        "the loop makes: 0 in sync, those of --update-weights-interval rollouts in async, twice as many in fully-async",
         ge=0,
+    )
+    stale_samples: Literal["wait", "drop", "train"] = opt(
+        "wait",
+        "fully-async: an unfinished group that the step after the next could no longer train on is waited for; or ended and dropped; or "
+        "trained on whenever it comes, with a correction",
     )
     rollout_server_concurrency: int = opt(512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1)

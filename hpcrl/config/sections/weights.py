@@ -11,6 +11,9 @@ class WeightOptions(Base):
     """weight updates"""
 
     update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
+    update_weights_interval: int = opt(
+        1, "async and fully-async: the engines get the weights after every so many rollouts", "slime", ge=1
+    )
     weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
     weight_update: Literal["auto", "resharded", "gathered"] = opt(
         "auto",

@@ -16,15 +16,20 @@ from yarl import URL
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.handover import TRAINERS_TURN, Event, HandOver, OutOfTurn
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.report.timeline.names import GENERATE
+from hpcrl.report.timeline.spans import NOWHERE, Timeline
 from hpcrl.rollout.engines.loads import Loads
+from hpcrl.rollout.engines.occupancy import Occupancy
 from hpcrl.run.peers import IDLE, EnginePeer, find
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
 PROBE = 5.0  #: seconds that an engine has to say that it lives
 CONNECT = 10.0  #: seconds for a TCP connection
+DRAIN = 10.0  #: seconds that requests which were ended with their rollout may take before the engines sleep
 HOMES = 65536  #: keys whose engine is remembered
 SLACK, RATIO = 10, 1.2  #: a key stays where it is until its engine has so many more in flight than the least loaded
 WHOLE = 8  #: so many samples of a group are never cut into parts: an engine computes them nearly as fast as one
@@ -79,16 +84,19 @@ class EnginePool:
     moves.
     """
 
-    def __init__(self, rundir: RunDir, plan: Plan, options: Options) -> None:
+    def __init__(self, rundir: RunDir, plan: Plan, options: Options, timeline: Timeline = NOWHERE) -> None:
         self._rundir, self._plan = rundir, plan
         self._patience, self.request_timeout = options.engine_start_timeout, options.request_timeout
         self._limit = options.rollout_server_concurrency
-        self._loads = Loads()
+        self.occupancy = Occupancy(self._limit, timeline.now, lambda n, begin, end: timeline.add(GENERATE, begin, end, engine=n))
+        self._loads = Loads(self.occupancy)
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self.engines: list[PooledEngine] = []
         #: tokens of prompt and response together that every engine can hold; None if none has said
         self.model_len: int | None = None
+        #: with --colocate, whose turn it is; the trainer calls us first during its own
+        self.turns = HandOver("the rollout process", TRAINERS_TURN) if options.takes_turns else None
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
@@ -136,6 +144,15 @@ class EnginePool:
     def _log(self, index: int) -> str:
         return str(self._rundir.logs / f"engine-{index}.log")
 
+    async def turn(self, event: Event) -> None:
+        """The trainer says what happens on the GPUs that it shares with the engines.  OutOfTurn if requests are under way."""
+        if self.turns is None:
+            raise OutOfTurn(f"{event}: trainer and engines share no GPUs")
+        deadline = time.monotonic() + DRAIN
+        while event == Event.SLEEP and self.turns.at.requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        self.turns.tell(event)
+
     def __str__(self) -> str:
         """Who is alive and how busy, for a message."""
         return ", ".join(f"{e}: {e.death or f'{e.in_flight} requests in flight'}" for e in self.engines)
@@ -145,8 +162,10 @@ class EnginePool:
     def take(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
         """An engine and how many of `count` samples of one group it has been given; None while all are full.
 
-        waiting: samples that wait for an engine, these included.  PeerError if none is alive.
+        waiting: samples that wait for an engine, these included.  PeerError if none is alive, or it is the trainer's turn.
         """
+        if self.turns is not None and not self.turns.answers:
+            raise OutOfTurn(f"a request out of turn: {self.turns.at}", "ask while a rollout or an evaluation is made")
         if not self._loads:
             if not self.engines:
                 raise PeerError("no engine has been connected to")
@@ -181,6 +200,8 @@ class EnginePool:
 
     def _move(self, engine: PooledEngine, by: int) -> None:
         engine.in_flight += by
+        if self.turns is not None:
+            self.turns.tell(Event.SEND if by > 0 else Event.ANSWER, abs(by))
         self._loads.move(engine.index, by)
 
     async def examine(self, engine: PooledEngine, trouble: str) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from hpcrl.rollout.engines.occupancy import Occupancy
+
 
 class Loads:
-    """Requests in flight of every living engine, by its number."""
+    """Requests in flight of every living engine, by its number.  occupancy: is told of every change."""
 
-    def __init__(self) -> None:
+    def __init__(self, occupancy: Occupancy | None = None) -> None:
+        self._occupancy = occupancy
         self._of: dict[int, int] = {}
         self._at: defaultdict[int, dict[int, None]] = defaultdict(dict)
         self._least = 0
@@ -31,12 +34,16 @@ class Loads:
         self._of[member] = 0
         self._at[0][member] = None
         self._least = 0
+        if self._occupancy is not None:
+            self._occupancy.add(member)
 
     def drop(self, member: int) -> None:
         """An engine that is no more; asked for twice, the second time does nothing."""
         if (load := self._of.pop(member, None)) is not None:
             del self._at[load][member]
             self.total -= load
+            if self._occupancy is not None:
+                self._occupancy.drop(member)
 
     def move(self, member: int, by: int) -> None:
         """`by` more requests in flight (or, negative, fewer); nothing for an engine that was dropped."""
@@ -49,6 +56,8 @@ class Loads:
         self._at[load][member] = None
         self.total += by
         self._least = min(self._least, load)
+        if self._occupancy is not None:
+            self._occupancy.set(member, load)
 
     def least(self) -> int:
         """The engine with fewest in flight; of several, the one that has been there longest.  LookupError without any."""

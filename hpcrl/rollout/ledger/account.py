@@ -34,7 +34,8 @@ class Begun(msgspec.Struct, tag="begun", tag_field="event"):
 
 
 class HandedOver(msgspec.Struct, tag="rollout", tag_field="event"):
-    """`batch` was given to the trainer as `rollout`; the rest as it stood then."""
+    """`batch` was given to the trainer as `rollout`; the rest as it stood then: what is in flight as buffer, bank without the batches of
+    earlier rollouts."""
 
     rollout: int
     following: int

@@ -36,7 +36,7 @@ class _Column(msgspec.Struct):
     data: bytes
 
 
-class _Sample(msgspec.Struct):
+class PackedSample(msgspec.Struct):
     """A sample; columns: bytes of COLUMNS; fields: what else it holds, by name."""
 
     group: int
@@ -53,8 +53,8 @@ class _File(msgspec.Struct):
 
     number: int
     prompt: bytes
-    finished: dict[int, list[_Sample]]
-    begun: dict[int, list[_Sample]]
+    finished: dict[int, list[PackedSample]]
+    begun: dict[int, list[PackedSample]]
     baseline: float | None
 
 
@@ -109,9 +109,9 @@ class Bank:
 
 def encode(held: Held) -> bytes:
     """A group as a file.  TypeError and the like for what msgpack does not know."""
-    pack = lambda several: {index: [_pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
+    every = lambda several: {index: [pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
     baseline = None if math.isnan(held.baseline) else held.baseline
-    return msgspec.msgpack.encode(_File(held.number, _name(held.group), pack(held.finished), pack(held.begun), baseline))
+    return msgspec.msgpack.encode(_File(held.number, _name(held.group), every(held.finished), every(held.begun), baseline))
 
 
 def decode(data: bytes, group: Group) -> Held:
@@ -120,9 +120,9 @@ def decode(data: bytes, group: Group) -> Held:
         file = msgspec.msgpack.decode(data, type=_File)
         if (file.number, file.prompt) != (group.number, _name(group)):
             raise HpcrlError(f"it is of group {file.number} with another prompt")
-        unpack = lambda several: {i: [_unpack(sample) for sample in samples] for i, samples in several.items()}  # noqa: E731
-        begun = {index: tuple(samples) for index, samples in unpack(file.begun).items()}
-        return Held(group, unpack(file.finished), begun, math.nan if file.baseline is None else file.baseline)
+        every = lambda several: {i: [unpack(sample) for sample in samples] for i, samples in several.items()}  # noqa: E731
+        begun = {index: tuple(samples) for index, samples in every(file.begun).items()}
+        return Held(group, every(file.finished), begun, math.nan if file.baseline is None else file.baseline)
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
         raise HpcrlError(f"it is damaged: {type(error).__name__}: {error}") from error
 
@@ -131,17 +131,19 @@ def _name(group: Group) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(group.prompt.tokens, "<i4").tobytes(), digest_size=16).digest()
 
 
-def _pack(sample: Sample) -> _Sample:
+def pack(sample: Sample) -> PackedSample:
+    """A sample as it is written."""
     columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in COLUMNS.items()}
     extra = {
         name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
         for name, array in sample.extra.items()
     }
     fields = {name: getattr(sample, name) for name in sorted(FIELDS)}
-    return _Sample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
+    return PackedSample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
 
 
-def _unpack(packed: _Sample) -> Sample:
+def unpack(packed: PackedSample) -> Sample:
+    """The sample again.  ValueError, KeyError or TypeError if it is none."""
     columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in COLUMNS.items()}
     count = packed.response_length
     if not len(columns["loss_mask"]) == len(columns["logprobs"]) == len(columns["versions"]) == count <= len(columns["tokens"]):

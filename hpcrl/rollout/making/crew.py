@@ -22,7 +22,7 @@ RETURN = 5.0  #: seconds that a sampler may take to return what its engine has e
 
 
 class Crew:
-    """The groups of one rollout.  each: responses to a prompt; greedy: whether the likeliest response is wanted too; after: what is
+    """The groups of a rollout, or of several.  each: responses to a prompt; greedy: whether the likeliest response is wanted too; after: what is
     done with a finished group before it comes out of `next`, side by side too."""
 
     def __init__(
@@ -33,6 +33,7 @@ class Crew:
         self._running: dict[asyncio.Task[None], Held] = {}
         self._asked: dict[int, list[Asked]] = {}  # by group, what is asked for now
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._given_up: set[asyncio.Task[None]] = set()
         self._ending = False
 
     def start(self, held: Held) -> None:
@@ -41,9 +42,24 @@ class Crew:
         self._running[task] = held
         task.add_done_callback(self._done.put_nowait)
 
+    def turn(self, rollout_id: int, version: int) -> None:
+        """What is started from now on is for this rollout, under this policy."""
+        self._rollout_id, self._version = rollout_id, version
+
     async def next(self) -> Held:
         """A group that is finished, waited for."""
-        return self._finished(await self._done.get())
+        while (task := await self._done.get()) not in self._running:  # given up meanwhile
+            pass
+        return self._finished(task)
+
+    def end(self, number: int) -> None:
+        """Give a group up: whoever is cancelled ends its own request."""
+        task = next(task for task, held in self._running.items() if held.number == number)
+        del self._running[task]
+        self._asked.pop(number, None)
+        task.cancel()
+        self._given_up.add(task)
+        task.add_done_callback(self._given_up.discard)
 
     def _finished(self, task: asyncio.Task[None]) -> Held:
         held = self._running.pop(task)
@@ -89,7 +105,7 @@ class Crew:
 
     async def close(self) -> None:
         """Cancel whatever is at work."""
-        await cancel(*self._running)
+        await cancel(*self._running, *self._given_up)
         self._running.clear()
 
     # ---- one group

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.filters.own import DynamicFilter
 from hpcrl.rollout.filters.verdict import Verdict
+from hpcrl.rollout.ledger.account import HandedOver
 from hpcrl.rollout.ledger.held import Held, mask_older
 from hpcrl.rollout.making.crew import Crew
 from hpcrl.rollout.making.filling import Filling
@@ -25,11 +26,14 @@ SURPLUS = "surplus"  #: the reason of groups that a full batch did not need
 
 
 class Made(NamedTuple):
-    """rollout: the batch; metrics: what to log of its making; dropped: samples of finished groups that are not in it, and never will be."""
+    """rollout: the batch; metrics: what to log of its making; dropped: samples of finished groups that are not in it, and never will be;
+    line: what the ledger wrote down of it; state: where everything stands once it is trained, if that was to be said at once."""
 
     rollout: Rollout
     metrics: dict[str, float]
     dropped: list[Sample]
+    line: HandedOver
+    state: dict[str, Any] | None = None
 
 
 class Maker:
@@ -44,8 +48,8 @@ class Maker:
         self._refused: dict[str, int] = {}
         self._verdicts: dict[int, Verdict] = {}  # of groups that are finished and not yet looked at
 
-    async def make(self, rollout_id: int, version: int) -> Made:
-        """The samples of `rollout_id` under policy `version`."""
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
+        """The samples of `rollout_id` under policy `version`, for a trainer that is at `consumed` when it learns from them."""
         o, shelf = self._options, self._shelf
         filling = self._filling = Filling(o.rollout_batch_size, self._at_once, o.deterministic_mode)
         crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, partial(self._judge, rollout_id))
@@ -54,7 +58,7 @@ class Maker:
         try:
             while not filling.full:
                 if count := filling.due():
-                    finished, unfinished = await shelf.take(count, rollout_id, version)
+                    finished, unfinished = await shelf.take(count, rollout_id, version, consumed)
                     filling.add(held.number for held in (*finished, *unfinished))
                     issued, continued = issued + len(unfinished), continued + sum(not held.empty for held in unfinished)
                     for held in finished:
@@ -70,13 +74,13 @@ class Maker:
         finally:
             await crew.close()
         batch = [groups[number] for number in filling.outcome().batch]
-        shelf.hand_over(rollout_id, batch)
+        line = shelf.hand_over(rollout_id, batch)
         found = {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in self._refused.items()}
         if o.leaves_groups_over:
             found |= {"rollout/groups_issued": float(issued)}
         if o.partial_rollout:
             found |= {"rollout/groups_continued": float(continued)}
-        return Made(self._rollout(rollout_id, version, batch), found, self._dropped(groups))
+        return Made(self._rollout(rollout_id, version, batch), found, self._dropped(groups), line)
 
     def _dropped(self, groups: dict[int, Held]) -> list[Sample]:
         ledger = self._shelf.ledger

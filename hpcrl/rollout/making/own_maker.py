@@ -31,16 +31,18 @@ UNUSED = "unused"  #: the reason of groups that the function was given and did n
 class RolloutSource:
     """What the function is given as data_source, for one rollout."""
 
-    def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, rollout_id: int, version: int) -> None:
+    def __init__(
+        self, options: Options, shelf: Shelf, sampler: Sampler, rollout_id: int, version: int, consumed: int | None = None
+    ) -> None:
         self._options, self._shelf, self._sampler = options, shelf, sampler
-        self._rollout_id, self._version = rollout_id, version
+        self._rollout_id, self._version, self._consumed = rollout_id, version, consumed
         self.held: dict[int, Held] = {}
 
     async def get_samples(self, count: int) -> list[list[Sample]]:
         """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status "pending"."""
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
-        finished, unfinished = await self._shelf.take(count, self._rollout_id, self._version)
+        finished, unfinished = await self._shelf.take(count, self._rollout_id, self._version, self._consumed)
         self.held |= {held.number: held for held in (*finished, *unfinished)}
         return [self._pending(held) for held in sorted((*finished, *unfinished), key=lambda held: held.number)]
 
@@ -76,9 +78,9 @@ class OwnMaker:
         """Who is awaited, for an error."""
         return f"what {self._shown} makes"
 
-    async def make(self, rollout_id: int, version: int) -> Made:
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
         """The rollout, as `Maker.make`.  HpcrlError if the function raises, or returns no whole batch of what it was given."""
-        source = RolloutSource(self._options, self._shelf, self._sampler, rollout_id, version)
+        source = RolloutSource(self._options, self._shelf, self._sampler, rollout_id, version, consumed)
         with named(self._shown):
             found = await settled(self._function(self._options, rollout_id, source, evaluation=False))
         groups = getattr(found, "samples", found)
@@ -93,13 +95,13 @@ class OwnMaker:
                 self._shelf.finish(held)
         unused = [held for number, held in source.held.items() if number not in {kept.number for kept in batch}]
         self._shelf.drop(unused, UNUSED)
-        self._shelf.hand_over(rollout_id, batch)
+        line = self._shelf.hand_over(rollout_id, batch)
         rollout = Rollout(rollout_id, version, [held.group for held in batch], self._options.n_samples_per_prompt)
         for held in batch:
             for samples in held.finished.values():
                 rollout.add(samples)
         dropped = [sample for held in unused for sample in held.all_samples()]
-        return Made(rollout, self._numbers(metrics), dropped)
+        return Made(rollout, self._numbers(metrics), dropped, line)
 
     def _whole(self, groups: Any) -> list[list[Sample]]:
         wanted = self._options.rollout_batch_size

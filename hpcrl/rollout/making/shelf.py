@@ -19,7 +19,7 @@ from hpcrl.rollout.ledger.account import Begun, HandedOver, Trained
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.held import Held, fit
 from hpcrl.rollout.ledger.journal import Journal
-from hpcrl.rollout.ledger.ledger import Ledger, ranges_of
+from hpcrl.rollout.ledger.ledger import Ledger, numbers_in, ranges_of
 from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.saved_rollouts import SavedRollouts
@@ -37,7 +37,7 @@ class Shelf:
         self._options, self._source, self._rundir = options, source, rundir
         replayed = options.load_debug_rollout_data is not None
         self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
-        self._parts = options.partial_rollout
+        self._parts = options.partial_rollout or (options.runs_ahead and options.loop == "fully-async")
         self._greedy = needs(options).greedy
         self.ledger = Ledger()
         self._bank = Bank(rundir.root / FOLDER)
@@ -123,14 +123,19 @@ class Shelf:
 
     # ---- taking
 
-    async def take(self, count: int, rollout_id: int, version: int) -> tuple[list[Held], list[Held]]:
-        """(finished groups, groups to work on), `count` together: what was left over first, then the source's next."""
+    async def take(self, count: int, rollout_id: int, version: int, consumed: int | None = None) -> tuple[list[Held], list[Held]]:
+        """(finished groups, groups to work on), `count` together: what was left over first, then the source's next.
+
+        version: of the engines' policy; consumed: of the trainer's when it learns from `rollout_id`, as a rule the same.
+        """
         if self._begins:
             await self._begin(version)
         self._rollout = rollout_id
-        self._versions[rollout_id] = version
+        self._versions[rollout_id] = version if consumed is None else consumed
+        bound = self._options.staleness_bound
+        bound = None if bound is None else bound - (self._versions[rollout_id] - version)
         finished, unfinished = [], []
-        for held in await self._waiting(count, rollout_id, version):
+        for held in await self._waiting(count, rollout_id, version, bound):
             if held.number in self.ledger.bank:
                 self.ledger.claim(held.number, rollout_id)
                 finished.append(held)
@@ -139,13 +144,14 @@ class Shelf:
                 unfinished.append(held)
         for group in self._source.take(count - len(finished) - len(unfinished)):
             self.ledger.issue(group.number)
-            unfinished.append(await self._issued(group, version))
+            unfinished.append(await self._issued(group, version, bound))
         return finished, unfinished
 
-    async def _waiting(self, count: int, rollout_id: int, version: int) -> list[Held]:
-        """At most `count` of what was left over, without what has become too old meanwhile."""
-        bound = self._options.staleness_bound
-        waiting = [fit(self._held[number], version, bound, self._parts)[0] for number in self.ledger.waiting]
+    async def _waiting(self, count: int, rollout_id: int, version: int, bound: int | None) -> list[Held]:
+        """At most `count` of what was left over, without what has become too old meanwhile: behind `version` by more than `bound`."""
+        waiting = [
+            fit(self._held[number], version, bound, self._parts)[0] for number in self.ledger.waiting if number in self._held
+        ]
         for held in waiting:
             self._hold(held)
         if not waiting:
@@ -161,12 +167,12 @@ class Shelf:
             del self._held[held.number]
         return taken
 
-    async def _issued(self, group: Group, version: int) -> Held:
+    async def _issued(self, group: Group, version: int, bound: int | None) -> Held:
         """A group of the source, with what an earlier attempt has left of it on disk."""
         if group.number in self._on_disk:
             self._on_disk.remove(group.number)
             if (held := await asyncio.to_thread(self._bank.read, group)) is not None:
-                return fit(held, version, self._options.staleness_bound, self._parts)[0]
+                return fit(held, version, bound, self._parts)[0]
         return Held(group)
 
     # ---- keeping
@@ -203,23 +209,42 @@ class Shelf:
 
     # ---- the trainer's side
 
-    def hand_over(self, rollout_id: int, batch: Sequence[Held]) -> None:
-        """`batch` goes to the trainer as `rollout_id`."""
+    def consumed(self, rollout_id: int, version: int) -> None:
+        """The trainer is at policy `version` when it learns from `rollout_id`."""
+        self._versions[rollout_id] = version
+
+    def hand_over(self, rollout_id: int, batch: Sequence[Held]) -> HandedOver:
+        """`batch` goes to the trainer as `rollout_id`; what is written down of it."""
         ledger = self.ledger
         for held in batch:
             if self._kept and (span := held.versions()) is not None:
                 self._trained[held.number] = self._versions[rollout_id], span[0]
         dropped, self._dropped = {reason: ranges_of(numbers) for reason, numbers in self._dropped.items()}, {}
-        self._write(
-            HandedOver(
-                rollout_id,
-                ledger.following,
-                ranges_of(held.number for held in batch),
-                dropped,
-                ranges_of(ledger.buffer),
-                ranges_of(ledger.bank),
-            )
-        )
+        buffer = ledger.buffer | ledger.in_flight  # where a restart finds what is in flight
+        before = {number for number, rollout in ledger.claimed.items() if rollout < rollout_id}  # handed over, not yet trained
+        numbers = ranges_of(held.number for held in batch)
+        line = HandedOver(rollout_id, ledger.following, numbers, dropped, ranges_of(buffer), ranges_of(ledger.bank - before))
+        self._write(line)
+        return line
+
+    async def replay(self, line: HandedOver, version: int, consumed: int, source: dict[str, Any]) -> list[Group]:
+        """Stand where an earlier attempt stood once it had handed over the rollout of `line`; the groups of its batch.
+
+        source: the state of the source then.
+        """
+        if self._begins:
+            await self._begin(version)
+        self._rollout = line.rollout
+        self._versions[line.rollout] = consumed
+        self._source.restore(source)
+        batch, dropped = numbers_in(line.batch), dict(self.ledger.dropped)
+        for reason, ranges in line.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + len(numbers_in(ranges))
+        places = set(numbers_in(line.buffer)), set(numbers_in(line.bank))
+        claimed = dict.fromkeys(batch, line.rollout)
+        self.ledger = Ledger(line.following, set(), *places, claimed, self.ledger.trained, dropped)
+        self._write(line)
+        return self._source.again(batch)
 
     def state(self, rollout_id: int) -> dict[str, Any]:
         """Where everything stands once `rollout_id` is trained, as plain JSON."""
@@ -228,7 +253,15 @@ class Shelf:
         return self._source.state(alive) | {"rollout_id": rollout_id, "ledger": ledger}
 
     def train(self, rollout_id: int, saved: int) -> None:
-        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint."""
+        """`learned`, and the files are gone."""
+        self.remove(self.learned(rollout_id, saved))
+
+    def remove(self, numbers: list[int]) -> None:
+        """Remove files of groups; this alone may be done beside everything else, in a thread."""
+        self._bank.remove(numbers)
+
+    def learned(self, rollout_id: int, saved: int) -> list[int]:
+        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint.  Groups whose files are of no use."""
         self.ledger.train(rollout_id)
         self._versions = {rollout: version for rollout, version in self._versions.items() if rollout > rollout_id}
         self._write(Trained(rollout_id))
@@ -239,7 +272,7 @@ class Shelf:
         spent = [number for number in spent if number not in self.ledger.bank]
         for number in spent:
             del self._trained[number]
-        self._bank.remove(spent)
+        return spent
 
     def _write(self, line: HandedOver | Trained) -> None:
         if self._journal is not None:

@@ -22,7 +22,7 @@ from hpcrl.algorithms.loss import compute_loss, compute_value_loss
 from hpcrl.algorithms.mismatch import DIFFERENCE
 from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
 from hpcrl.config.options import Options
-from hpcrl.config.rules.algorithm_needs import needs, routing
+from hpcrl.config.rules.algorithm_needs import routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import responses_of
@@ -30,6 +30,7 @@ from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import take_step
 from hpcrl.trainer.megatron.output_head import Head
 from hpcrl.trainer.own_hooks import TrainerHooks
+from hpcrl.trainer.pace import steps_of
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
@@ -70,8 +71,11 @@ def train(
     others: OtherWeights = NONE,
     record: Callable[[Share, Sequence[Packed]], None] = lambda *_: None,
     hooks: TrainerHooks | None = None,
+    version: int | None = None,
 ) -> dict[str, float]:
     """Take all optimizer steps of `share`; collective.  record: is given it, with its micro-batches, in the end.
+
+    version: of the policy; None: that which sampled the share.
 
     Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
     maximum, of the learning rate the last.  HpcrlError, before a weight changes, when the batch does not fit the model;
@@ -91,7 +95,9 @@ def train(
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
-    current = torch.from_numpy(share.batch.versions == share.version)
+    # the policy whose log-probs stand beside the engine's: that which sampled, where its weights are kept
+    beside = share.version if others.old is not None or version is None else version
+    current = torch.from_numpy(share.batch.versions == beside)
     fresh = None if bool(current.all()) else current.to(ranks.device)
     found: list[dict[str, float]] = []
     spreads = samples_a_response(share)
@@ -101,7 +107,7 @@ def train(
             share.step_samples[number],
             share.step_tokens[number],
             # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
-            comparable=number == 0 or not options.use_rollout_logprobs,
+            comparable=share.version == beside and (number == 0 or not options.use_rollout_logprobs),
             fresh=fresh,
             spread=spreads[number],
         )
@@ -121,8 +127,7 @@ def train(
 
 def policy_steps(options: Options, share: Share) -> int:
     """How many optimizer steps of the policy, and so policy versions, training on `share` makes."""
-    critic_only = needs(options).critic and share.rollout_id < options.num_critic_only_steps
-    return 0 if critic_only else len(share.micro_batches)
+    return len(share.micro_batches) if steps_of(options, share.rollout_id) else 0
 
 
 def _step(

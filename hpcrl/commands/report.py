@@ -1,0 +1,87 @@
+"""`hpcrl report`, `hpcrl trace`, `hpcrl bill`: a run as a page, as a timeline for Perfetto, as what it cost.
+
+Invariant: they only read the run; what they write is one file that was asked for, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hpcrl.commands.find_run import Parser, find_run, look_at_run
+from hpcrl.errors import UsageError
+from hpcrl.report.run_files import Run
+from hpcrl.report.timeline.bill import as_numbers, rows, text
+from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
+from hpcrl.report.timeline.trace import trace as trace_of
+from hpcrl.run.rundir import write_atomic
+
+RUN = "a run directory, its last part, or its job's number"
+
+
+def report(argv: list[str]) -> int:
+    """`hpcrl report`: one HTML file with curves, timeline, costs and samples, which needs no network."""
+    parser = Parser("report", "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network.")
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (RUN/report.html); - for stdout")
+    args = parser.parse_args(argv)
+    from hpcrl.report.page.page import page, recipe_text
+
+    run = find_run(args.run)
+    html = page(run, look_at_run(run), read_run(run), recipe_text(run.root))
+    _write(args.output, run.root / "report.html", html, run)
+    return 0
+
+
+def trace(argv: list[str]) -> int:
+    """`hpcrl trace`: the timeline of every process in the trace event format."""
+    parser = Parser(
+        "trace", "What every process did when, for https://ui.perfetto.dev (open the file there) or chrome://tracing."
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (RUN/trace.json); - for stdout")
+    args = parser.parse_args(argv)
+    run = find_run(args.run)
+    found = json.dumps(trace_of(_recorded(run).tracks, run.root.name), separators=(",", ":"))
+    _write(args.output, run.root / "trace.json", found + "\n", run)
+    return 0
+
+
+def bill(argv: list[str]) -> int:
+    """`hpcrl bill`: node-hours by what they went into."""
+    parser = Parser("bill", "What the run cost: node-hours of its allocations by what they went into.")
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    run = find_run(args.run)
+    spent = spending(run, _recorded(run))
+    print(json.dumps(as_numbers(spent)) if args.json else text(rows(spent)))
+    _notes(run)
+    return 0
+
+
+def _recorded(run: Run) -> Recorded:
+    """The run's timelines.  UsageError if it has none."""
+    found = read_run(run)
+    if not found.launchers:
+        raise UsageError(f"{run.root} has no timeline", "it was run by an older hpcrl, or has not begun")
+    return found
+
+
+def _write(given: str | None, usual: Path, text: str, run: Run) -> None:
+    """Write a file, and say where it is; UsageError if that cannot be."""
+    if given == "-":
+        sys.stdout.write(text)
+    else:
+        path = usual if given is None else Path(given)
+        if path.is_dir() or not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}", "-o wants a file in a directory that is there")
+        write_atomic(path, text.encode("utf-8", errors="replace"))
+        print(path)
+    _notes(run)
+
+
+def _notes(run: Run) -> None:
+    for note in dict.fromkeys(run.notes):
+        print(f"hpcrl: note: {note}", file=sys.stderr)

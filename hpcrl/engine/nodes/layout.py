@@ -1,0 +1,68 @@
+"""What each part of an engine over several hosts is told: who is first, where the parts meet, which one it is.
+
+The first part chooses two free ports of its host and publishes them (`MeetingPeer`); vLLM binds them itself.
+
+Invariant: pure but for choosing and reading the ports; imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.plan import Plan
+from hpcrl.run.peers import MeetingPeer, publish
+from hpcrl.run.role import RoleContext
+
+NODE, MEETING = "HPCRL_ENGINE_NODE", "HPCRL_ENGINE_MEETING"  #: of the server's environment: which part it is; the two ports
+
+
+def meet(context: RoleContext) -> MeetingPeer:
+    """Choose where the parts of our engine meet, and tell them."""
+    host = context.plan.engines[context.index].at
+    port, rpc_port = _free_ports(host)
+    peer = MeetingPeer(host=host, port=port, rpc_port=rpc_port)
+    publish(context.rundir, peer, context.index)
+    return peer
+
+
+def _free_ports(host: str) -> tuple[int, int]:
+    sockets = []
+    for _ in range(2):
+        family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sockets.append(found := socket.socket(family, kind))
+        found.bind(where)
+    first, second = (found.getsockname()[1] for found in sockets)
+    for found in sockets:
+        found.close()  # vLLM binds them itself
+    return first, second
+
+
+def variables(peer: MeetingPeer, node: int) -> dict[str, str]:
+    """How the server is told."""
+    return {NODE: str(node), MEETING: f"{peer.port},{peer.rpc_port}"}
+
+
+def node_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Which part of its engine a server is."""
+    return int(environment.get(NODE, "0"))
+
+
+def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """vLLM's arguments for this part of an engine; none for one that lies in one host.  HpcrlError without a meeting."""
+    places = plan.engine_nodes(index)
+    if len(places) == 1:
+        return {}
+    try:
+        port, rpc_port = map(int, environment[MEETING].split(","))
+    except (KeyError, ValueError):
+        raise HpcrlError(f"engine {index} lies on {len(places)} hosts, and {MEETING} does not say where they meet") from None
+    first, node = places[0].at, node_of(environment)
+    found: dict[str, Any] = {"nnodes": len(places), "node_rank": node, "master_addr": first, "master_port": port}
+    if options.engine_data_parallel_size > 1:
+        found |= {"data_parallel_address": first, "data_parallel_rpc_port": rpc_port}
+    return found | ({"headless": True} if node else {})

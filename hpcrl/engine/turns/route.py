@@ -1,0 +1,137 @@
+"""The engine's side of the hand-over (`hpcrl.handover`): it sleeps and wakes when it is its turn, and answers nothing in between.
+
+    POST /hpcrl/turn {"event": "sleep" | "take" | "wake-weights" | ...}   -> {"state": ..., "bytes": given back or taken}
+
+ASGI middleware between the guard of the run's key and vLLM's application.
+
+Invariants: an event out of turn is refused (409) and changes nothing; what would start work is refused while it is not the
+engines' turn, as vLLM would take it and answer when it wakes; vLLM's own routes for sleeping and pausing are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.handover import Engines, Event, HandOver, OutOfTurn
+from hpcrl.token_frames import ABORT
+from hpcrl.weights.engine_http import TURN
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SLEEP_LEVEL = "HPCRL_SLEEP_LEVEL"  #: vLLM's level of sleep; 0: only paused
+ON_CPU = "HPCRL_SLEEPS_ON_CPU"  #: 1 where vLLM's sleep frees nothing
+DRAIN = 30.0  #: seconds that requests which have been answered may take to end
+
+OWNED = {"/sleep", "/wake_up", "/release_kv_cache_memory", "/pause", "/resume"}  #: the hand-over does that
+UPDATES = {"/start_weight_update", "/update_weights", "/finish_weight_update"}  #: with memory for the weights alone
+#: what neither computes nor needs memory
+ALWAYS = {"/collective_rpc", "/init_weight_transfer_engine", "/update_weight_version", "/inference/v1/abort_requests", ABORT}
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Turns:
+    """The middleware; one in each server."""
+
+    def __init__(self, app: App) -> None:
+        self.app, self.mine = app, HandOver("the engine")
+        self.level, self.on_cpu = int(os.environ[SLEEP_LEVEL]), os.environ.get(ON_CPU) == "1"
+        self._changing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["method"] == "GET"):
+            return await self.app(scope, receive, send)
+        path = scope["path"]
+        if path == TURN:
+            return await self._turn(scope, receive, send)
+        if path in ALWAYS:
+            return await self.app(scope, receive, send)
+        if path in OWNED or (path in UPDATES and self.mine.at.engines != Engines.WEIGHTS):
+            return await _refuse(scope, send, f"{path} is out of turn: {self.mine.at}")
+        if path in UPDATES:
+            return await self.app(scope, receive, send)
+        return await self._work(scope, receive, send)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request that makes the engine compute."""
+        try:
+            self.mine.tell(Event.SEND)
+        except OutOfTurn as error:
+            return await _refuse(scope, send, str(error))
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.mine.tell(Event.ANSWER)
+
+    async def _turn(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            event = Event(json.loads(await _body(receive))["event"])
+            if event in (Event.SEND, Event.ANSWER):
+                raise ValueError(f"{event} is counted here")
+        except (ValueError, KeyError, TypeError) as error:
+            return await _json(send, 400, {"error": f"{type(error).__name__}: {error}"})
+        async with self._changing:
+            try:
+                if event == Event.SLEEP:
+                    await self._drained()
+                self.mine.tell(event)
+            except OutOfTurn as error:
+                return await _refuse(scope, send, str(error))
+            found = await self._do(event, scope["app"].state.engine_client)
+        return await _json(send, 200, {"state": str(self.mine.at), "bytes": found})
+
+    async def _drained(self) -> None:
+        """Let requests end whose answers are out."""
+        deadline = time.monotonic() + DRAIN
+        while self.mine.at.requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _do(self, event: Event, client: AsyncLLM) -> int:
+        """Give memory back, or take it; bytes of it, as far as they are counted: on a CPU."""
+        if event == Event.SLEEP:
+            await client.sleep(self.level, mode="abort")
+            return await self._on_cpu(client, "hpcrl_give_memory_back", self.level)
+        if event == Event.WAKE_WEIGHTS and self.level:
+            await client.wake_up(["weights"])
+        if event == Event.WAKE:
+            await client.wake_up(["kv_cache"] if self.level else ["scheduling"])
+        return 0
+
+    async def _on_cpu(self, client: AsyncLLM, method: str, *args: Any) -> int:
+        if not (self.on_cpu and self.level):
+            return 0
+        return sum(await client.collective_rpc(method, args=args))
+
+
+async def _refuse(scope: Scope, send: Send, text: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1013, "reason": text[:120]})
+        return
+    await _json(send, 409, {"error": text})
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ValueError("the client has gone")
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
+
+
+async def _json(send: Send, status: int, found: dict[str, Any]) -> None:
+    body = json.dumps(found).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,185 @@
+"""The report of a run: its numbers, curves, timeline, costs and samples, filled into page.html.j2.
+
+Invariants: it only reads; whatever a prompt, a response, an error or a name holds is shown as text, and control characters and those that
+turn the direction of text as visible signs; the size of the page does not grow with the length of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hpcrl.report.closing_line import held_out
+from hpcrl.report.curves import PANELS, Panel, series
+from hpcrl.report.metrics import read_metrics
+from hpcrl.report.page.svg import FILL, Bar, chart, clock, timeline
+from hpcrl.report.run_files import Run, StageFiles
+from hpcrl.report.run_status import Status
+from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
+from hpcrl.report.sample_view import as_text, choose, head_lines, visible
+from hpcrl.report.timeline.accounting import Spent
+from hpcrl.report.timeline.bill import rows
+from hpcrl.report.timeline.names import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
+from hpcrl.report.timeline.reading import Track
+from hpcrl.report.timeline.run_spending import Recorded, spending
+
+MOST_TRACKS, STEPS, SAMPLES = 40, 4, 3  #: tracks in a picture; steps in the closer one; samples of each kind
+LONGEST = 20_000  #: characters of a prompt or a response that are shown
+#: what the page shows beside the panels of curves.png
+MORE = (
+    Panel("groups whose rewards are all alike", {"": "rollout/zero_std"}, "share"),
+    Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
+    Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
+    Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),
+    Panel("requests in flight", {"mean": "perf/requests_in_flight", "max": "perf/requests_in_flight_max"}, "zero"),
+    Panel("seconds of a weight update", {"all": "perf/update_weights_time", "engines pause": "perf/update_weights_pause_time"}, "zero"),
+    Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
+)  # fmt: skip
+
+
+def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
+    """The HTML of a run.  recipe: its text."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    spent = spending(run, recorded)
+    shown = views(recorded)
+    hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
+    return template.render(
+        title=visible(run.root.name),
+        subtitle=f"{status.phase}, as of {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
+        message=visible(status.message),
+        facts=list(facts(run, status, spent)),
+        stages=[{"name": visible(stage.name), "charts": charts(stage)} for stage in run.stages],
+        views=shown,
+        fills=list(FILL.items()),
+        more=f" {hidden} more tracks are in the run's trace: hpcrl trace" if hidden else "",
+        bill=rows(spent),
+        bill_note=bill_note(spent),
+        samples=list(samples(run)),
+        recipe=None if recipe is None else visible(recipe),
+    )
+
+
+# ---- numbers and curves
+
+
+def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[str, str]]:
+    """What is said of the run in a line each."""
+    yield "directory", visible(status.run)
+    if status.stage:
+        yield "stage", visible(status.stage)
+    if status.attempt is not None:
+        yield "steps", f"{status.step} of {'?' if status.total is None else status.total}, attempt {status.attempt}"
+    for stage in run.stages:
+        points = held_out(stage.root)
+        if points:
+            name = f" of {visible(stage.name)}" if stage.name else ""
+            yield f"held-out accuracy{name}", f"{points[0][1]:.3f} -> {points[-1][1]:.3f}"
+    if status.reward is not None:
+        yield "reward", f"{status.reward:.4g}"
+    if spent:
+        held = sum(one.end - one.begin for one in spent) / 1e6
+        yield "allocated", f"{clock(held)}, {float(sum(one.total for one in spent)):.4g} node-hours"
+
+
+def charts(stage: StageFiles) -> list[Any]:
+    """A picture of every panel that the stage has numbers for."""
+    found = list(read_metrics(stage.root / "metrics.jsonl"))
+    panels = ((panel, series(found, panel.metrics)) for panel in (*PANELS, *MORE))
+    return [chart(panel.title, curves, panel.axis) for panel, curves in panels if curves]
+
+
+def bill_note(spent: Sequence[Spent]) -> str:
+    """What the bill is of."""
+    if not spent:
+        return ""
+    kept = [attempt for one in spent for attempt in one.attempts]
+    lost = sum(attempt.lost is not None for attempt in kept)
+    words = f"{len(spent)} starts of the run, {len(kept)} attempts"
+    return f"{words}, of which {lost} lost work: what came after the last checkpoint." if lost else f"{words}; nothing was lost."
+
+
+# ---- the timeline
+
+
+def views(recorded: Recorded) -> list[dict[str, Any]]:
+    """The whole run, and some of its last steps closer."""
+    if not recorded.tracks:
+        return []
+    tracks = bars(recorded.tracks)
+    begin, end = min(track.begin for track in recorded.tracks), max(track.end for track in recorded.tracks)
+    found = [{"title": f"The whole run: {clock((end - begin) / 1e6)}", "picture": timeline(tracks, begin, end)}]
+    for tracks_of in reversed(list(recorded.stages.values())):
+        last = max((track.attempt or 0 for track in tracks_of), default=0)
+        cranks = [track for track in tracks_of if track.name == "trainer-0" and track.attempt == last]
+        steps = [span for track in cranks for span in track.named(STEP)][-STEPS:]
+        if steps:
+            first, to = steps[0].begin, steps[-1].end
+            title = f"The last {len(steps)} steps: {clock((to - first) / 1e6)}" if len(steps) > 1 else "The last step"
+            found.append({"title": title, "picture": timeline(bars(tracks_of), first, to)})
+            break
+    return found
+
+
+def bars(tracks: Sequence[Track]) -> list[tuple[str, list[Bar]]]:
+    """What each track did, the first MOST_TRACKS of them."""
+    found: dict[str, list[Bar]] = {track.name: [] for track in tracks if track.role in DOES}
+    for track in tracks:
+        for span in track.spans:
+            if span.name == GENERATE:
+                found.setdefault(f"engine-{span.more.get('engine')}", []).append(Bar(span.begin, span.end, "generating"))
+            elif span.name in (kinds := DOES.get(track.role, {}) | {START: "starting"}) and track.role in DOES:
+                found[track.name].append(Bar(span.begin, span.end, kinds[span.name]))
+            if span.name == PAUSED:
+                for name in [name for name in found if name.startswith("engine-")]:
+                    found[name].append(Bar(span.begin, span.end, "updating"))
+            elif span.name == EVALUATE and track.role == "trainer":
+                found[track.name].append(Bar(span.begin, span.end, "waiting"))
+    return [(name, found[name]) for name in sorted(found, key=order)[:MOST_TRACKS]]
+
+
+# ---- samples
+
+
+def samples(run: Run) -> Iterator[dict[str, Any]]:
+    """The best, the worst and some of the last step that there are samples of, and the worst of each last evaluation."""
+    for stage in reversed(run.stages):
+        numbers = steps_of(stage.root)
+        if not numbers:
+            continue
+        step = numbers[-1]
+        for which, title in (("best", "the greatest reward"), ("worst", "the least reward"), ("first", "the first")):
+            found = choose(read_looks(stage.root, step), which, SAMPLES)
+            yield {"title": f"Step {step}: {title}", "samples": [_sample(look) for look in found]}
+        for name in held_out_sets(stage.root):
+            if after := steps_of(stage.root, name):
+                found = choose(read_looks(stage.root, after[-1], name), "worst", SAMPLES)
+                title = f"Evaluation {visible(name)} after step {after[-1]}: the least reward"
+                yield {"title": title, "samples": [_sample(look) for look in found]}
+        return
+
+
+def _sample(look: Look) -> dict[str, Any]:
+    head = " ".join("".join(word.text for word in line) for line in head_lines(look.record, look.trained, ""))
+    fields = [("prompt", as_text(look.record.prompt))]
+    if look.record.label is not None:
+        fields.append(("label", as_text(look.record.label)))
+    fields.append(("response", look.record.response))
+    return {"head": head, "fields": [(name, _short(visible(text))) for name, text in fields]}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters more)"
+
+
+def recipe_text(root: Path) -> str | None:
+    """The recipe's own text, or None."""
+    try:
+        return (root / "recipe.toml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

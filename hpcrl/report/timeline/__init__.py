@@ -1,0 +1,1 @@
+"""What every process of a run did when: written by the processes themselves, read as a trace, a picture and a bill."""

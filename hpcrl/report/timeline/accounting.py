@@ -1,0 +1,130 @@
+"""What an allocation's node-hours went into.  Pure: spans and nodes in, numbers out.
+
+A node's hour is divided over its slots (GPUs); at each moment a slot does what the busiest of its owners does (`PRECEDENCE`), and
+waits where none does anything.  Before an attempt's trainer is ready, and outside of attempts, all nodes are starting (or ending).
+Of an attempt, everything from the first step that a later one had to repeat is lost; where nothing was kept, all of it.
+
+Invariant: the costs of an allocation add up to its nodes times its length, exactly: whole microseconds are counted, and divided
+as fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
+
+from hpcrl.report.timeline.names import COSTS, PRECEDENCE, Cost
+
+HOUR = 3_600_000_000  #: microseconds
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process on a node.  slots: those that it owns there; work: (begin, end, what it does), in microseconds, in any order."""
+
+    node: str
+    slots: tuple[int, ...]
+    work: Sequence[tuple[int, int, Cost]]
+
+
+@dataclass(frozen=True)
+class AttemptSpent:
+    """An attempt, in microseconds.
+
+    ready: when its trainer could work, None if it never could; lost: from when on its work came to nothing, None if all was kept.
+    """
+
+    begin: int
+    end: int
+    ready: int | None = None
+    lost: int | None = None
+    owners: Sequence[Owner] = ()
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Nodes that were held from `begin` to `end` (microseconds).  nodes: slots of each; attempts: in order, one after another."""
+
+    begin: int
+    end: int
+    nodes: Mapping[str, int]
+    attempts: Sequence[AttemptSpent] = field(default_factory=tuple)
+
+    @property
+    def total(self) -> Fraction:
+        """Node-hours."""
+        return Fraction((self.end - self.begin) * len(self.nodes), HOUR)
+
+
+def costs(spent: Iterable[Spent]) -> dict[Cost, Fraction]:
+    """Node-hours by what they went into, every cost named, over all these allocations."""
+    found: dict[Cost, Fraction] = dict.fromkeys(COSTS, Fraction(0))
+    for allocation in spent:
+        for node, slots in allocation.nodes.items():
+            for cost, time in _node(allocation, node, slots).items():
+                found[cost] += Fraction(time) / HOUR
+    return found
+
+
+def _node(allocation: Spent, node: str, slots: int) -> dict[Cost, Fraction]:
+    """Microseconds of one node, by cost."""
+    found: dict[Cost, Fraction] = dict.fromkeys(COSTS, Fraction(0))
+    at = allocation.begin
+    for attempt in sorted(allocation.attempts, key=lambda attempt: attempt.begin):
+        begin = min(max(attempt.begin, at), allocation.end)
+        end = min(max(attempt.end, begin), allocation.end)
+        lost = end if attempt.lost is None else min(max(attempt.lost, begin), end)
+        ready = lost if attempt.ready is None else min(max(attempt.ready, begin), lost)
+        found["starting"] += begin - at + ready - begin
+        found["lost"] += end - lost
+        for cost, time in _shares(attempt.owners, node, slots, ready, lost).items():
+            found[cost] += time
+        at = end
+    found["starting"] += allocation.end - at
+    return found
+
+
+def _shares(owners: Sequence[Owner], node: str, slots: int, begin: int, end: int) -> dict[Cost, Fraction]:
+    """Microseconds of a node from `begin` to `end`, by cost: the mean of its slots; of a node without any, its processes'."""
+    here = [owner for owner in owners if owner.node == node]
+    used = {slot for owner in here for slot in owner.slots}
+    number = max(slots, len(used))
+    alike: dict[tuple[int, ...], int] = {}  # slots with the same owners have the same hours
+    for slot in sorted(used):
+        who = tuple(n for n, owner in enumerate(here) if slot in owner.slots)
+        alike[who] = alike.get(who, 0) + 1
+    if number == 0:
+        alike, number = {tuple(range(len(here))): 1}, 1
+    elif number > len(used):
+        alike[()] = number - len(used)
+    found: dict[Cost, Fraction] = {}
+    for who, count in alike.items():
+        for cost, time in divide([piece for n in who for piece in here[n].work], begin, end).items():
+            found[cost] = found.get(cost, Fraction(0)) + Fraction(time * count, number)
+    return found
+
+
+def divide(work: Iterable[tuple[int, int, Cost]], begin: int, end: int) -> dict[Cost, int]:
+    """How long from `begin` to `end` each cost is the first of PRECEDENCE at work; the rest is waiting.  It adds up to the whole."""
+    changes: list[tuple[int, int, int]] = []
+    for start, stop, cost in work:
+        start, stop = max(start, begin), min(stop, end)
+        if start < stop and cost in PRECEDENCE:
+            rank = PRECEDENCE.index(cost)
+            changes += [(start, rank, 1), (stop, rank, -1)]
+    changes.sort()
+    found: dict[Cost, int] = {}
+    at_work = [0] * len(PRECEDENCE)
+
+    def account(time: int) -> None:
+        cost = next((name for name, count in zip(PRECEDENCE, at_work, strict=True) if count), "waiting")
+        found[cost] = found.get(cost, 0) + time
+
+    edges = [(begin, 0, 0), *changes, (end, 0, 0)]
+    for (at, rank, by), (then, _, _) in pairwise(edges):
+        at_work[rank] += by
+        if then > at:
+            account(then - at)
+    return found

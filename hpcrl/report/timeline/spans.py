@@ -1,0 +1,196 @@
+"""The writer of a timeline: what one process did, as spans in a file of its own.
+
+    STAGE/timeline/attempt-N/ROLE-I.jsonl   of a role, or of the process of a host
+    RUN/timeline/launcher-K.jsonl           of the launcher, at its K-th start
+
+The first line is a `Header`, every other one `[name, begin, end, {more}]`: integer microseconds of unix time by this host's clock.
+A moment has no length; a name that begins with # is a counter, whose values are in `more`.
+
+Invariants: a line goes out with one call, so that a crash loses the line that was being written and no more; within a process time
+never goes back; a file holds MOST bytes at most: then it is put aside as .old, in place of what was there, and the next header says
+how long each name has taken before; what cannot be written is left out, since no run shall end for want of a picture of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from hpcrl.plan import Plan
+from hpcrl.report.timeline.names import START
+from hpcrl.run.rundir import RunDir
+
+FOLDER = "timeline"  #: in a stage's directory, and in the run's for its launcher
+MOST = 16 << 20  #: bytes of a file: some 200,000 spans
+MANY = 64  #: trainer ranks
+SECOND = 1_000_000  #: microseconds
+ALIVE, EVERY = "alive", 60 * SECOND  #: what says that a process is still there; microseconds between two
+TICK = 10_000  #: microseconds by which a kernel's time of a file may lag behind its clock
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes.  opened: when, in microseconds.
+
+    least, most: the clock of the file system that holds the file was so many microseconds ahead of the host's (negative: behind it), between the two,
+    when the file was made; None where it was there already.  earlier: microseconds by name of what is no longer in the files, which
+    began at `since`.  part: how many files of this process have been full before.
+    """
+
+    role: str
+    index: int
+    host: str
+    pid: int
+    opened: int
+    least: int | None = None
+    most: int | None = None
+    earlier: dict[str, int] = {}
+    since: int | None = None
+    part: int = 0
+
+
+class Timeline:
+    """One process's.  path: None to record nothing."""
+
+    def __init__(self, path: Path | None, role: str = "", index: int = 0, host: str = "", most: int = MOST) -> None:
+        self._path, self._who, self._most = path, (role, index, host), most
+        self._offset = time.time_ns() // 1000 - time.monotonic_ns() // 1000
+        self._file: int | None = None
+        self._size, self._alive = 0, 0
+        self._totals: dict[str, int] = {}  # of the file that is being written
+        self._before: dict[str, int] = {}  # of the one that was put aside
+        self._earlier: dict[str, int] = {}  # of what is gone
+        self._counted: dict[str, tuple[int, dict[str, float]]] = {}
+        self._since, self._part = self.now(), 0
+        if path is not None:
+            self._open()
+
+    def now(self) -> int:
+        """Microseconds of unix time that never go back."""
+        return time.monotonic_ns() // 1000 + self._offset
+
+    @contextlib.contextmanager
+    def span(self, name: str, **more: Any) -> Iterator[None]:
+        """What is done in the context, however it ends."""
+        begin = self.now()
+        try:
+            yield
+        finally:
+            self.add(name, begin, self.now(), **more)
+
+    def mark(self, name: str, **more: Any) -> None:
+        """A moment."""
+        now = self.now()
+        self.add(name, now, now, **more)
+
+    def started(self) -> None:
+        """This process can work now: what it took from its very beginning, imports included."""
+        self.add(START, int(psutil.Process().create_time() * 1e6), self.now())
+
+    def count(self, name: str, **values: float) -> None:
+        """A counter's values from now on; cheap to call often: at most one a second is recorded, and only if something has changed."""
+        now, (at, known) = self.now(), self._counted.get(name, (0, {}))
+        if values != known and now - at >= SECOND:
+            self._counted[name] = (now, values)
+            self.add(name, now, now, **values)
+
+    def alive(self) -> None:
+        """A sign of life; cheap to call often."""
+        if self.now() - self._alive >= EVERY:
+            self.mark(ALIVE)
+
+    def add(self, name: str, begin: int, end: int, **more: Any) -> None:
+        """A span whose ends are known, from `now`."""
+        if self._file is None:
+            return
+        self._alive = end
+        self._totals[name] = self._totals.get(name, 0) + end - begin
+        self._write(msgspec.json.encode([name, begin, end, more] if more else [name, begin, end]))
+        if self._size > self._most:
+            self._turn()
+
+    def close(self) -> None:
+        """Nothing is recorded from now on."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    # ---- the file
+
+    def _open(self) -> None:
+        assert self._path is not None
+        flags, before, least, most = os.O_WRONLY | os.O_CREAT | os.O_APPEND, self.now(), None, None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                before = self.now()
+                self._file = os.open(self._path, flags | os.O_EXCL, 0o600)
+                made = os.fstat(self._file).st_mtime_ns // 1000
+                least, most = made - self.now(), made + TICK - before
+            except FileExistsError:
+                self._file = os.open(self._path, flags, 0o600)
+            self._size = os.fstat(self._file).st_size
+        except OSError:
+            self.close()
+            return
+        role, index, host = self._who
+        about = {"least": least, "most": most, "earlier": self._earlier, "since": self._since, "part": self._part}
+        line = b"\n" if self._size else b""  # after a line that a crash has torn
+        self._write(
+            line + msgspec.json.encode(Header(role=role, index=index, host=host, pid=os.getpid(), opened=before, **about))
+        )
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None
+        try:
+            self._size += os.write(self._file, line + b"\n")
+        except OSError:
+            self.close()
+
+    def _turn(self) -> None:
+        """Put the full file aside, and begin another."""
+        assert self._path is not None
+        self.close()
+        for name, spent in self._before.items():
+            self._earlier[name] = self._earlier.get(name, 0) + spent
+        self._before, self._totals, self._part = self._totals, {}, self._part + 1
+        with contextlib.suppress(OSError):
+            self._path.replace(old_of(self._path))
+            self._open()
+
+
+NOWHERE = Timeline(None)  #: records nothing
+
+
+def old_of(path: Path) -> Path:
+    """What a full file is called."""
+    return path.with_suffix(".old.jsonl")
+
+
+def role_timeline(rundir: RunDir, role: str, index: int, host: str) -> Timeline:
+    """The timeline of a role in an attempt."""
+    name = f"{role}-{index}" if role != "host" else f"host-{host.replace('/', '_')}-{index}"
+    return Timeline(rundir.root / FOLDER / f"attempt-{rundir.attempt}" / f"{name}.jsonl", role, index, host)
+
+
+def trainer_timeline(rundir: RunDir, plan: Plan, rank: int) -> Timeline:
+    """The timeline of a trainer rank; in a run of more than MANY, only the first of each host has one."""
+    host = plan.trainers[rank].host
+    if len(plan.trainers) > MANY and plan.ranks_on(host)[0] != rank:
+        return NOWHERE
+    return role_timeline(rundir, "trainer", rank, host)
+
+
+def launcher_timeline(root: Path) -> Timeline:
+    """The timeline of a launcher that starts now, on this host."""
+    number = len(list((root / FOLDER).glob("launcher-*.jsonl")))
+    while (path := root / FOLDER / f"launcher-{number}.jsonl").exists():
+        number += 1
+    return Timeline(path, "launcher", number, socket.gethostname())

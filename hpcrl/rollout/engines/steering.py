@@ -1,0 +1,87 @@
+"""How many samples to have in flight, by what the engines themselves say: requests that wait, and how full their KV cache is.
+
+What waits in an engine's queue has been promised and is not begun: it only grows old.  So as soon as requests wait, or caches are
+nearly full (an engine then throws out what it has begun), no more are sent than the engines work on, and one group each; while nothing
+waits, the limit grows.
+
+Invariant: without any reading there is no limit but the pool's own; with one it never is below one group an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import aiohttp
+
+from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
+
+PATH = "/metrics"
+SECONDS = 5.0  #: that an engine has to answer
+FULL = 0.95  #: share of a KV cache from which on it counts as full
+#: vLLM's names of what is read
+RUNNING, WAITING, CACHE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+
+
+class Reading(NamedTuple):
+    """What an engine says: requests that it works on, requests that wait there, share of its KV cache in use."""
+
+    running: float
+    waiting: float
+    cache: float
+
+
+@dataclass
+class Steering:
+    """The limit of samples in flight.  group: samples of a group; limit: None as long as nothing bounds it."""
+
+    group: int
+    limit: int | None = None
+
+    def read(self, readings: Sequence[Reading], in_flight: int) -> None:
+        """Take in what living engines say; in_flight: samples asked for and not answered, the engines' and ours."""
+        if not readings:
+            self.limit = None
+            return
+        slack = self.group * len(readings)
+        if any(one.cache >= FULL for one in readings) or sum(one.waiting for one in readings) > slack:
+            self.limit = max(slack, round(sum(one.running for one in readings)) + slack)
+        elif self.limit is not None and in_flight + slack >= self.limit:
+            self.limit += slack
+
+    def room(self, in_flight: int, wanted: int) -> int:
+        """How many of `wanted` groups to issue beside `in_flight` samples."""
+        if self.limit is None:
+            return wanted
+        return max(0, min(wanted, (self.limit - in_flight) // self.group))
+
+
+def parse(text: str) -> Reading | None:
+    """A reading from Prometheus' text, summed over labels (the fullest cache); None if it has not all of it."""
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        if name in (RUNNING, WAITING, CACHE):
+            try:
+                found.setdefault(name, []).append(float(rest.rpartition(" ")[2]))
+            except ValueError:
+                return None
+    if len(found) < 3:
+        return None
+    return Reading(sum(found[RUNNING]), sum(found[WAITING]), max(found[CACHE]))
+
+
+async def look(pool: EnginePool) -> list[Reading]:
+    """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong there."""
+    found = await asyncio.gather(*(_ask(engine) for engine in pool.engines if engine.death is None))
+    return [reading for reading in found if reading is not None]
+
+
+async def _ask(engine: PooledEngine) -> Reading | None:
+    try:
+        async with engine.session.get(engine.at(PATH), timeout=aiohttp.ClientTimeout(total=SECONDS)) as answer:
+            return parse(await answer.text()) if answer.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None

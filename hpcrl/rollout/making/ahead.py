@@ -1,0 +1,130 @@
+"""Rollouts that were made ahead, on disk: RUN/ahead/ROLLOUT.made.  With --loop async and --deterministic-mode.
+
+A rollout that is made while the one before is trained on has samples of the weights before that training.  A run that goes on from a
+checkpoint has only the weights after it, so it could not make the same again: it takes the samples from here.
+
+Invariants: a file is whole or absent, and on disk before the rollout is handed over; what is read is what was written, bit for bit;
+reading one runs nothing that it says; there are no more files than a restart can ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.batch_assembly import Rollout
+from hpcrl.rollout.ledger.account import HandedOver
+from hpcrl.rollout.ledger.bank import PackedSample, pack, unpack
+from hpcrl.rollout.making.maker import Made
+from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir, write_atomic
+
+FOLDER, SUFFIX = "ahead", ".made"
+
+
+class AnyMaker(Protocol):
+    """What makes one rollout after another."""
+
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made: ...
+
+
+class _File(msgspec.Struct):
+    """following: groups issued before it; version: that sampled it; consumed: of the trainer that learns from it; source: the state of
+    the source after it."""
+
+    following: int
+    version: int
+    consumed: int
+    line: HandedOver
+    source: dict[str, Any]
+    samples: list[PackedSample]
+    dropped: list[PackedSample]
+    metrics: dict[str, float]
+
+
+class MadeAhead:
+    """A maker whose rollouts are kept until no checkpoint can need them."""
+
+    def __init__(self, options: Options, shelf: Shelf, rundir: RunDir, maker: AnyMaker) -> None:
+        self._options, self._shelf, self._maker = options, shelf, maker
+        self._folder = rundir.root / FOLDER
+        self._first = -1  # the only rollout that this attempt may find made
+        self._consumed: dict[int, int] = {}  # of the files of this attempt
+
+    def __str__(self) -> str:
+        return str(self._maker)
+
+    def path(self, rollout_id: int) -> Path:
+        return self._folder / f"{rollout_id:08d}{SUFFIX}"
+
+    def begin(self, rollout_id: int) -> None:
+        """The run begins, or goes on, at `rollout_id`: files of others are of a history that is no more."""
+        self._first = rollout_id
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            if path != self.path(rollout_id):
+                path.unlink(missing_ok=True)
+
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
+        """The rollout as an earlier attempt made it, if that is here; else made, and kept.  HpcrlError if it cannot be kept."""
+        consumed = version if consumed is None else consumed
+        made = await self._again(rollout_id, version, consumed) if rollout_id == self._first else None
+        if made is None:
+            following = self._shelf.ledger.following
+            made = await self._maker.make(rollout_id, version, consumed)
+            await asyncio.to_thread(self._write, rollout_id, following, consumed, made, self._shelf.state(rollout_id))
+        self._consumed[rollout_id] = consumed
+        return made
+
+    async def _again(self, rollout_id: int, version: int, consumed: int) -> Made | None:
+        path = self.path(rollout_id)
+        try:
+            found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+            samples, dropped = ([unpack(sample) for sample in packed] for packed in (found.samples, found.dropped))
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+            say(f"{path} is left out, and its rollout is made anew with other weights: {error}")
+            return None
+        if (found.following, found.consumed) != (self._shelf.ledger.following, consumed):
+            say(f"{path} is left out: it is of another history than the checkpoint")
+            return None
+        groups = await self._shelf.replay(found.line, version, consumed, found.source)
+        rollout = Rollout(rollout_id, found.version, groups, self._options.n_samples_per_prompt)
+        responses: dict[tuple[int, int], list[Any]] = {}
+        for sample in samples:
+            responses.setdefault((sample.group, sample.index), []).append(sample)
+        for response in responses.values():
+            rollout.add(response)
+        say(f"rollout {rollout_id} is taken from {path}: it was made with the weights of policy version {found.version}")
+        return Made(rollout, found.metrics, dropped, found.line)
+
+    def _write(self, rollout_id: int, following: int, consumed: int, made: Made, source: dict[str, Any]) -> None:
+        samples = [pack(sample) for sample in made.rollout.samples()]
+        dropped = [pack(sample) for sample in made.dropped]
+        file = _File(following, made.rollout.version, consumed, made.line, source, samples, dropped, made.metrics)
+        try:
+            data = msgspec.msgpack.encode(file)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            raise HpcrlError(
+                f"rollout {rollout_id} cannot be kept for a restart: {type(error).__name__}: {error}",
+                "have samples hold plain values alone, or leave out --deterministic-mode",
+            ) from error
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self.path(rollout_id), data)
+
+    def prune(self, trained: int, saved: int) -> None:
+        """Remove what no restart can ask for: the trainer has learned from `trained`; saved: the policy version of its newest checkpoint.
+
+        A checkpoint asks for the rollout whose trainer is at its version.  One that is to come asks for what is not trained yet.
+        """
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            number = int(path.stem) if path.stem.isdecimal() else -1
+            checkpointed = self._options.save_interval is not None and self._consumed.get(number, saved) >= saved
+            if number <= trained and not checkpointed:
+                path.unlink(missing_ok=True)

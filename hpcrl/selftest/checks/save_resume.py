@@ -1,0 +1,63 @@
+"""A run that was stopped and resumed goes on with the same bits as one that was not stopped, over all GPUs of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpcrl.errors import Stopped
+from hpcrl.run.rundir import RunDir
+from hpcrl.selftest.registry import Check, Outcome
+from hpcrl.selftest.whole_run import gpu_count, run, steps, write_recipe
+
+STEPS = 8
+COMPARED = ("train/loss", "train/grad_norm")
+
+
+def work(directory: Path) -> Outcome:
+    gpus = gpu_count()
+    recipe = write_recipe(
+        directory,
+        "training",
+        gpus,
+        loss_type="sft_loss",
+        rollout_num_gpus=0,
+        num_rollout=STEPS,
+        rollout_batch_size=8 * max(gpus, 1),
+        actor_num_gpus_per_node=max(gpus, 1),
+        save_interval=2,
+        rollout_shuffle=True,
+    )
+    whole, parted = directory / "whole", directory / "parted"
+    run([str(recipe), "--run-dir", str(whole)], directory / "whole.log")
+    run([str(recipe), "--run-dir", str(parted)], directory / "parted.log", Stopped.exit_code, lambda: _stop(parted))
+    before = len(steps(parted))
+    run(["--resume", str(parted)], directory / "resumed.log")
+    one, other = ([tuple(row[name] for name in COMPARED) for row in steps(root)] for root in (whole, parted))
+    numbers = {"steps": len(one), "stopped_after": before}
+    if len(one) != STEPS or len(other) != STEPS:
+        return Outcome("failed", f"{len(one)} and {len(other)} steps logged, {STEPS} expected", numbers)
+    wrong = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+    if wrong is not None:
+        return Outcome(
+            "failed", f"stopped after {before} steps; step {wrong} has {other[wrong]} instead of {one[wrong]}", numbers
+        )
+    return Outcome(
+        "passed", f"stopped after {before} of {STEPS} steps and resumed: losses and gradient norms the same bits", numbers
+    )
+
+
+def _stop(root: Path) -> bool:
+    """Ask the run to save and stop once it has made a step."""
+    if not steps(root):
+        return False
+    RunDir(root).request_stop()
+    return True
+
+
+CHECK = Check(
+    "a run that was stopped and resumed is the run that was not",
+    100,
+    "launcher",
+    work,
+    ("torch", "megatron.core", "transformers"),
+)

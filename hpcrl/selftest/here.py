@@ -1,0 +1,99 @@
+"""The self-test on this host: its ranks started and watched, one kind of check after another.
+
+Invariant: a check that ends its process, or does not end, is a failed check; those after it are made by new processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+
+import psutil
+
+from hpcrl.findings import last_line
+from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.process import PARENT, end
+from hpcrl.selftest.registry import Check, Outcome, try_check
+from hpcrl.selftest.results import Results
+
+LONG = 600.0  #: seconds for the checks that one set of processes makes
+CPU_RANKS = 2  #: where there is no GPU
+LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Callable[[str], None]) -> None:
+    """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a result."""
+    for kind in ("ranks", "alone", "launcher"):
+        rest = [name for name, check in chosen.items() if check.runs == kind and name not in results.read()]
+        results.clear(rest)
+        if kind == "launcher":
+            for name in rest:
+                results.write(name, try_check(chosen[name], _folder(results)))
+                told(name)
+            continue
+        while rest:
+            # what is alone has a process of its own: a deterministic mode, say, is never taken back
+            why = _one_set(rest, results, ranks, told) if kind == "ranks" else _one_set(rest[:1], results, 0, told)
+            broken = results.interrupted(rest) or (rest[0] if why else None)
+            if broken and broken not in results.read():
+                results.write(broken, Outcome("failed", why or "its process ended without a word"))
+                told(broken)
+            rest = [name for name in rest if name not in results.read()]
+
+
+def _folder(results: Results) -> Path:
+    folder = results.directory / "work" / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _one_set(names: Sequence[str], results: Results, ranks: int, told: Callable[[str], None]) -> str:
+    """Start the processes, 0 ranks: one alone; why they ended badly, "" if they did not."""
+    port = results.directory / f"port-{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "hpcrl.selftest.rank", str(results.directory), *names]
+    command += ["--port-file", str(port)] if ranks else ["--alone"]
+    environments = [LOCAL | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(ranks)} for r in range(ranks)] or [{}]
+    return watch(start(command, environments, results.directory / "logs"), names, results, told)
+
+
+def start(command: list[str], environments: Sequence[Mapping[str, str]], logs: Path) -> list[tuple[Popen[bytes], Path]]:
+    """A process for each environment (beside ours), and its log."""
+    found = []
+    for variables in environments:
+        log = logs / f"rank-{variables.get('RANK', 'alone')}.log"
+        with log.open("ab") as out:
+            env = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables) | {PARENT: str(os.getpid())}
+            found.append((Popen(command, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT), log))
+    return found
+
+
+def watch(
+    started: Sequence[tuple[Popen[bytes], Path]],
+    names: Sequence[str],
+    results: Results,
+    told: Callable[[str], None],
+    seconds: float = LONG,
+) -> str:
+    """Wait for all of them, telling of each result as it comes; why the first that failed did, "" if none."""
+    deadline, why, seen = time.monotonic() + seconds, "", {*results.read()}
+    try:
+        while not why:
+            over = all(process.poll() is not None for process, _ in started)
+            for name in [name for name in results.read() if name in names and name not in seen]:
+                seen.add(name)
+                told(name)
+            if bad := next(((process, log) for process, log in started if process.poll()), None):
+                said = last_line(bad[1].read_text(errors="replace"))
+                why = f"its process {how_it_ended(bad[0].returncode)}: {said}; see {bad[1]}"
+            elif time.monotonic() > deadline:
+                why = f"it did not end within {seconds:.0f} s; see {started[0][1]}"
+            if over:
+                break
+            time.sleep(0.1)
+    finally:
+        end([psutil.Process(p.pid) for p, _ in started if p.poll() is None], 5.0)
+    return why

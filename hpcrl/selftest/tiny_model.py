@@ -1,0 +1,120 @@
+"""The self-test's own model and prompts: a small Qwen3 with random weights, made without a network or transformers.
+
+Invariant: the same bytes for the same arguments.  The matrices are drawn wide, so that next-token distributions are far from
+uniform and a wrong weight shows in the log-probs.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>")
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WIDE = 0.08  #: standard deviation of the matrices
+VOCABULARY = 128
+#: sizes that flash attention, tensor cores and vLLM take
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def make_model(directory: Path, seed: int = 0) -> Path:
+    """config.json, weights in float32 and tokenizer in `directory`; returns it."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+    save_file(dict(_tensors(generator)), directory / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(directory)
+    return directory
+
+
+def _tensors(generator: torch.Generator) -> Any:
+    """(name, tensor) of every weight, under Hugging Face's names of a Qwen3."""
+    import torch
+
+    hidden, inner, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
+    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    matrix = lambda *shape: WIDE * torch.randn(*shape, generator=generator)  # noqa: E731
+    norm = lambda size: 0.8 + 0.4 * torch.rand(size, generator=generator)  # noqa: E731  (not all ones: a mix-up would not show)
+    yield "model.embed_tokens.weight", matrix(VOCABULARY, hidden)
+    for number in range(CONFIG["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for name, rows, columns in (
+            ("self_attn.q_proj", queries, hidden),
+            ("self_attn.k_proj", keys, hidden),
+            ("self_attn.v_proj", keys, hidden),
+            ("self_attn.o_proj", hidden, queries),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            yield f"{layer}.{name}.weight", matrix(rows, columns)
+        for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
+            yield f"{layer}.{name}.weight", norm(size)
+        for name in ("q_norm", "k_norm"):
+            yield f"{layer}.self_attn.{name}.weight", norm(head)
+    yield "model.norm.weight", norm(hidden)
+    yield "lm_head.weight", matrix(VOCABULARY, hidden)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """One printable character, one token; the rest of the vocabulary is filled up."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    names = [*SPECIAL, *(c for c in string.printable if c not in "\r\x0b\x0c")]
+    names += [f"<|extra_{i}|>" for i in range(len(names), VOCABULARY)]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<|unk|>"))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT,
+        "pad_token": "<|pad|>",
+        "eos_token": "<|end|>",
+        "unk_token": "<|unk|>",
+        "additional_special_tokens": ["<|user|>", "<|assistant|>"],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make_prompts(file: Path, count: int = 64) -> Path:
+    """Sums, with their answers as labels."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i % 7}="}], "label": str(i + i % 7)} for i in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

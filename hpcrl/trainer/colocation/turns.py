@@ -1,0 +1,112 @@
+"""The trainer takes the GPUs that it shares with the engines, and gives them back with its new weights.
+
+    turns = Turns(...)           # on every rank, before it touches a GPU: returns when all engines are up, and asleep
+    turns.begin(policies, ...)   # the trainer's turn from the start
+    turns.take()                 # no more requests, engines asleep, the trainer's state on the GPUs; nothing to do in its own turn
+    turns.give_back(publish)     # gradients and optimizer away, engines' weights awake, `publish`, weights away, engines awake
+
+Invariants: every step of the hand-over is allowed by `hpcrl.handover` on this rank, in every engine and in the rollout
+process, or the run ends; no rank goes on before all have done their part; who gives up memory hears of it before whoever
+takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from hpcrl.handover import ENGINES_UP, Event, HandOver, Trainer
+from hpcrl.queue.client import QueueClient
+from hpcrl.run.role import RoleContext, say
+from hpcrl.trainer.colocation.device_state import DeviceState
+from hpcrl.weights.engine_fleet import Fleet, fleet_of
+from hpcrl.weights.engine_http import TURN
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.megatron.model import Policy
+
+SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
+T = TypeVar("T")
+
+
+class Turns:
+    """One rank's part in the hand-over; every method is collective.  DeadlineError or PeerError if an engine does not come up."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._options = context.options
+        patience = context.options.engine_start_timeout + SLACK
+        self._fleet: Fleet = fleet_of(context.rundir, context.plan, context.options.update_timeout, patience)
+        self._mine, self._state = HandOver("the trainer", ENGINES_UP), DeviceState(())
+        self._driver, self._client, self._together = False, None, _nobody
+        self.seconds = 0.0  #: that the last round of the hand-over took, without what was done in it
+
+    def begin(self, driver: bool, together: Callable[[], None]) -> None:
+        """The trainer's turn: engines that are up sleep.  driver: this rank speaks for all; together: waits for all ranks."""
+        self._driver, self._together = driver, together
+        self._tell(Event.TAKE)
+
+    def use(self, policies: Sequence[Policy], client: QueueClient | None) -> None:
+        """What leaves the GPUs between turns, and how the driver reaches the rollout process, which begins in our turn."""
+        self._client = client
+        if self._options.offloads_train:
+            self._state = DeviceState(policies)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the trainer's state is on the GPUs."""
+        return self._mine.at.trainer == Trainer.ALL
+
+    def take(self) -> None:
+        """Make it the trainer's turn, if it is not."""
+        if self.holds:
+            return
+        begun = time.monotonic()
+        self._tell(Event.SLEEP)
+        self._tell(Event.TAKE)
+        self._state.come_back()
+        self.seconds = time.monotonic() - begun
+
+    def give_back(self, publish: Callable[[], T]) -> T:
+        """Make it the engines' turn; `publish` brings them the weights.  Returns what it returns."""
+        begun = time.monotonic()
+        self._state.put_away_rest()
+        self._tell(Event.SHRINK)
+        self._tell(Event.WAKE_WEIGHTS)
+        found = self._apart(publish)
+        self._tell(Event.UPDATED)
+        self._state.put_away_weights()
+        self._tell(Event.LEAVE)
+        self._tell(Event.WAKE)
+        self.seconds += time.monotonic() - begun
+        return found
+
+    def _apart(self, publish: Callable[[], T]) -> T:
+        """`publish`, whose time is its own."""
+        begun = time.monotonic()
+        found = publish()
+        self.seconds -= time.monotonic() - begun
+        return found
+
+    def _tell(self, event: Event) -> None:
+        """All ranks have come to `event`, and all roles hear of it."""
+        self._mine.tell(event)
+        self._together()
+        if self._driver:
+            if event == Event.SLEEP:
+                self._tell_rollout(event)  # nothing is sent any more
+            answers = self._fleet.post(f"the hand-over's {event}", TURN, {"event": event})
+            if event != Event.SLEEP:
+                self._tell_rollout(event)
+            freed = sum(answer["bytes"] for answer in answers)
+            if freed:
+                say(f"the engines sleep, and have given back {freed / 2**20:.0f} MiB")
+        self._together()
+
+    def _tell_rollout(self, event: Event) -> None:
+        if self._client is not None:
+            self._client.call("turn", self._options.rollout_timeout, event=event)
+
+
+def _nobody() -> None:
+    """Stands for all ranks until there are any."""

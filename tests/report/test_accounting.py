@@ -1,0 +1,207 @@
+"""What a run's node-hours went into: it adds up, whatever was killed, shared or unknown."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.plan import Host, Place, Plan
+from hpcrl.report.run_files import Run
+from hpcrl.report.timeline.accounting import HOUR, AttemptSpent, Owner, Spent, costs, divide
+from hpcrl.report.timeline.names import (
+    ATTEMPT,
+    BEGINS,
+    COSTS,
+    GENERATE,
+    MAKE,
+    PAUSED,
+    READY,
+    SAVE,
+    SAVED,
+    STEP,
+    TRAIN,
+    UPDATE,
+    WAIT,
+)
+from hpcrl.report.timeline.reading import Span, Track
+from hpcrl.report.timeline.run_spending import Recorded, lost_from, read_run, spending
+from hpcrl.report.timeline.spans import Header
+from tests.support.rundirs import make
+
+H = HOUR
+
+
+def hours(spent: Spent) -> dict[str, float]:
+    found = costs([spent])
+    assert sum(found.values()) == spent.total
+    return {cost: float(value) for cost, value in found.items() if value}
+
+
+moments = st.integers(0, 1000)
+work = st.lists(
+    st.tuples(moments, moments, st.sampled_from(["training", "generating", "updating", "saving", "starting", "waiting"]))
+)
+
+
+@given(work, moments, st.integers(0, 1000))
+def test_a_division_adds_up(pieces: list, begin: int, length: int) -> None:
+    found = divide(pieces, begin, begin + length)
+    assert sum(found.values()) == length and all(value > 0 for value in found.values())
+    for at in range(begin, begin + length, 37):  # against the definition, moment by moment
+        here = {cost for start, end, cost in pieces if start <= at < end}
+        first = next((c for c in ("training", "updating", "saving", "generating", "starting") if c in here), "waiting")
+        assert first in found
+
+
+owners = st.builds(Owner, st.sampled_from("abc"), st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple), work)
+attempts = st.builds(AttemptSpent, moments, moments, st.none() | moments, st.none() | moments, st.lists(owners, max_size=4))
+
+
+@given(moments, moments, st.dictionaries(st.sampled_from("abcd"), st.integers(0, 4), min_size=1), st.lists(attempts, max_size=3))
+def test_an_allocation_adds_up_exactly_whatever_it_did(begin: int, length: int, nodes: dict, done: list) -> None:
+    spent = Spent(begin, begin + length, nodes, done)
+    found = costs([spent])
+    assert set(found) == set(COSTS)
+    assert sum(found.values()) == Fraction(length * len(nodes), HOUR) and min(found.values()) >= 0
+
+
+def test_the_busiest_owner_of_a_slot_counts() -> None:
+    """Two slots that trainer and engine share; a third is idle."""
+    owners = [Owner("n", (0, 1), [(0, 4 * H, "training")]), Owner("n", (0, 1), [(0, 6 * H, "generating")])]
+    spent = Spent(0, 10 * H, {"n": 3}, [AttemptSpent(0, 10 * H, 0, None, owners)])
+    assert hours(spent) == pytest.approx({"training": 8 / 3, "generating": 4 / 3, "waiting": 6})
+
+
+def test_a_heterogeneous_job() -> None:
+    """Trainers on one node, an engine over two, the rollout process on one without GPUs."""
+    owners = [
+        Owner("t", (0, 1), [(2 * H, 5 * H, "training")]),
+        Owner("e1", (0,), [(H, 2 * H, "generating")]),
+        Owner("e2", (0,), [(H, 2 * H, "generating")]),
+        Owner("cpu", (), [(H, 3 * H, "generating")]),
+    ]
+    spent = Spent(0, 6 * H, {"t": 2, "e1": 1, "e2": 1, "cpu": 0}, [AttemptSpent(0, 6 * H, H, None, owners)])
+    assert hours(spent) == {"starting": 4, "training": 3, "generating": 4, "waiting": 2 + 4 + 4 + 3}
+
+
+def test_what_a_later_attempt_repeats_is_lost() -> None:
+    owner = [Owner("n", (0,), [(2 * H, 5 * H, "training")])]
+    done = [AttemptSpent(H, 5 * H, 2 * H, 4 * H, owner), AttemptSpent(6 * H, 7 * H, None, 6 * H)]
+    assert hours(Spent(0, 8 * H, {"n": 1}, done)) == {"starting": 1 + 1 + 1 + 1, "training": 2, "lost": 1 + 1}
+
+
+# ---- what was lost
+
+
+def crank(*spans: Span) -> Track:
+    return Track(Header(role="trainer", index=0, host="n1", pid=1, opened=0), 0, list(spans))
+
+
+def span(name: str, begin: float, end: float | None = None, **more: object) -> Span:
+    return Span(name, int(begin * H), int((begin if end is None else end) * H), more)
+
+
+STEPS = [span(STEP, number + 1, number + 2, rollout_id=number + 4) for number in range(4)]  # 4 to 7
+
+
+@pytest.mark.parametrize(
+    ("saved", "next_start", "expected"),
+    [
+        ([], None, None),  # nothing is kept
+        ([6], None, 3),  # 4 and 5 are
+        ([6], 6, 3),
+        ([6], 4, None),  # the checkpoint turned out to be of no use
+        ([8], 8, 5),  # what came after the last step was not finished
+    ],
+)
+def test_lost_is_what_comes_after_the_last_checkpoint(saved: list[int], next_start: int | None, expected: float | None) -> None:
+    track = crank(span(READY, 1, rollout_id=4), *STEPS, *(span(SAVED, 4.5, rollout_id=number) for number in saved))
+    assert lost_from(track, next_start) == (None if expected is None else expected * H)
+
+
+def test_an_attempt_that_never_trained_is_lost() -> None:
+    assert lost_from(None, 4) is None and lost_from(crank(span(TRAIN, 1, 2)), 4) is None
+
+
+# ---- from a run directory
+
+PLAN = Plan("id", 0, (Place("n1", (0,)), Place("n1", (1,))), (Place("n2", (0, 1)),), Place("n3", ()))
+
+
+def lines(path: Path, header: Header, *spans: Span) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [msgspec.json.encode(header), *(msgspec.json.encode(list(row)) for row in spans)]
+    path.write_bytes(b"\n".join(rows) + b"\n")
+
+
+def head(role: str, index: int = 0, host: str = "n1", opened: float = 0) -> Header:
+    return Header(role=role, index=index, host=host, pid=1, opened=int(opened * H))
+
+
+def test_a_killed_run_and_its_continuation(tmp_path: Path) -> None:
+    """Two jobs: the first is killed in its third step, saved after its first; the second finishes."""
+    root = make(tmp_path / "run")
+    for number in (0, 1):
+        here = root / "attempts" / str(number)
+        here.mkdir(parents=True)
+        (here / "plan.json").write_bytes(msgspec.json.encode(PLAN))
+        (here / "hosts.json").write_bytes(msgspec.json.encode([Host("n1", 2), Host("n2", 4), Host("n3", 0)]))
+    first, second = root / "timeline" / "attempt-0", root / "timeline" / "attempt-1"
+    lines(root / "timeline" / "launcher-0.jsonl", head("launcher"), span(BEGINS, 1, stage="", attempt=0), span("alive", 8))
+    lines(
+        first / "trainer-0.jsonl", head("trainer", opened=1.5), span(READY, 2, rollout_id=0),
+        span(WAIT, 2, 3), span(TRAIN, 3, 4), span(STEP, 2, 4, rollout_id=0), span(SAVE, 4, 4.5), span(SAVED, 4.5, rollout_id=1),
+        span(STEP, 4.5, 7, rollout_id=1),
+    )  # fmt: skip
+    lines(first / "rollout-0.jsonl", head("rollout", host="n3"), span(GENERATE, 2, 3, engine=0), span(MAKE, 2, 3, rollout_id=0))
+    lines(
+        root / "timeline" / "launcher-1.jsonl", head("launcher", 1, opened=100),
+        span(BEGINS, 100, stage="", attempt=1), span(ATTEMPT, 100, 104, stage="", attempt=1, status="finished"),
+    )  # fmt: skip
+    lines(
+        second / "trainer-0.jsonl", head("trainer", opened=100), span(READY, 101, rollout_id=1), span(STEP, 101, 103, rollout_id=1),
+        span(TRAIN, 101, 102), span(PAUSED, 102.5, 103), span(UPDATE, 102, 103),
+    )  # fmt: skip
+    run = Run(root)
+    found = spending(run, read_run(run))
+    assert [(spent.begin, spent.end, dict(spent.nodes)) for spent in found] == [
+        (0, 8 * H, {"n1": 2, "n2": 4, "n3": 0}), (100 * H, 104 * H, {"n1": 2, "n2": 4, "n3": 0}),
+    ]  # fmt: skip
+    assert hours(found[0]) == {
+        "starting": 3 * 2, "training": 1, "saving": 0.5, "generating": 0.5 + 1, "lost": 3 * 3.5,
+        "waiting": (2.5 - 1.5) + (2.5 - 0.5) + (2.5 - 1),
+    }  # fmt: skip
+    assert hours(found[1]) == {
+        "starting": 3, "training": 1, "updating": 1 + 0.25, "waiting": 1 + 2.75 + 3,
+    }  # fmt: skip
+    assert not run.notes
+
+
+def test_what_is_gone_from_a_file_still_counts(tmp_path: Path) -> None:
+    root = make(tmp_path / "run")
+    (root / "attempts" / "0").mkdir(parents=True)
+    (root / "attempts" / "0" / "plan.json").write_bytes(msgspec.json.encode(PLAN))
+    launcher = Track(
+        head("launcher"),
+        None,
+        [span(BEGINS, 0, stage="", attempt=0), span(ATTEMPT, 0, 9, stage="", attempt=0, status="finished")],
+    )
+    kept = msgspec.structs.replace(head("trainer"), earlier={TRAIN: 2 * H, WAIT: H, UPDATE: H}, since=H)
+    trainer = Track(kept, 0, [span(READY, 1, rollout_id=0), span(TRAIN, 6, 7)])
+    told = msgspec.structs.replace(head("rollout", host="n3"), earlier={GENERATE: 3 * H}, since=H)
+    (spent,) = spending(Run(root), Recorded([launcher], {"": [trainer, Track(told, 0)]}))
+    found = hours(spent)
+    assert (found["training"], found["updating"], found["generating"]) == (3, 1, 3)
+
+
+def test_a_run_without_timelines_costs_nothing_that_is_known(tmp_path: Path) -> None:
+    root = make(tmp_path / "run")
+    (root / "timeline").mkdir()
+    (root / "timeline" / "launcher-0.jsonl").write_text(json.dumps({"role": "launcher"}) + "\n")
+    assert spending(Run(root), read_run(Run(root))) == []

@@ -1,0 +1,161 @@
+"""The self-test's own parts: what is wrong is told as a failure, what cannot be checked is skipped with its reason."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.errors import HpcrlError
+from hpcrl.selftest.checks.bandwidth import nvlink
+from hpcrl.selftest.here import watch
+from hpcrl.selftest.registry import Check, Outcome, Skip, choose_checks, find_checks, try_check
+from hpcrl.selftest.results import Results, report, table
+
+
+def fake(work: Any, *needs: str) -> Check:
+    return Check("it holds", 1, "launcher", work, needs)
+
+
+def raises(error: Exception) -> Any:
+    def work(_: object) -> Outcome:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("check", "result", "said"),
+    [
+        (fake(lambda _: Outcome("passed", "well")), "passed", "well"),
+        (fake(raises(Skip("no GPU"))), "skipped", "no GPU"),
+        (fake(raises(HpcrlError("broken", "mend it"))), "failed", "broken; mend it"),
+        (fake(raises(ZeroDivisionError("division by zero"))), "failed", "ZeroDivisionError: division by zero"),
+        (fake(raises(ValueError())), "failed", "ValueError: "),
+        (fake(raises(ValueError()), "json", "no_such_module"), "skipped", "no_such_module is not installed"),
+    ],
+)
+def test_whatever_a_check_does_is_an_outcome(check: Check, result: str, said: str) -> None:
+    found = try_check(check, None)
+    assert (found.result, found.said) == (result, said)
+
+
+def test_every_check_has_a_place_of_its_own_and_a_sentence() -> None:
+    every = find_checks()
+    assert len({check.turn for check in every.values()}) == len(every) >= 10
+    assert all(len(check.title) > 20 for check in every.values())
+
+
+def test_without_vllm_the_engines_checks_are_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
+    outcomes = {
+        name: try_check(replace(check, work=lambda _: Outcome("passed", "")), None) for name, check in find_checks().items()
+    }
+    skipped = {name: found.said for name, found in outcomes.items() if found.result == "skipped"}
+    assert skipped == dict.fromkeys(("engine_update", "engine_logprobs"), "vllm is not installed")
+
+
+def test_a_check_that_ended_its_process_is_known_by_name(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    results.begin("devices")
+    results.write("devices", Outcome("passed", "x", {"n": 1}, 2.0))
+    results.begin("collectives")
+    assert results.interrupted(["devices", "collectives", "bandwidth"]) == "collectives"
+    log = tmp_path / "logs" / "rank-0.log"
+    log.write_text("ncclSystemError: x\n")
+    told: list[str] = []
+    why = watch([(Popen([sys.executable, "-c", "raise SystemExit(9)"]), log)], ["devices"], results, told.append, 20)
+    assert "exit code 9: ncclSystemError: x" in why
+    late = watch([(Popen(["sleep", "60"]), log)], ["devices"], results, told.append, 0.2)
+    assert late.startswith("it did not end within 0 s")
+    results.clear(["collectives"])
+    assert results.interrupted(["collectives"]) is None
+
+
+def test_the_report_lists_what_was_not_run_and_the_versions(tmp_path: Path) -> None:
+    every = choose_checks(["devices", "repeat"], find_checks())
+    found = {"devices": Outcome("failed", "memory", {"n": 1}, 2.4)}
+    assert table(every, found).splitlines() == [
+        "failed   devices          memory (2 s)",
+        "not run  repeat",
+        "0 passed, 1 failed, 0 skipped",
+    ]
+    told = json.loads(report(every, found, ["n1"]))
+    assert told["checks"]["repeat"]["result"] == "not run" and told["checks"]["devices"]["numbers"] == {"n": 1}
+    assert told["hosts"] == ["n1"] and "torch" in told["packages"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "nccl"], "--only nccl: there is no such check"),
+        (["--hosts", "2"], "--hosts has no effect without --site"),
+        (["--resume", "/nowhere"], "there is no self-test in it"),
+        (["--resume", "x", "--dir", "y"], "--resume names the directory already"),
+        (["recipe.toml"], "recipe.toml has no effect"),
+        (["--lr", "1"], "--lr has no effect"),
+    ],
+)
+def test_words_without_effect_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_full_directory_is_no_new_self_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").touch()
+    assert main(["selftest", "--dir", str(tmp_path)]) == 2
+    assert "hpcrl selftest --resume" in capsys.readouterr().err
+
+
+def test_nvlink_is_summed_over_the_first_gpus_links() -> None:
+    text = "GPU 0: NVIDIA H100 (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\nGPU 1: NVIDIA H100\n\t Link 0: 26.562 GB/s\n"
+    assert nvlink(text) == pytest.approx(53.124e9)
+    assert nvlink("GPU 0: x\n\t Link 0: <inactive>\n") is None and nvlink("") is None
+
+
+# ---- on ranks
+
+
+def collectives_with(broken: str) -> str:
+    """What the check says where one collective gives one wrong value on rank 1."""
+    import torch
+    import torch.distributed as dist
+
+    from hpcrl.selftest.checks import collectives
+    from hpcrl.selftest.registry import Place
+
+    dist.init_process_group("gloo")
+    plain = getattr(dist, broken)
+
+    def wrong(out: torch.Tensor, *args: Any, **more: Any) -> Any:
+        done = plain(out, *args, **more)
+        if dist.get_rank() == 1:
+            out.view(-1)[-1] += 1
+        return done
+
+    setattr(dist, broken, wrong)
+    try:
+        return collectives.work(Place(dist.get_rank(), 3, torch.device("cpu"), Path("/"))).said
+    finally:
+        setattr(dist, broken, plain)
+        dist.destroy_process_group()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [("all_reduce", "all-reduce"), ("all_gather_into_tensor", "all-gather"), ("all_to_all_single", "all-to-all")],
+)
+def test_one_wrong_value_of_a_collective_is_found(broken: str, name: str) -> None:
+    from tests.support.ranks import run_ranks
+
+    said = run_ranks(3, collectives_with, broken)
+    assert said[1].startswith(f"rank 1: {name} of 1002 floats gives wrong values (round 0)")
+    assert said[0] == said[2] == "6 collectives over 3 ranks, 4 times, every value right"
