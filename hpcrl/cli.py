@@ -41,6 +41,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
+  hpcrl engines RUN                            its engines; engines add RUN: more; engines remove RUN INDEX: one less
   hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
   hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; node-hours by what they went into
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
@@ -122,6 +123,7 @@ ELSEWHERE = {
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "samples": "hpcrl.commands.samples:samples",
+    "engines": "hpcrl.commands.engines:engines",
     "report": "hpcrl.commands.report:report",
     "trace": "hpcrl.commands.report:trace",
     "bill": "hpcrl.commands.report:bill",
@@ -167,7 +169,7 @@ def run(argv: list[str]) -> int:
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
     if own.get("dry-run"):
-        from hpcrl.commands.dry_run import preview
+        from hpcrl.commands.plan import preview
 
         print(preview(recipe, overrides))
         return 0

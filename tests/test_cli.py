@@ -152,6 +152,28 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
     assert "seed" not in out and runner == []
 
 
+@pytest.mark.parametrize(
+    ("gpus", "said", "ranks"), [([], (), 1), ([], ("--actor-num-gpus-per-node", "4"), 4), (["/dev/nvidia0"], (), 8)]
+)
+def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[str],
+    said: tuple[str, ...],
+    ranks: int,
+) -> None:
+    monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: gpus)
+    file = tmp_path / "r.toml"
+    file.write_text(
+        'hf_checkpoint = "m"\nprompt_data = "{prepared}/p"\nlabel_key = "l"\nloss_type = "sft_loss"\nnum_rollout = 2\nrollout_num_gpus = 0\n'
+    )
+    assert main(["run", str(file), "--dry-run", *said]) == 0
+    out, err = capsys.readouterr()
+    assert f"trainer  {'0' if ranks == 1 else f'0-{ranks - 1}'} " in out, out
+    assert ("no GPU here: one trainer rank" in err) == (ranks == 1)
+
+
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -213,7 +213,10 @@ def job(case: Case, directory: Path) -> str:
     """The short job's script, of the run's own shape; puts what it needs into `directory`."""
     request = msgspec.structs.replace(case.request(), margin=60)
     interface = next((options.interface for options in case.stages if options.interface), case.site.interface)
-    steps = [NodeStep(part.name, part.nodes, part.slots) for part in request.components]
+    steps = [
+        NodeStep(part.name, part.nodes, part.slots, gpus=0 if getattr(case.site, part.name).gpus_per_node == 0 else None)
+        for part in request.components
+    ]
     todo = NodesJob(
         steps,
         interface,

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpcrl.commands.dry_run import preview
+from hpcrl.commands.plan import preview
 from hpcrl.commands.submit import OWN as SUBMIT
 from hpcrl.commands.submit import USAGE as SUBMIT_USAGE
 from hpcrl.commands.submit import submit_recipe

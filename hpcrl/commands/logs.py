@@ -28,7 +28,8 @@ GLANCE = 0.3  #: seconds between looks at the files
 EVERY = 1.0  #: seconds between looks at the run's state
 SETTLE = 2.0  #: seconds without a new line after which the log of a run that has ended is done
 LINES = 20
-_NAME = re.compile(r"(trainer|engine|rollout)-(\d+)\.log\Z")
+#: role, its number, and of an engine over several hosts which part
+_NAME = re.compile(r"(trainer|engine|rollout)-(\d+)(?:-node-(\d+))?\.log\Z")
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,13 @@ def _roles(stage: StageFiles, attempt: int, launcher: str) -> Iterator[RoleLog]:
     found = []
     for name in entries(folder):
         if match := _NAME.match(name):
-            role, index = match[1], int(match[2])
-            host = _host(plan, role, index)
-            found.append(
-                (ROLES.index(role), index, RoleLog(folder / name, role, _label(name[:-4], host), host, (stage.name, attempt)))
-            )
+            role, index, part = match[1], int(match[2]), int(match[3] or 0)
+            host = _host(plan, role, index, part)
+            log = RoleLog(folder / name, role, _label(name[:-4], host), host, (stage.name, attempt))
+            found.append((ROLES.index(role), (index, part), log))
         elif name.endswith((".log", ".out", ".err")):
             label = _label(name.rsplit(".", 1)[0], launcher)
-            found.append((ROLES.index("job"), 0, RoleLog(folder / name, "job", label, launcher, (stage.name, attempt))))
+            found.append((ROLES.index("job"), (0, 0), RoleLog(folder / name, "job", label, launcher, (stage.name, attempt))))
     yield from (log for _, _, log in sorted(found, key=lambda item: (item[0], item[1], item[2].path.name)))
 
 
@@ -116,11 +116,11 @@ def _label(name: str, host: str) -> str:
     return f"{name}@{host}" if host else name
 
 
-def _host(plan: dict[str, Any], role: str, index: int) -> str:
-    """Where a plan has a role; empty if it does not say."""
+def _host(plan: dict[str, Any], role: str, index: int, part: int = 0) -> str:
+    """Where a plan has a role, or a part of it; empty if it does not say."""
     try:
         place = plan["rollout"] if role == "rollout" else plan[f"{role}s"][index]
-        return str(place["host"])
+        return str((place["also"][part - 1] if part else place)["host"])
     except (KeyError, IndexError, TypeError):
         return ""
 

@@ -1,13 +1,18 @@
-"""`hpcrl plan`: who would run where, and which ranks form which group; starts and writes nothing."""
+"""`hpcrl plan`, and what `--dry-run` prints on this machine: who would run where, and which ranks form which group.
+
+Invariant: nothing is written and nothing is started; what the run would refuse at once is refused here.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
+from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.model_settings import refuse_wrong_settings
 from hpcrl.errors import DataError, UsageError, raise_together
@@ -17,6 +22,8 @@ from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.prompt_files.early_look import look_at
+from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
 USAGE = """\
@@ -100,3 +107,16 @@ def _estimates(options: Options, made: Plan, card: Card) -> list[str]:
         return lines
     except DataError as error:
         return [f"memory: not estimated: {error.what}"]
+
+
+def preview(recipe: Recipe, overrides: dict[str, Any]) -> str:
+    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
+    parts, overrides = [], for_this_machine(recipe, overrides)
+    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    look_at(options)
+    for stage, resolved in zip(recipe.stages, options, strict=True):
+        plan = make_plan(resolved, local_hosts(resolved), "dry-run")
+        rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
+        title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
+        parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
+    return "\n\n".join(parts)

@@ -20,11 +20,12 @@ from hpcrl.launch.submission import submit_again
 from hpcrl.run.job_file import UNQUEUED, read_job
 
 USAGE = """\
-usage: hpcrl resume RUN [--num-rollout N] [--time T] [--set KEY=VALUE ...]
+usage: hpcrl resume RUN [--num-rollout N] [--time T] [--chain N] [--set KEY=VALUE ...]
 
   RUN                a run directory, its last part, or its job's number
   --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
+  --chain N          N jobs, each after the one before, as for hpcrl submit
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
 
 The run goes on from its last checkpoint, with the options that it began with, where it ran before: as a job of the same
@@ -36,7 +37,8 @@ def resume(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    overrides, own, words = parse_flags(argv, {"time": Kind("str"), "set": Kind("str", many=True), "help": Kind("bool")})
+    flags = {"time": Kind("str"), "set": Kind("str", many=True), "chain": Kind("int", bounds=">= 1"), "help": Kind("bool")}
+    overrides, own, words = parse_flags(argv, flags)
     if len(words) != 1 or overrides.keys() - {"num_rollout"}:
         raise UsageError(
             "hpcrl resume takes one run directory", "a run goes on with the options that it began with, but for --num-rollout"
@@ -55,7 +57,7 @@ def resume(argv: list[str]) -> int:
         if record.site is None:
             give = f"give it to {load_scheduler(starter).submit_command} again"
             raise UsageError(f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}")
-        say_submitted(*submit_again(root, record, own))
+        say_submitted(*submit_again(root, record, own, own.get("chain", 1)))
         return 0
     if own:
         raise UsageError(f"--{next(iter(own))} has no effect: {root} ran on this machine", "leave it out")

@@ -16,6 +16,7 @@ import psutil
 
 from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.chain import later
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import OVER, WORKING, Status
@@ -104,7 +105,8 @@ def _cancel_job(run: Run) -> int:
     with contextlib.suppress(OSError):  # a directory that cannot be written to keeps nobody from ending the job
         (run.root / CANCEL).touch(mode=0o600)
     try:
-        scheduler.cancel(job.job_id)
+        for number in (*reversed(later(job)), job.job_id):  # or else the next of a chain would start
+            scheduler.cancel(number)
     except HpcrlError:
         (run.root / CANCEL).unlink(missing_ok=True)
         raise

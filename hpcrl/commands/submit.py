@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
+  --chain N          N jobs instead of one, each after the one before, for sites that do not queue a job again: where one ends
+                     at its time limit the next goes on, and what is left when the run is done ends at once
   --after JOB ...    start when these jobs have ended well, such as the conversion of the model
 
 Options are those of hpcrl run. One job is submitted, to Slurm unless the profile names another scheduler; it trains to the
@@ -45,6 +47,7 @@ end, over as many requeues as that takes."""
 OWN = {
     **FLAGS,
     "after": Kind("str", many=True),
+    "chain": Kind("int", bounds=">= 1"),
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
     "help": Kind("bool"),
@@ -87,14 +90,17 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         return 0
     if can_submit(scheduler):
         _note_place(shown)
-    say_submitted(*submit_new(recipe, overrides, site))
+    say_submitted(*submit_new(recipe, overrides, site, own.get("chain", 1)))
     return 0
 
 
-def say_submitted(submission: Submission, submitted: SubmittedJob) -> None:
-    """The job's number, where the run lies, who runs where, and how to look."""
-    root = submission.job.root
-    print(f"job {submitted.job_id}\nrun directory: {root}\n\n{submission.table()}")
+def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
+    """The numbers of its jobs, where the run lies, who runs where, and how to look."""
+    root, (first, *rest) = submission.job.root, [job.job_id for job in jobs]
+    if submission.site.exclude:
+        print(f"left out: {', '.join(submission.site.exclude)}")
+    chain = f", then {', '.join(rest)}" if rest else ""
+    print(f"job {first}{chain}\nrun directory: {root}\n\n{submission.table()}")
     print(f"\nhpcrl status {root}\nhpcrl watch {root}")
 
 

@@ -152,7 +152,9 @@ class Options(
     @property
     def sleep_level(self) -> int:
         """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
-        return self.rollout_sleep_level if self.takes_turns and self.offload_rollout is not False else 0
+        if not self.takes_turns or self.offload_rollout is False:
+            return 0
+        return self.rollout_sleep_level or (1 if self.vllm.get("enable_expert_parallel") else 2)
 
     @property
     def truncated_sampling(self) -> bool:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 
+from hpcrl.doctor.cards import share_cards
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
 from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
@@ -36,7 +38,8 @@ SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file sy
 
 
 class NodeStep(msgspec.Struct, frozen=True):
-    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and GPUs or process slots on each.
+    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and slots on each; gpus: that a node must have for
+    them, None for as many.
 
     command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
     """
@@ -45,6 +48,7 @@ class NodeStep(msgspec.Struct, frozen=True):
     nodes: int
     slots: int
     command: list[str] = []
+    gpus: int | None = None
 
 
 class NodesJob(msgspec.Struct, frozen=True):
@@ -72,6 +76,9 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     expected, began = sum(step.nodes for step in job.steps), time.time()
     running = [_start(step, job, directory, expected) for step in job.steps]
     end = time.monotonic() + seconds
+    over = lambda: all(process.poll() is not None for process in running)  # noqa: E731
+    sharing = threading.Thread(target=share_cards, args=(directory, expected, min(job.seconds, seconds), over), daemon=True)
+    sharing.start()
     with ThreadPoolExecutor(len(running)) as pool:
         texts = list(pool.map(lambda process: _output(process, end), running))
     ended = time.time()
@@ -87,7 +94,7 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
                 Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out, job.echoes)}", "see above")
             )
     reports += [NodeReport(Report(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
-    wanted = {step.role: step.slots for step in job.steps} if job.gpus else {}
+    wanted = {step.role: step.slots if step.gpus is None else step.gpus for step in job.steps} if job.gpus else {}
     return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
 
 

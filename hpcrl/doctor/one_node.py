@@ -2,8 +2,8 @@
 
     python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
-DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for the
-others' files, connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it needs nobody's port any more,
+DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for those of all
+(hpcrl/doctor/cards.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it needs nobody's port any more,
 and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of its own (`UNSEEN`): a launcher's output may
 be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
 
@@ -31,11 +31,12 @@ from typing import Any
 import msgspec
 import psutil
 
+from hpcrl.doctor.cards import Card, all_cards, leave_card, pause
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.findings import last_line
-from hpcrl.launch.probe import Network, Report, choose, report
+from hpcrl.launch.probe import Network, choose, report
 from hpcrl.plan import Place, socket_names
 from hpcrl.run.command import ask
 from hpcrl.run.process import PARENT, die_with_parent
@@ -45,18 +46,7 @@ PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
 CONNECT = 5.0  #: seconds to connect and be answered
 REPORT = ".report"  #: end of the name of a node's report
 UNSEEN = "hpcrl doctor: {host} does not see its directory"
-WAIT_PER_NODE, LONGEST_WAIT = 0.01, 2.0  #: seconds between two looks into the directory, for each node in it, and at most
-LONGEST = 1 << 20  #: bytes of a file or an answer that we read
 QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-
-
-class Card(msgspec.Struct, frozen=True):
-    """What a node leaves in the directory: its report, the port it listens on at each of its addresses, and how many
-    trainer ranks it would have."""
-
-    base: Report
-    ports: dict[str, int]
-    ranks: int = 0
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -179,37 +169,6 @@ def wait_until(done: Callable[[], bool], end: float, every: float = 0.05) -> boo
     return True
 
 
-def pause(expect: int) -> float:
-    """Seconds between two looks into a directory that `expect` nodes share: together they make some 100 calls a second."""
-    return min(max(WAIT_PER_NODE * expect, 0.05), LONGEST_WAIT)
-
-
-class Cards:
-    """What the nodes have left so far, by host; each file is read once, and one that is no card is none."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.found: dict[str, Card] = {}
-        self.read: set[str] = set()
-
-    def look(self) -> dict[str, Card]:
-        """One listing, and what is new in it."""
-        for name in sorted(listed(self.directory) - self.read):
-            if not name.endswith(".json"):
-                continue
-            self.read.add(name)  # files are put here whole
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                with (self.directory / name).open("rb") as file:
-                    card = msgspec.json.decode(file.read(LONGEST), type=Card)
-                self.found[card.base.host] = card
-        return self.found
-
-
-def leave_card(directory: Path, host: str, ranks: int, base: Report | None = None, ports: dict[str, int] | None = None) -> None:
-    """Tell the other hosts of this one."""
-    write_atomic(directory / f"{host}.json", msgspec.json.encode(Card(base or report(host), ports or {}, ranks)), 0o600)
-
-
 def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0) -> NodeReport:
     """`mine` with what came of meeting the others, within twice `seconds`; `ranks`: to take part in an all-reduce."""
     addresses = [network.address for network in mine.base.networks] or ["127.0.0.1"]
@@ -222,9 +181,7 @@ def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, 
             leave_card(directory, mine.host, ranks, mine.base, ports.ports)
         except (HpcrlError, OSError) as error:
             return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
-        cards = Cards(directory)
-        wait_until(lambda: len(cards.look()) >= expect, time.monotonic() + seconds, pause(expect))
-        found = cards.found
+        found = all_cards(directory, expect, seconds)
         tried, offsets = connect(found, mine.host, interface)
         with contextlib.suppress(OSError):
             (directory / f"{mine.host}.done").touch()

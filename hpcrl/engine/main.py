@@ -1,10 +1,11 @@
 """The engine role: one vLLM server, started, watched and ended.
 
-    python -m hpcrl.engine.main RUN --attempt N --index I
+    python -m hpcrl.engine.main RUN --attempt N --index I [--life K]
 
-Invariants: an engine that does not come up, dies or stops answering ends this process with a non-zero status and one
-recorded message that says why, whatever exit code vLLM had (it has 0 after its engine core died); when this process
-ends, however, nothing that it started is left.  No torch is imported here.
+Invariants: an engine that does not come up, dies, hangs or stops answering ends this process with a non-zero status and one
+message that says why (`run/engines/lives.py`: whoever keeps it starts it again, or it is the attempt's error), whatever exit code
+vLLM had (it has 0 after its engine core died); when this process ends, however, nothing that it started is left.  No torch is
+imported here.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ import psutil
 from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, read_key
 from hpcrl.engine.nodes.layout import meet, variables
+from hpcrl.engine.pulse import Pulse
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.report.timeline.spans import Timeline, role_timeline
+from hpcrl.run.engines.lives import record_end, restart_limit, was_up
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
-from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
-PATIENCE = 60.0  #: seconds that /health may go without an answer (a starved machine) before the engine counts as dead
 POLL = 0.5
 REFUSED, SILENT = 0, -1  #: beside the status codes of /health
 
@@ -52,6 +54,7 @@ class EngineSupervisor:
         self.found = build()
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
+        self._check_added()
         read_config(context.options.hf_checkpoint)
         os.environ[KEY_FILE] = str(context.rundir.keys / "http.key")
         self.key = read_key().decode()
@@ -59,6 +62,15 @@ class EngineSupervisor:
         self.stopped = threading.Event()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
+
+    def _check_added(self) -> None:
+        """UsageError if weights come to the run's other engines in a way that does not reach this host."""
+        theirs = backend(self.context.options, read_plan(self.context.rundir), self.found.cpu)
+        if theirs != self.backend:
+            raise UsageError(
+                f"{self.name} cannot join: the run's weights go to its engines by {theirs}, which does not leave their host",
+                "begin the run with --weight-transfer gloo (or nccl) to add engines on other hosts",
+            )
 
     def start(self) -> None:
         """Bind the port and start the server on it."""
@@ -86,6 +98,8 @@ class EngineSupervisor:
             str(rundir.attempt),
             "--index",
             str(index),
+            "--life",
+            str(self.context.life),
         ]
         self.child = subprocess.Popen(
             command,
@@ -133,6 +147,7 @@ class EngineSupervisor:
             port=self.address.port,
             model_len=model["max_model_len"],
             lean=True,
+            life=self.context.life,
         )
         self.shared |= leftovers(descendants())
         self._leave_the_gpus()
@@ -147,21 +162,27 @@ class EngineSupervisor:
                 ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
-        """Return when told to stop; PeerError as soon as the server has died or answers no more."""
-        silent_since = None
+        """Return when told to stop; PeerError as soon as the server has died, answers no more, or its engine core does not."""
+        silent_since, patience = None, self.context.options.engine_hang_timeout
+        pulse = Pulse(self.address, patience)
         while not self.stopped.wait(POLL):
             self._check_child()
             health = self._health()
+            now = time.monotonic()
             if health == 200:
                 silent_since = None
                 self.log.note_health()
+                if pulse.silent(now) > patience:
+                    raise PeerError(
+                        f"{self.name} hangs: its engine core has not answered for {patience:.0f} s (--engine-hang-timeout);"
+                        f" {self.log.explain()}"
+                    )
                 continue
-            now = time.monotonic()
             silent_since = silent_since or now
             if health != SILENT:
                 raise PeerError(f"{self.name} has died: /health answers {health or 'no more'}; {self.log.explain()}")
-            if now - silent_since > PATIENCE:
-                raise PeerError(f"{self.name} has not answered /health for {PATIENCE:.0f} s; {self.log.explain()}")
+            if now - silent_since > patience:
+                raise PeerError(f"{self.name} hangs: it has not answered /health for {patience:.0f} s; {self.log.explain()}")
 
     def _health(self) -> int:
         """The status of /health; SILENT if it takes too long, REFUSED if nobody listens (a server that is ending does not)."""
@@ -219,17 +240,24 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
             timeline.started()
             engine.watch()
     except HpcrlError as error:
-        context.rundir.fail("engine", context.index, str(error))  # at once: ending a broken server takes seconds
+        record(context, str(error))  # at once: ending a broken server takes seconds
         raise
     finally:
         engine.end()
+
+
+def record(context: RoleContext, why: str) -> None:
+    """Say why this life of the engine ends, where others learn whether there is another."""
+    rundir, index, life, limit = context.rundir, context.index, context.life, restart_limit(context.options, context.plan)
+    host = context.plan.engines[index].host if index < len(context.plan.engines) else "?"
+    record_end(rundir, index, host, life, limit, was_up(rundir, index, life), why)
 
 
 def main() -> int:
     die_with_parent()
     adopt_orphans()
     context = open_role()
-    return act("engine", context, context.index, lambda: run(context))
+    return act("engine", context, context.index, lambda: run(context), record=lambda why: record(context, why))
 
 
 if __name__ == "__main__":

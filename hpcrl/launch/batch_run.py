@@ -20,11 +20,14 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DeadlineError, HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Stop
-from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
-from hpcrl.launch.restart_policy import check_headway, margin
+from hpcrl.launch.chain import hand_over, later, needless, place
+from hpcrl.launch.job import Job, begin_job, finished, reopen_job, run_job, say
+from hpcrl.launch.restart_policy import BROKEN, broken_hosts, check_headway, find_broken_host, margin, note_broken_host
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
-from hpcrl.run.job_file import write_job
+from hpcrl.launch.submission import submit_elsewhere
+from hpcrl.run.job_file import read_job, write_job
 from hpcrl.run.job_state import CANCEL, JobStateFile
+from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
 
@@ -74,8 +77,11 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     Out of time, or with a host lost, the job is queued again and this process waits for the scheduler to end it.
     HPCRL_SIGNAL_MARGIN and HPCRL_MAX_REQUEUES of the batch script say how long before the limit, and how often.
     """
+    if why := needless(job, allocation.job_id):
+        say(f"{why}: nothing to do for job {allocation.job_id} of the chain")
+        return final_summary(job)
     clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")))
-    check_headway(job.root, allocation.restarts)
+    check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
     try:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
     except Stopped as stopped:
@@ -90,10 +96,51 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
             _requeue(job, allocation, str(error))
         elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
             _requeue(job, allocation, f"preempted ({error})")
+        elif broken := _broken_host(job):
+            _start_elsewhere(job, allocation, *broken)
         elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
             _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault
         raise
     return final_summary(job)
+
+
+def _broken_host(job: Job) -> tuple[str, str] | None:
+    """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
+    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
+    if stage is None or not (job.directory(stage) / "options.json").is_file():
+        return None
+    rundir = RunDir.latest(job.directory(stage))
+    if not rundir.plan_file.is_file():
+        return None
+    if found := find_broken_host(rundir, read_plan(rundir)):
+        note_broken_host(job.root, *found)
+        say(f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}")
+    return found
+
+
+def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> None:
+    """Have the run go on without a host that is broken: in the chain's next job, or in a new job, since one that is queued again
+    keeps its request."""
+    hosts, record = broken_hosts(job.root), read_job(job.root)
+    why = f"host {host} is broken ({said})"
+    following = later(msgspec.structs.replace(record, job_id=allocation.job_id))
+    try:
+        for number in following:
+            allocation.leave_out(number, hosts)
+    except HpcrlError as error:
+        say(f"{why}; {allocation.title} does not leave it out: {error}")
+    if following or record.site is None or int(os.environ.get("HPCRL_MAX_REQUEUES", "0")) < len(hosts):
+        _requeue(job, allocation, why)
+        return
+    if (job.root / CANCEL).exists():
+        return
+    try:
+        submission = submit_elsewhere(job.root, record)
+    except HpcrlError as error:
+        say(f"{why}; no new job could be submitted: {error}; go on with hpcrl resume {job.root}")
+        return
+    JobStateFile(job.root, 0).set("requeued", message=why)
+    say(f"{why}; job {submission} goes on without it")
 
 
 def _preempted(job: Job, allocation: Allocation) -> bool:
@@ -110,6 +157,10 @@ def final_summary(job: Job) -> dict[str, Any]:
 def _requeue(job: Job, allocation: Allocation, why: str) -> None:
     """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses."""
     if (job.root / CANCEL).exists():
+        return
+    if number := hand_over(job.root, allocation.job_id):
+        JobStateFile(job.root, allocation.restarts).set("requeued", message=why)
+        say(f"{why}; job {number} of the chain goes on")
         return
     restarts, limit = allocation.restarts, int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
     if restarts >= limit:

@@ -1,4 +1,5 @@
-"""The container that a site runs its processes in: Pyxis (Slurm's plugin over Enroot) or Apptainer.
+"""The container that a site runs its processes in: Pyxis (Slurm's plugin over Enroot), CSCS's Container Engine, Apptainer (or
+Singularity), Shifter.
 
 Invariant: the command inside is the command outside, word for word, and nothing of it is read by a shell a second time.
 """
@@ -12,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 #: a local file must look like a path to Pyxis, or it is taken for an image of a registry
 _PATH = re.compile(r"\.?/")
+#: Apptainer, and its elder name, whose command some sites have alone
+APPTAINER = ("apptainer", "singularity")
 _SCHEME = re.compile(r"[a-z]+://")
 
 
@@ -20,9 +23,13 @@ class Container(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    kind: Literal["none", "pyxis", "apptainer"] = Field("none", description="who runs it")
+    kind: Literal["none", "pyxis", "container-engine", "apptainer", "singularity", "shifter"] = Field(
+        "none", description="who runs it"
+    )
     image: str | None = Field(
-        None, description="file of the image (/x.sqsh, /x.sif), or what the site's tool takes from a registry"
+        None,
+        description="file of the image (/x.sqsh, /x.sif), or what the site's tool takes from a registry; of the Container Engine "
+        "the environment file, whole path or name",
     )
     mounts: list[str] = Field([], description="SRC, SRC:DST or SRC:DST:ro; absolute; the run directory is mounted anyway")
     mount_home: bool = Field(False, description="mount the home directory")
@@ -31,6 +38,7 @@ class Container(BaseModel):
     )
     writable: bool = Field(False, description="let the image's own files be written to, until the process ends")
     gpus: Literal["nvidia", "amd", "none"] = Field("nvidia", description="drivers that Apptainer brings in: --nv, --rocm")
+    modules: list[str] = Field([], description="modules of Shifter, such as gpu")
     args: list[str] = Field([], description="further arguments: of srun (Pyxis, --container-...), of apptainer exec")
 
     @model_validator(mode="after")
@@ -38,20 +46,36 @@ class Container(BaseModel):
         if self.kind == "none":
             fields = Container.model_fields.items()
             if given := [name for name, field in fields if name != "kind" and getattr(self, name) != field.default]:
-                raise ValueError(f"{given[0]} has no effect with kind none; say pyxis or apptainer")
+                raise ValueError(f"{given[0]} has no effect with kind none; say pyxis, apptainer or another")
             return self
         if not self.image:
             raise ValueError(f"kind {self.kind} needs an image")
         if self.kind == "pyxis" and re.search(r"\.sq(sh|uashfs)$", self.image) and not _PATH.match(self.image):
             raise ValueError(f"image {self.image}: Pyxis takes it for a registry's name; begin a path with / or ./")
-        if self.kind == "apptainer" and not _PATH.match(self.image) and not _SCHEME.match(self.image):
+        if self.kind in APPTAINER and not _PATH.match(self.image) and not _SCHEME.match(self.image):
             raise ValueError(f"image {self.image}: begin a path with / or ./, anything else with its scheme (docker://)")
+        self._only_where_they_count()
         for mount in self.mounts:
             check_mount(mount)
         for word in self.args:
             if not word.startswith("-"):
                 raise ValueError(f"args: {word} is no option; write --name=value as one word")
         return self
+
+    def _only_where_they_count(self) -> None:
+        """ValueError for a key that this kind of container knows nothing of."""
+        without = {
+            "modules": ("shifter",),
+            "gpus": APPTAINER,
+            "mounts": ("pyxis", *APPTAINER, "shifter"),
+            "mount_home": ("pyxis", *APPTAINER),
+            "workdir": ("pyxis", *APPTAINER, "shifter"),
+            "writable": ("pyxis", *APPTAINER),
+        }
+        for name, kinds in without.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                where = " (its environment file has it)" if self.kind == "container-engine" else ""
+                raise ValueError(f"{name} has no effect with kind {self.kind}{where}")
 
     def wrap(self, command: list[str], mounts: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
         """(extra srun arguments, command) to run `command` in this container.
@@ -64,8 +88,12 @@ class Container(BaseModel):
             check_mount(mount)
         if self.kind == "pyxis":
             return self._pyxis(everything, names), ["bash", "-c", 'exec "$@"', "bash", *command]
-        if self.kind == "apptainer":
+        if self.kind == "container-engine":
+            return [f"--environment={self.image}", *self.args], ["bash", "-c", 'exec "$@"', "bash", *command]
+        if self.kind in APPTAINER:
             return [], [*self._apptainer(everything), *command]
+        if self.kind == "shifter":
+            return [], [*self._shifter(everything), *command]
         return [], list(command)
 
     def _pyxis(self, mounts: list[str], names: tuple[str, ...]) -> list[str]:
@@ -84,7 +112,7 @@ class Container(BaseModel):
         return [*words, *self.args]
 
     def _apptainer(self, mounts: list[str]) -> list[str]:
-        words = ["apptainer", "exec"]
+        words = [self.kind, "exec"]
         words += {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}[self.gpus]
         for mount in mounts:
             words += ["--bind", mount]
@@ -95,6 +123,15 @@ class Container(BaseModel):
         if self.writable:
             words.append("--writable-tmpfs")
         return [*words, *self.args, str(self.image)]
+
+    def _shifter(self, mounts: list[str]) -> list[str]:
+        words = ["shifter", f"--image={self.image}"]
+        if self.modules:
+            words.append(f"--module={','.join(self.modules)}")
+        words += [f"--volume={mount if ':' in mount else f'{mount}:{mount}'}" for mount in mounts]
+        if self.workdir:
+            words.append(f"--workdir={self.workdir}")
+        return [*words, *self.args]
 
 
 def check_mount(mount: str) -> None:

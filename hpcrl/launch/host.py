@@ -5,14 +5,14 @@
 The launcher starts one of these on every host of the plan, locally, through srun or through mpirun; with --slot there is
 one for each slot, which starts only what begins on that slot.
 
-Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left; a host
-has done its part only when the trainer has said that the run is over and every role here has ended well.
+Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but for engines,
+which are started again (engines/keeper.py); a host has done its part only when the trainer has said that the run is over and every
+role here has ended well.
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import signal
 import subprocess
@@ -26,11 +26,14 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.timeline.names import ROLES
 from hpcrl.report.timeline.spans import role_timeline
+from hpcrl.run.engines.lives import restart_limit
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
+from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
@@ -38,9 +41,7 @@ from hpcrl.run.summary import summary_of
 
 PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
-#: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
-GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-EVERY, SELDOM = 2.0, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
@@ -56,6 +57,11 @@ class Role:
     @property
     def status(self) -> int | None:
         return self.process.poll()
+
+    def end(self) -> None:
+        """End it; what it has started ends with it."""
+        if self.status is None:
+            end([psutil.Process(self.process.pid)], GRACE)
 
     @property
     def serves(self) -> bool:
@@ -139,7 +145,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         role == "rollout"
         or (role == "trainer" and not plan.trainers[index].slots)
         or inherited in NO_GPUS
-        or (inherited is None and not any(map(glob.glob, GPUS)))
+        or (inherited is None and not gpus_are_here())
     ):
         return {}
     if role == "engine":
@@ -194,12 +200,19 @@ def run_host(
     roles: list[Role] = []
     timeline = role_timeline(rundir, "host", slot or 0, host)
     begun = timeline.now()
+
+    def begin(name: str, index: int, command: list[str]) -> Role:
+        gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        role = start(name, index, command, rundir, gpus)
+        timeline.mark(f"starts {name}-{index}")
+        return role
+
     try:
-        for name, index, command in commands(options, plan, rundir, host, slot):
-            gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            roles.append(start(name, index, command, rundir, gpus))
-            timeline.mark(f"starts {name}-{index}")
-        _watch(roles, options, rundir, host, told, turn)
+        ours = commands(options, plan, rundir, host, slot)
+        roles += [begin(*one) for one in ours]
+        engines = {index: command for name, index, command in ours if name == "engine"}
+        keeper = EngineKeeper(rundir, host, restart_limit(options, plan), engines, begin)
+        _watch(roles, keeper, options, rundir, told, turn)
     finally:
         with timeline.span("end the roles"):
             end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
@@ -208,7 +221,9 @@ def run_host(
         timeline.close()
 
 
-def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told: Told, turn: Callable[[], None]) -> None:
+def _watch(
+    roles: list[Role], keeper: EngineKeeper, options: Options, rundir: RunDir, told: Told, turn: Callable[[], None]
+) -> None:
     working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
     looks = Looks(rundir)
@@ -216,13 +231,15 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
         turn()
         if looks.end():
             return
-        _check(roles, rundir, told, host)
+        if not told.requests:
+            keeper.tend(roles)
+        _check(roles, rundir, told, keeper.host)
         now = time.monotonic()
         if told.requests and quit_by == float("inf"):
             rundir.request_stop()  # time to save, if whoever told us leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
-            raise PeerError(f"host {host} was told to end", "the last saved checkpoint is good")
+            raise PeerError(f"host {keeper.host} was told to end", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
             close_by = min(close_by, now + CLOSING)
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
@@ -230,7 +247,7 @@ def _watch(roles: list[Role], options: Options, rundir: RunDir, host: str, told:
                 f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
             )
         time.sleep(0.2)
-    _check(roles, rundir, told, host)
+    _check(roles, rundir, told, keeper.host)
     rundir.check()
 
 

@@ -16,6 +16,7 @@ from hpcrl.launch.attempt import Member
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.plan import Host, Plan, local_hosts
+from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
 
 
@@ -56,4 +57,4 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
     if resume:
         return run_job(reopen_job(resume), Local())
     assert recipe is not None
-    return run_job(begin_job(recipe, overrides), Local())
+    return run_job(begin_job(recipe, for_this_machine(recipe, overrides)), Local())

@@ -1,19 +1,25 @@
-"""Whether a run gets on: how long its steps take, and whether restarts have brought it anywhere.
+"""Whether a run gets on: how long its steps take, whether restarts have brought it anywhere, and which hosts broke under it.
 
 Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS attempts
-one after another without a new checkpoint is not started again by itself.
+one after another without a new checkpoint is not started again by itself; a host is called broken only for words by which a driver or CUDA
+says that the hardware is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import statistics
+import time
 from pathlib import Path
 
 import msgspec
 
 from hpcrl.errors import HpcrlError
+from hpcrl.plan import Plan
+from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import last_records
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
 
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
@@ -53,3 +59,49 @@ def check_headway(root: Path, restarts: int) -> None:
             f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
             f"see the logs of the last attempts; then go on with hpcrl resume {root}",
         )
+
+
+# ---- hosts that broke
+
+BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
+#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError) and NVIDIA's driver (the Xid
+#: errors after which a GPU needs a reset or a replacement) say of hardware
+HARDWARE = re.compile(
+    r"uncorrectable ECC error|uncorrectable NVLink error|hardware stack error|GPU is lost|fallen off the bus"
+    r"|NVRM: Xid \([^)]*\): (?:48|62|63|64|74|79|92|94|95|119|120)\b|double.bit ECC"
+)
+LOOKED_AT = 200  #: lines at the end of a log
+
+
+def hardware_words(text: str) -> str | None:
+    """The line that says that hardware is broken, if one does."""
+    return next((line.strip()[:200] for line in text.splitlines() if HARDWARE.search(line)), None)
+
+
+def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:
+    """(host, what was seen) of the role that failed first in an attempt, if its error or the end of its log tell of hardware."""
+    failure = rundir.failure()
+    places = {"trainer": plan.trainers, "engine": plan.engines}.get(failure.role if failure else "", ())
+    if failure is None or failure.index >= len(places):
+        return None
+    log = rundir.logs / f"{failure.role}-{failure.index}.log"
+    tail = b"\n".join(last_lines(log, LOOKED_AT)).decode(errors="replace") if log.exists() else ""
+    said = hardware_words(f"{failure.message}\n{tail}")
+    return (places[failure.index].host, said) if said else None
+
+
+def note_broken_host(root: Path, host: str, said: str) -> None:
+    """Remember it, for this run's later starts."""
+    when = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+    write_atomic(root / BROKEN, msgspec.json.format(msgspec.json.encode({**_broken(root), host: f"{when} {said}"})))
+
+
+def broken_hosts(root: Path) -> list[str]:
+    """The hosts that the run has found broken."""
+    return list(_broken(root))
+
+
+def _broken(root: Path) -> dict[str, str]:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode((root / BROKEN).read_bytes(), type=dict[str, str])
+    return {}

@@ -130,5 +130,8 @@ class Allocation(Protocol):
     def requeue(self) -> None:
         """Queue the job again; it is ended soon after.  AlreadyRequeued, or another HpcrlError if that is refused."""
 
+    def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
+        """Keep a job that waits in the queue off these hosts.  HpcrlError if that is refused."""
+
     def mark(self, identity: str) -> None:
         """Have the job carry the run's identity, if it does not yet."""

@@ -98,6 +98,9 @@ class Site(BaseModel):
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
         None, description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's"
     )
+    launch_timeout: float | None = Field(
+        None, gt=0, description="as --launch-timeout, for a site whose images take long to start; None: the recipe's"
+    )
     interface: str | None = Field(
         None, pattern=r"^[\w.-]+$", description="network of sockets, gloo and NCCL: an interface, or how its name begins"
     )
@@ -111,6 +114,7 @@ class Site(BaseModel):
         default_factory=ComponentProfile, description="the node of the rollout process, if it has its own"
     )
     exclusive: bool = Field(False, description="whole nodes")
+    exclude: list[str] = Field([], description="nodes to leave out; those that a run finds broken are added for its next start")
     requeue: bool = Field(True, description="go on by requeueing after time limit, preemption or a failed node")
     max_requeues: int = Field(20, ge=0, description="how often at most")
     signal_margin: int | None = Field(None, ge=60, description="seconds before the time limit to save; None: measured")
@@ -126,7 +130,7 @@ class Site(BaseModel):
 
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """`overrides` with the options that this site sets and neither recipe nor flags do."""
-        mine = {"interface": self.interface, "rank_launcher": self.rank_launcher}
+        mine = {name: getattr(self, name) for name in ("interface", "rank_launcher", "launch_timeout")}
         said = {*recipe.values, *overrides, *(name for stage in recipe.stages for name in stage.values)}
         return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
 
@@ -177,6 +181,11 @@ FLAGS = {"site": Kind("str"), "time": Kind("str"), "layout": Kind("str"), "set":
 def from_flags(given: Mapping[str, Any], base: Site | None = None) -> Site:
     """The site of a command's own flags: --site (or `base`), with --set KEY=VALUE ..., --time and --layout."""
     changes: dict[str, Any] = {}
+    if "time" in given:
+        try:
+            minutes(given["time"])
+        except UsageError as error:
+            raise UsageError(f"--{error.what}", error.hint) from None
     for text in given.get("set", []):
         key, equals, value = text.partition("=")
         if not equals:

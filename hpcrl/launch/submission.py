@@ -6,11 +6,12 @@ directory.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
-from hpcrl.errors import UsageError
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.chain import later
 from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
 from hpcrl.launch.job_request import FLOOR, Request, make_request
-from hpcrl.launch.restart_policy import margin
+from hpcrl.launch.restart_policy import broken_hosts, margin
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import Site, from_flags, saved_site
@@ -38,7 +40,7 @@ class Script:
     """What differs from one batch script to the next.
 
     command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch: directory of
-    task.sh; identity: of the run, for the job to carry; mounts: directories that a container must see; tasks: "hosts" or
+    task.sh; identity: of the run, for the job to carry; follows: the number of a job that must have ended, however; mounts: directories that a container must see; tasks: "hosts" or
     "slots"; python: the interpreter on the nodes where the site names none.
     """
 
@@ -52,16 +54,18 @@ class Script:
     mounts: tuple[str, ...] = ()
     tasks: str = "hosts"
     python: str = "python3"
+    follows: str = ""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is to become a job.  job: not yet on disk, for one that is only shown."""
+    """A run that is to become a job.  job: not yet on disk, for one that is only shown; follows: the job of its chain before it."""
 
     job: Job
     stages: list[Options]
     request: Request
     site: Site
+    follows: str = ""
 
     def table(self) -> str:
         """The plan of the stage that needs most, with stand-ins for the nodes that the scheduler will give."""
@@ -86,6 +90,7 @@ class Submission:
             mounts=(str(root),),
             tasks=self.tasks(),
             python=task_python(self.site),
+            follows=self.follows,
         )
 
     def script_by_hand(self, command: str, output: str) -> Script:
@@ -136,8 +141,10 @@ def can_submit(scheduler: Scheduler) -> bool:
     return shutil.which(shlex.split(scheduler.submit_command)[0]) is not None
 
 
-def submit_new(recipe: Recipe, overrides: dict[str, Any], site: Site) -> tuple[Submission, SubmittedJob]:
-    """Make a run directory and submit its job.  UsageError for what cannot run, and then nothing is left behind."""
+def submit_new(recipe: Recipe, overrides: dict[str, Any], site: Site, chain: int = 1) -> tuple[Submission, list[SubmittedJob]]:
+    """Make a run directory and submit its job, or a chain of them.  UsageError for what cannot run, and then nothing is left
+    behind."""
+    site = chained(site, chain)
     scheduler = load_scheduler(site.scheduler)
     if not can_submit(scheduler):
         program = shlex.split(scheduler.submit_command)[0]
@@ -149,7 +156,7 @@ def submit_new(recipe: Recipe, overrides: dict[str, Any], site: Site) -> tuple[S
     job = begin_job(recipe, overrides, lambda _: shown.request.hosts())
     submission = Submission(job, shown.stages, shown.request, site)
     try:
-        return submission, _send(scheduler, submission)
+        return submission, _send(scheduler, submission, chain)
     except BaseException:
         shutil.rmtree(job.root, ignore_errors=True)  # nothing runs, so nothing is to be found later
         raise
@@ -161,38 +168,73 @@ def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> No
         raise UsageError(bad[0].what, bad[0].hint)
 
 
-def submit_again(root: Path, record: JobFile, own: Mapping[str, Any]) -> tuple[Submission, SubmittedJob]:
-    """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it."""
+def chained(site: Site, chain: int) -> Site:
+    """The site for a chain of so many jobs: none of them is queued again, since the next one goes on."""
+    return site.model_copy(update={"requeue": False}) if chain > 1 else site
+
+
+def submit_again(root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1) -> tuple[Submission, list[SubmittedJob]]:
+    """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it.
+
+    Nodes that the run has found broken are left out.
+    """
     job = reopen_job(root)
     _check_gone(root, record)
     with held(job.root):
         pass
-    site = from_flags(own, saved_site(record.site).again())
+    site = chained(from_flags(own, saved_site(record.site).again()), chain)
+    site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)
-    return submission, _send(load_scheduler(site.scheduler), submission)
+    return submission, _send(load_scheduler(site.scheduler), submission, chain)
+
+
+def submit_elsewhere(root: Path, record: JobFile) -> str:
+    """From the end of the run's own job: another that goes on without the hosts that broke; its number.
+
+    UsageError if there is nothing here to submit with, HpcrlError if it is refused.
+    """
+    site = saved_site(record.site or {}).again()
+    scheduler = load_scheduler(site.scheduler)
+    if not can_submit(scheduler):
+        raise UsageError(f"{scheduler.submit_command} is not on this node", "submit from a login node")
+    site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
+    job = reopen_job(root)
+    submission = Submission(job, list(job.stages), make_request(job.stages, site), site)
+    return _send(scheduler, submission, 1)[0].job_id
 
 
 def _check_gone(root: Path, record: JobFile) -> None:
-    """UsageError if the run's job is still queued or running."""
-    key = JobKey(str(record.job_id), record.identity, record.submitted, history=False)
-    word = load_scheduler(record.scheduler).look([key]).jobs.get(key)
-    if word and word.phase in ("pending", "running"):
-        raise UsageError(f"{root}: its job {key.job_id} is {word.word.lower()}", "hpcrl cancel it first, or wait")
+    """UsageError if the run's job, or a later one of its chain, is still queued or running."""
+    keys = [JobKey(name, record.identity, record.submitted, history=False) for name in (str(record.job_id), *later(record))]
+    words = load_scheduler(record.scheduler).look(keys).jobs
+    for key in keys:
+        word = words.get(key)
+        if word and word.phase in ("pending", "running"):
+            raise UsageError(f"{root}: its job {key.job_id} is {word.word.lower()}", "hpcrl cancel it first, or wait")
 
 
-def _send(scheduler: Scheduler, submission: Submission) -> SubmittedJob:
-    root = submission.job.root
+def _send(scheduler: Scheduler, submission: Submission, chain: int) -> list[SubmittedJob]:
+    """Submit it, `chain` times, each job after the one before; all or none of them stay in the queue."""
+    root, jobs = submission.job.root, list[SubmittedJob]()
     shutil.copytree(shipped("launch"), root / "launch", dirs_exist_ok=True)
-    submitted = scheduler.submit(submission)
-    write_job(
-        root,
-        submission.job.identity,
-        submission.site.scheduler,
-        submitted.job_id,
-        script=str(root / scheduler.script_file),
-        components=[msgspec.to_builtins(component) for component in submission.request.components],
-        site=submission.site.model_dump(),
-    )
-    return submitted
+    try:
+        while len(jobs) < chain:
+            jobs.append(scheduler.submit(replace(submission, follows=jobs[-1].job_id if jobs else "")))
+            write_job(
+                root,
+                submission.job.identity,
+                submission.site.scheduler,
+                jobs[0].job_id,
+                script=str(root / scheduler.script_file),
+                components=[msgspec.to_builtins(component) for component in submission.request.components],
+                site=submission.site.model_dump(),
+                chain=[job.job_id for job in jobs] if chain > 1 else [],
+            )
+    except BaseException:
+        for job in reversed(jobs):
+            with contextlib.suppress(HpcrlError):
+                scheduler.cancel(job.job_id)
+        raise
+    return jobs

@@ -34,6 +34,10 @@ _FAILED = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_F
 T = TypeVar("T")
 
 
+class Late(DeadlineError):
+    """What was awaited has not come yet, and nothing is known to be wrong."""
+
+
 class QueueClient:
     """One data-parallel rank's end of the queue of one attempt.
 
@@ -65,7 +69,7 @@ class QueueClient:
     def fetch(self, rollout_id: int, timeout: float | None = None) -> Share | None:
         """This rank's share of a rollout, waited for; None if the run was stopped before that rollout.
 
-        The share's arrays are views on what was received.  DeadlineError after `timeout` seconds (a later fetch goes on
+        The share's arrays are views on what was received.  Late after `timeout` seconds (a later fetch goes on
         where this one stopped), PeerError if the rollout process answers an error or another process of the attempt
         fails, WireError if what comes is no valid share.
         """
@@ -181,7 +185,7 @@ class QueueClient:
             what += f" (last heard of it {time.monotonic() - self._heard:.0f} s ago)"
         elif self._shut_out:
             what += " (the encrypted handshake fails: it holds other keys than this attempt's)"
-        return DeadlineError(what, f"see {self._rundir.logs / 'rollout-0.log'}")
+        return Late(what, f"see {self._rundir.logs / 'rollout-0.log'}")
 
     def _look_at_handshake(self) -> None:
         event = recv_monitor_message(self._monitor)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcrl.report.metrics import last_records
+from hpcrl.run.engines.view import VIEW, EngineViews
 from hpcrl.run.failure import ERROR, Failure
 from hpcrl.run.job_file import JOB, JobFile
 from hpcrl.run.job_state import STATE, JobState
@@ -72,6 +73,11 @@ class StageFiles:
     def begun(self) -> TrainerPeer | None:
         """What trainer rank 0 published in the last attempt, once it was up."""
         return load_json(peer_file(self.here, TrainerPeer, 0), TrainerPeer, self.notes)
+
+    @cached_property
+    def engines(self) -> EngineViews | None:
+        """How the engines of the last attempt are."""
+        return load_json(self.here / VIEW, EngineViews, self.notes)
 
     def log_of(self, failure: Failure) -> Path:
         """The log of the role that failed first, or the directory of the logs."""

@@ -17,6 +17,7 @@ import msgspec
 
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
 from hpcrl.report.run_files import Run, StageFiles
+from hpcrl.run.engines.view import EngineView
 from hpcrl.run.job_state import CANCEL, CANCELLED, JobState
 from hpcrl.run.queued_job import QueuedJob
 
@@ -52,6 +53,7 @@ class Status(msgspec.Struct):
     staleness: float | None = None
     accuracy: dict[str, float] = {}
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
+    engines: list[EngineView] = []  #: as long as the run is at work
     step_time: float | None = None
     last_step: float | None = None  #: age of the last step
     silent: float | None = None  #: age of the launcher's last word
@@ -85,6 +87,8 @@ def judge_run(
         _numbers(status, stage, now, *(BRIEF if brief else LONG))
     if not brief:
         status.stages = run.planned
+        if phase in WORKING and stage and stage.engines:
+            status.engines = stage.engines.engines
     if phase == "failed":
         status.log = str(run.log)
     status.stop_asked = (run.root / "stop").exists() and phase in WORKING

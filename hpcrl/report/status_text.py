@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from hpcrl.report.engine_table import engine_line
 from hpcrl.report.run_status import OVER, WORKING, Status, span
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
@@ -98,6 +99,8 @@ def facts(s: Status) -> list[tuple[str, str]]:
         rows.append(("job", _job(s)))
     if s.stage or s.attempt is not None:
         rows += _work(s)
+    if s.engines:
+        rows.append(("engines", engine_line(s.engines)))
     if s.left is not None or s.needs is not None:
         rows.append(("time", _time(s)))
     if s.stop_asked:

@@ -21,13 +21,16 @@ from typing import Any
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.handover import Event
+from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
 from hpcrl.report.timeline.names import EVALUATE, MAKE, REQUESTS
 from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.engines.desk import EngineDesk
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.steering import look
 from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluator import Evaluator
@@ -46,6 +49,7 @@ from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.rollout.work import Work
+from hpcrl.run.engines.lives import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sample import Sample
@@ -60,7 +64,9 @@ class RolloutRole:
     def __init__(self, context: RoleContext, work: Work) -> None:
         self.context, self.options, self.work = context, context.options, work
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
-        self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline)
+        registry = Registry(restart_limit(context.options, context.plan))
+        self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
+        self.desk = EngineDesk(context.rundir, self.pool)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
         self.evaluator: Evaluator | None = None
@@ -93,6 +99,7 @@ class RolloutRole:
         if self.options.runs_ahead and self.options.deterministic_mode:
             self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
         methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.turn, self.finish)
+        methods += (self.desk.engines, self.desk.engines_updated, self.desk.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -100,6 +107,7 @@ class RolloutRole:
         self._making: asyncio.Task[None] | None = None
         self._made_id = -1  # the rollout of `_making`
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
+        self._evaluates_last = False  # then there is nothing after it that could be stopped in its place
         self._idle_since: float | None = None  # when the last rollout was done
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
@@ -110,6 +118,8 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
+        keep = asyncio.create_task(self.desk.keep())
+        keep.add_done_callback(self._made)
         starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
             await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +138,7 @@ class RolloutRole:
                 await self.server.fail(text_of(error))
             raise
         finally:
-            await cancel(starting, watch, self._making, self._evaluating)
+            await cancel(starting, watch, keep, self._making, self._evaluating)
             if self.stream is not None:
                 await self.stream.close()
             self.pool.occupancy.close()
@@ -159,10 +169,12 @@ class RolloutRole:
             await self.server.stop_at(rollout_id)
         return {"num_rollout": self.work.total}
 
-    async def generate(self, rollout_id: int, version: int, consumed: int | None = None) -> dict[str, Any]:
+    async def generate(
+        self, rollout_id: int, version: int, consumed: int | None = None, patience: float | None = None
+    ) -> dict[str, Any]:
         """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is made.
 
-        consumed: the policy version of the trainer when it learns from them; None: the same.
+        consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for `evaluate`.
         """
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
@@ -170,8 +182,8 @@ class RolloutRole:
             raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
         if self.stream is not None:
             self.stream.publish(version)
-        if self._making is not None:
-            await asyncio.wait([self._making])
+        if not await self._settled(patience):
+            return {UNFINISHED: {}}
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
         self._next, self._made_id = rollout_id + 1, rollout_id
@@ -180,13 +192,20 @@ class RolloutRole:
         self._making.add_done_callback(self._made)
         return {}
 
-    async def snapshot(self, rollout_id: int, saved: int = 0, settle: bool = False) -> dict[str, Any]:
+    async def _settled(self, patience: float | None) -> bool:
+        """Wait until what is being made is made, or has failed; False if it is not within `patience` seconds."""
+        return self._making is None or bool((await asyncio.wait([self._making], timeout=patience))[0])
+
+    async def snapshot(
+        self, rollout_id: int, saved: int = 0, settle: bool = False, patience: float | None = None
+    ) -> dict[str, Any]:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
-        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too.
+        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too; patience: as for
+        `evaluate`.
         """
-        if self._making is not None and (settle or self._made_id <= rollout_id):
-            await asyncio.wait([self._making])
+        if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
+            return {UNFINISHED: {}}
         if self.stream is not None:
             self.stream.press()
         if rollout_id not in self._states:
@@ -197,19 +216,23 @@ class RolloutRole:
         self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
         return self._states[rollout_id]
 
-    async def evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile."""
-        last = rollout_id + 1 >= self.work.total
-        if self.evaluator is None or (self._stopping and not last):
-            return {}
-        late = f"the held-out samples after rollout {rollout_id}"
-        evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
-        self._evaluating = asyncio.create_task(evaluation)
-        if last:  # nothing comes after it that could be stopped in its place
-            running, self._evaluating = self._evaluating, None
-            return await running
-        await asyncio.wait([self._evaluating])
-        return {} if self._evaluating.cancelled() else self._evaluating.result()
+    async def evaluate(self, rollout_id: int, version: int, patience: float | None = None) -> dict[str, Any]:
+        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
+
+        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
+        """
+        if self._evaluating is None:
+            self._evaluates_last = rollout_id + 1 >= self.work.total
+            if self.evaluator is None or (self._stopping and not self._evaluates_last):
+                return {}
+            late = f"the held-out samples after rollout {rollout_id}"
+            evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
+            self._evaluating = asyncio.create_task(evaluation)
+        done, _ = await asyncio.wait([self._evaluating], timeout=patience)
+        if not done:
+            return {UNFINISHED: {}}
+        task, self._evaluating = self._evaluating, None
+        return {} if task.cancelled() else task.result()
 
     async def turn(self, event: str) -> dict[str, Any]:
         """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
@@ -311,7 +334,8 @@ class RolloutRole:
         """Make nothing more: what is being made is dropped, and the trainer is told where to end."""
         say("asked to stop")
         self._stopping = True
-        await cancel(self._evaluating)
+        if not self._evaluates_last:
+            await cancel(self._evaluating)
         if self._next is None:
             return
         end = self._next

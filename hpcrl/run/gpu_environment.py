@@ -10,15 +10,18 @@ run, so it lies in a directory that nobody else can write to, or make first unde
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe
 from hpcrl.plan import Place, socket_names
 
 Role = Literal["trainer", "engine"]
@@ -184,3 +187,27 @@ def private_directory(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+# ---- what this machine has
+
+#: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
+GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+
+
+def gpus_are_here() -> bool:
+    """Whether this machine shows any."""
+    return any(map(glob.glob, GPUS))
+
+
+def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
+    """`overrides`, with one trainer rank where neither recipe nor flags say how many and this machine has no GPU.
+
+    The default counts the GPUs of a node in a cluster; as many processes on a laptop's cores train no faster.
+    """
+    name = "actor_num_gpus_per_node"
+    said = {*recipe.values, *overrides, *(key for stage in recipe.stages for key in stage.values)}
+    if name in said or gpus_are_here():
+        return overrides
+    print("hpcrl: no GPU here: one trainer rank (--actor-num-gpus-per-node for more)", file=sys.stderr)
+    return {**overrides, name: 1}

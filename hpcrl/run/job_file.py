@@ -22,7 +22,7 @@ UNQUEUED = ("local", "mpirun")
 
 class JobFile(msgspec.Struct, frozen=True):
     """What it holds.  scheduler: "local" where none has the run; job_id: the scheduler's number (of a heterogeneous job the
-    leader's); submitted: unix time; identity: the run's; script: the batch script; site: the profile it was submitted with."""
+    leader's); chain: the numbers of all jobs of a chain, this one among them; submitted: unix time; identity: the run's; script: the batch script; site: the profile it was submitted with."""
 
     scheduler: str = "local"
     job_id: str | None = None
@@ -33,6 +33,7 @@ class JobFile(msgspec.Struct, frozen=True):
     script: str | None = None
     components: list[dict[str, Any]] = []
     site: dict[str, Any] | None = None
+    chain: list[str] = []
 
     @property
     def queued(self) -> bool:
@@ -42,9 +43,15 @@ class JobFile(msgspec.Struct, frozen=True):
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
     """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site as far as they are
-    known; a site that was known is kept."""
+    known, and chain; a site that was known is kept."""
     known = {"site": read_job(root).site, **more}
-    job = JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known)
+    replace_job(
+        root, JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known)
+    )
+
+
+def replace_job(root: Path, job: JobFile) -> None:
+    """Write all of job.json."""
     write_atomic(root / JOB, msgspec.json.encode(job))
 
 

@@ -18,17 +18,19 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan
+from hpcrl.run.engines.lives import is_added, with_added
 from hpcrl.run.rundir import RunDir
 
 
 @dataclass(frozen=True)
 class RoleContext:
-    """A role's place in one attempt of a run."""
+    """A role's place in one attempt of a run.  life: how often this one was started before in this attempt; engines alone."""
 
     rundir: RunDir
     options: Options
     plan: Plan
     index: int
+    life: int = 0
 
 
 def read_options(rundir: RunDir) -> Options:
@@ -47,15 +49,20 @@ def read_plan(rundir: RunDir) -> Plan:
 
 
 def open_role(argv: list[str] | None = None) -> RoleContext:
-    """Parse `RUN --attempt N [--index I]` and read the options and the plan of that attempt."""
+    """Parse `RUN --attempt N [--index I] [--life K]` and read the options and the plan of that attempt, which for an engine that was
+    added to it holds those as well."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--life", type=int, default=0)
     args = parser.parse_args(argv)
     rundir = RunDir(args.run, args.attempt)
     try:
-        return RoleContext(rundir, read_options(rundir), read_plan(rundir), args.index)
+        plan = read_plan(rundir)
+        if is_added(rundir, args.index):
+            plan = with_added(rundir, plan)
+        return RoleContext(rundir, read_options(rundir), plan, args.index, args.life)
     except HpcrlError as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -66,11 +73,17 @@ def say(text: str) -> None:
 
 
 def act(
-    role: str, context: RoleContext, index: int, body: Callable[[], None], late: Callable[[BaseException], float] = lambda _: 0.0
+    role: str,
+    context: RoleContext,
+    index: int,
+    body: Callable[[], None],
+    late: Callable[[BaseException], float] = lambda _: 0.0,
+    record: Callable[[str], object] | None = None,
 ) -> int:
     """Run `body`; record what goes wrong and return the exit status.
 
     late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.
+    record(message): in place of recording it as the attempt's error.
     """
     try:
         body()
@@ -82,7 +95,10 @@ def act(
         message, status = f"{type(error).__name__}: {_first_line(error)}", 1
         time.sleep(late(error))
     say(f"error: {message}")
-    context.rundir.fail(role, index, message)
+    if record is not None:
+        record(message)
+    else:
+        context.rundir.fail(role, index, message)
     return status
 
 

@@ -6,14 +6,17 @@
       keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
       attempts/N/plan.json        who runs where
       attempts/N/hosts.json       the hosts that the attempt was given, with all their slots
-      attempts/N/peers/ROLE-I.json    what a process published (peers.py)
+      attempts/N/peers/ROLE-I.json    what a process published (peers.py); of engines also their lives (engines/lives.py)
+      attempts/N/engines.json     how each engine is (engines/view.py)
       attempts/N/error.json       the first error of the attempt
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
       attempts/N/stop             exists when the run was asked to save and end
+      attempts/N/remove-engine-I  exists when the user wants this engine gone (engines/wishes.py)
       attempts/N/end              exists when every process of the attempt is to end now
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
+      added/                      scripts of jobs whose engines joined
       position.json               where a run without a trainer stands
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png

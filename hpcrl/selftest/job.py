@@ -16,12 +16,13 @@ import os
 import shlex
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import msgspec
 
-from hpcrl.doctor.one_node import Cards, leave_card, pause, rank_environments
+from hpcrl.doctor.cards import all_cards, leave_card, share_cards
+from hpcrl.doctor.one_node import rank_environments
 from hpcrl.errors import DeadlineError
 from hpcrl.launch.probe import choose
 from hpcrl.run.process import die_with_parent, end_descendants
@@ -51,6 +52,9 @@ def batch(directory: Path) -> int:
         together = [name for name, check in chosen.items() if check.runs == "ranks" and name not in results.read()]
         if job.hosts > 1 and together:
             results.clear(together)
+            (directory / "hosts").mkdir(exist_ok=True)
+            sharing = threading.Thread(target=share_cards, args=(directory / "hosts", job.hosts, MEET), daemon=True)
+            sharing.start()
             status = _step([*step, "selftest", str(directory)])
             _note_missing(results, together, status)
         only = ["--only", *job.only] if job.only else []
@@ -85,15 +89,10 @@ def host(directory: Path, name: str) -> int:
     chosen = choose_checks(job.only, find_checks())
     names = [each for each, check in chosen.items() if check.runs == "ranks"]
     hosts = directory / "hosts"
-    hosts.mkdir(exist_ok=True)
     leave_card(hosts, name, job.ranks)
-    cards, end = Cards(hosts), time.monotonic() + MEET
-    while len(found := cards.look()) < job.hosts:
-        if time.monotonic() > end:
-            raise DeadlineError(
-                f"{len(found)} of {job.hosts} hosts have left a card in {hosts} within {MEET:.0f} s: {sorted(found)}"
-            )
-        time.sleep(pause(job.hosts))
+    found = all_cards(hosts, job.hosts, MEET)
+    if len(found) < job.hosts:
+        raise DeadlineError(f"{len(found)} of {job.hosts} hosts have left a card in {hosts} within {MEET:.0f} s: {sorted(found)}")
     network = choose({each: found[each].base for each in sorted(found)}, job.interface)
     speeds = [each.speed for each in network.values()]
     link = ["--link", str(min(speeds) * 1e6 / 8)] if all(speeds) else []

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class SlurmAllocation:
             if "requeu" in str(error).lower() or "completing" in str(error).lower():  # Slurm may have been faster
                 raise AlreadyRequeued(error.what) from None
             raise
+
+    def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
+        _scontrol("update", f"jobid={job_id}", f"excnodelist={','.join(hosts)}")
 
     def mark(self, identity: str) -> None:
         _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}")

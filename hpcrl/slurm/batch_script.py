@@ -65,9 +65,11 @@ def _component(script: Script, request: Request, site: SlurmSite, index: int) ->
 def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     """The options of the job as a whole, which only the first component carries."""
     yield f"job-name=hpcrl-{script.name}"
-    if script.identity:
+    if script.identity and site.mark:
         yield f"comment={MARK}{script.identity}"
-    if site.after:
+    if script.follows:
+        yield f"dependency=afterany:{script.follows}"
+    elif site.after:
         yield from (f"dependency=afterok:{site.after}", "kill-on-invalid-dep=yes")
     yield f"time={site.time}"
     yield f"output={script.output}"
@@ -93,6 +95,8 @@ def _options(component: Component, site: SlurmSite) -> Iterator[str]:
         yield gpus
     if site.exclusive:
         yield "exclusive"
+    if site.exclude:
+        yield f"exclude={','.join(site.exclude)}"
     for name, value in wish.extra.items():
         if value is not False:
             yield name if value is True else f"{name}={value}"

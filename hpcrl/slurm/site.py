@@ -22,6 +22,7 @@ OURS = {
     **dict.fromkeys(("gpus-per-node", "gres", "gpus", "gpus-per-task"), "gpus_per_node and gpu_type"),
     **dict.fromkeys(("cpus-per-task",), "cpus_per_node"),
     **dict.fromkeys(("signal",), "signal_margin"),
+    **dict.fromkeys(("exclude",), "exclude, a list at the top"),
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "--actor-num-nodes and --rollout-num-gpus"),
     **dict.fromkeys(
         (
@@ -72,7 +73,10 @@ class SlurmSite(Site):
     after: str | None = Field(
         None, pattern=r"^\d+(:\d+)*$", description="numbers of jobs that must have ended well first, with colons (--after)"
     )
-    gpu_flag: Literal["gpus-per-node", "gres"] = Field("gpus-per-node", description="how the site wants GPUs asked for")
+    gpu_flag: Literal["gpus-per-node", "gres", "none"] = Field(
+        "gpus-per-node", description="how the site wants GPUs asked for; none: whole nodes come with theirs"
+    )
+    mark: bool = Field(True, description="put the run's identity into the job's comment; false where the site reads it")
     srun: list[str] = Field([], description="arguments of every srun, such as --mpi=none")
     trainer: SlurmComponent = Field(default_factory=SlurmComponent, description="the nodes of the trainer ranks")
     engine: SlurmComponent = Field(default_factory=SlurmComponent, description="the nodes of the engines")
@@ -97,7 +101,7 @@ class SlurmSite(Site):
 
     def gpus(self, component: str, count: int) -> str | None:
         """The sbatch option that asks for `count` GPUs a node of a component, without dashes; None for none."""
-        if not count or getattr(self, component).gpus_per_node == 0:  # nodes without GPUs: slots are processes
+        if not count or self.gpu_flag == "none" or getattr(self, component).gpus_per_node == 0:  # 0: slots are processes
             return None
         kind = getattr(self, component).gpu_type
         wanted = f"{kind}:{count}" if kind else str(count)

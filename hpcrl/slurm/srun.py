@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,11 @@ from hpcrl.launch.job import say
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import last_lines
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.squeue import ECHOES
+
+ABREAST = 16  #: hosts that are asked alone at once
+MORE = 5.0  #: seconds that each such set gets at least
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,12 @@ class SrunHosts:
     def __init__(self, groups: list[HetGroup]) -> None:
         self.groups, self.count = groups, sum(len(group.nodes) for group in groups)
         self.examined = False
+        self.answers: Path | None = None  #: a directory that all hosts see, once there is one
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """Every host's own report first; then the network that all of them share."""
         names = [node for group in self.groups for node in group.nodes]
+        self.answers = rundir.here
         log = rundir.logs / "probe.log"
         steps = [spawn(self._step(group, "probe", rundir), log) for group in self.groups]
         try:
@@ -129,24 +134,55 @@ class SrunHosts:
         return spawn([sys.executable, "-m", "hpcrl.run.process", *self.groups[0].step, "once", *command], log)
 
     def silent(self, seconds: float) -> list[str]:
-        """The hosts that cannot start a task within `seconds`."""
-        waiting = {
-            node: spawn([sys.executable, "-m", "hpcrl.run.process", *_alone(group.step, node), "once", "true"], Path(os.devnull))
-            for group in self.groups
-            for node in group.nodes
-        }
+        """The hosts that cannot start a task within `seconds`: one srun a component asks them all, and those that left no file are
+        asked once more alone, ABREAST of them at a time, so that a busy controller loses no healthy host."""
+        end = time.monotonic() + seconds
+        missing = self._unheard(time.monotonic() + seconds / 2) if self.answers else [n for g in self.groups for n in g.nodes]
+        found: list[str] = []
+        for first in range(0, len(missing), ABREAST):
+            part = missing[first : first + ABREAST]
+            found += self._cannot_start(part, max(end - time.monotonic(), MORE))
+        return found
+
+    def _unheard(self, end: float) -> list[str]:
+        """The hosts from which no file has come before `end` (monotonic) to one step over each component."""
+        assert self.answers is not None
+        folder = self.answers / f"answers-{time.monotonic_ns()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            return [node for group in self.groups for node in group.nodes]
+        command = [sys.executable, "-m", "hpcrl.run.process"]
+        asked = [spawn([*command, *group.step, "answer", str(folder)], Path(os.devnull)) for group in self.groups]
+        names = [node for group in self.groups for node in group.nodes]
+        while missing := [node for node in names if node not in listed(folder)]:
+            if time.monotonic() > end or all(process.poll() is not None for process in asked):
+                break
+            time.sleep(0.5)
+        _kill(asked)
+        return [node for node in missing if node not in listed(folder)]
+
+    def _cannot_start(self, nodes: list[str], seconds: float) -> list[str]:
+        """Those of `nodes` that do not start a task of their own within `seconds`."""
+        steps = {node: group.step for group in self.groups for node in group.nodes}
+        command = [sys.executable, "-m", "hpcrl.run.process"]
+        waiting = {node: spawn([*command, *_alone(steps[node], node), "once", "true"], Path(os.devnull)) for node in nodes}
         deadline = time.monotonic() + seconds
         while any(p.poll() is None for p in waiting.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         bad = [node for node, process in waiting.items() if process.poll() != 0]
-        for process in waiting.values():
-            if process.poll() is None:
-                process.kill()
+        _kill(waiting.values())
         return bad
 
     def _step(self, group: HetGroup, program: str, rundir: RunDir) -> list[str]:
         words = [program, str(rundir.root), "--attempt", str(rundir.attempt)]
         return [sys.executable, "-m", "hpcrl.run.process", *group.step, *words]
+
+
+def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
 
 
 def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:

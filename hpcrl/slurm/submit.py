@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
+from hpcrl.config.setting_names import nearest
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.scheduler import Verdict
 from hpcrl.launch.site import load_site
@@ -33,16 +35,31 @@ HINTS = {
 }
 
 
-def submit_recipe(recipe: str | Path, site: str | None = None, **options: Any) -> Any:
+def submit_recipe(
+    recipe: str | Path,
+    site: str | None = None,
+    *,
+    time: str | None = None,
+    layout: str | None = None,
+    set: Mapping[str, Any] | None = None,
+    chain: int = 1,
+    **options: Any,
+) -> Any:
     """Submit a recipe from Python; returns submitit's job: job_id, state, stdout(), result() (the run's summary), cancel().
 
-    options: by name, such as run_dir="runs/one", num_rollout=10.  Errors as those of `hpcrl submit`.
+    site, time, layout, chain: as the flags of `hpcrl submit`; set: keys of the profile, such as {"trainer.partition": "gpu"}; options:
+    those of the run by name, such as run_dir="runs/one", num_rollout=10.  Errors as those of `hpcrl submit`.
     """
-    profile = load_site(site)
+    changes = dict(set or {}) | {key: value for key, value in {"time": time, "layout": layout}.items() if value is not None}
+    profile = load_site(site, changes)
     if profile.scheduler != "slurm":
         raise UsageError(f"site {profile.name}: its scheduler is {profile.scheduler}", "name a site of Slurm's")
     loaded = load_recipe(recipe)
-    return submit_new(loaded, profile.options(loaded, options), profile)[1]
+    wrong = [name for name in options if name not in Options.model_fields]
+    if wrong:
+        near = nearest(wrong[0], [name.replace("_", "-") for name in Options.model_fields])
+        raise UsageError(f"{wrong[0]} is no option", f"did you mean {near.replace('-', '_')}?" if near else "see docs/options.md")
+    return submit_new(loaded, profile.options(loaded, options), profile, chain)[1][0]
 
 
 # ---- texts

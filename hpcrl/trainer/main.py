@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.timeline.names import EVALUATE, LOGPROBS, PAUSED, READY, SAVE, SAVED, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.report.timeline.spans import Timeline, trainer_timeline
 from hpcrl.run.peers import TrainerPeer, publish
@@ -28,7 +29,12 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
 
+if TYPE_CHECKING:
+    from hpcrl.queue.share_format import Share
+    from hpcrl.weights.updates import Updates
+
 T = TypeVar("T")
+TURN = 1.0  #: seconds that all ranks wait for the rollout process before they look whether engines want weights
 ECHO = 3.0  #: seconds to hold back an error that may only say that another rank is gone: that rank's own error comes first
 
 
@@ -51,7 +57,6 @@ class Crank:
         from hpcrl.trainer.parallel.verify_groups import verify
         from hpcrl.trainer.step.share_exchange import ShareExchange
         from hpcrl.trainer.weight_stream import WeightExit
-        from hpcrl.weights.sender import WeightSender
 
         self.context, self.options, self.timeline = context, context.options, timeline
         self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
@@ -84,19 +89,36 @@ class Crank:
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
+        self.weights = self.at.version  # the policy version of the weights that this rank holds
         self.waited = 0.0  # seconds of this step
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         at = context.plan.trainers[self.ranks.rank].at
         self.exit = WeightExit(self.policy, self.patient, at, self.options.hf_checkpoint)
-        with timeline.span("wait for engines"):
-            args = (context.rundir, context.plan, context.options, self.driver)
-            self.sender = WeightSender(*args) if context.plan.engines else None
+        self.updates = self._updates() if context.plan.engines else None
+        if self.updates:
+            with timeline.span("wait for engines"):
+                self.updates.wait()
         if self.driver:
             self.log.truncate(self.at.rollout_id)
             publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
         timeline.started()
         timeline.mark(READY, rollout_id=self.at.rollout_id)
+
+    def _updates(self) -> Updates:
+        """How weights come to engines."""
+        from hpcrl.queue.auth import http_key
+        from hpcrl.trainer.engine_roster import QueueRoster
+        from hpcrl.trainer.parallel.collectives import broadcast_json
+        from hpcrl.weights.sender import WeightSender
+        from hpcrl.weights.updates import Updates
+
+        rundir, options = self.context.rundir, self.options
+        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
+        roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
+        key = http_key(rundir) if self.driver else ""
+        together = partial(broadcast_json, group=self.patient)
+        return Updates(sender, rundir, options.engine_start_timeout, roster, key, together)
 
     @property
     def driver(self) -> bool:
@@ -130,8 +152,7 @@ class Crank:
 
         rollout_id, begun, at, self.waited = self.at.rollout_id, time.monotonic(), self.timeline.now(), 0.0
         self._generate(rollout_id)
-        fetched = self.client.fetch(rollout_id, self.options.rollout_timeout) if self.client else None
-        self._together()
+        fetched = self._fetch(rollout_id)
         if self.turns:
             self.turns.take()
         share = self.shares.exchange(fetched)
@@ -152,7 +173,8 @@ class Crank:
         steps = train_batch.policy_steps(self.options, share)
         publishing = bool(steps) and publishes(self.options, rollout_id, self._evaluates_after(rollout_id))
         settle = settles(self.options, publishing)
-        snapshot = partial(self._ask, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
+        self.weights += steps
+        snapshot = partial(self._await, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
         data = self._waiting(snapshot) if settle else snapshot()
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
         metrics = share.metrics | metrics | (self._publish() if publishing and not self.turns else {})
@@ -176,6 +198,30 @@ class Crank:
             self._evaluate(rollout_id)
         return True
 
+    def _fetch(self, rollout_id: int) -> Share | None:
+        """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has its own, and
+        meanwhile serve engines that want weights: these samples may be waiting for them."""
+        from hpcrl.queue.client import Late
+        from hpcrl.trainer.parallel.collectives import all_true
+
+        end, fetched, there = time.monotonic() + self.options.rollout_timeout, None, self.client is None
+        while True:
+            left = max(0.0, end - time.monotonic())
+            try:
+                if not there:
+                    fetched, there = self.client.fetch(rollout_id, min(left, TURN) if self.updates else left), True
+            except Late:
+                if time.monotonic() >= end:
+                    raise
+            if all_true(there, self.patient):
+                return fetched
+            self._join()
+
+    def _join(self) -> None:
+        """The current weights into engines that have come, or come back."""
+        if self.updates:
+            self.updates.join(self.exit.stream, self.weights)
+
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
         """The answer to what is answered once samples are made: the time counts as waiting for them."""
         begun, at = time.monotonic(), self.timeline.now()
@@ -191,7 +237,7 @@ class Crank:
         if not self.asked < rollout_id < self.total:
             return
         consumed = self.at.version + sum(steps_of(self.options, between) for between in range(self.at.rollout_id, rollout_id))
-        self._ask("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
+        self._await("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
         self.asked = rollout_id
 
     def _evaluates_after(self, rollout_id: int) -> bool:
@@ -213,7 +259,7 @@ class Crank:
 
     def _send_weights(self) -> dict[str, float]:
         with self.timeline.span(UPDATE, version=self.at.version):
-            metrics = self.sender.publish(self.exit.stream(), self.at.version) if self.sender else {}
+            metrics = self.updates.publish(self.exit.stream, self.at.version) if self.updates else {}
             if "perf/update_weights_pause_time" in metrics:
                 now = self.timeline.now()
                 self.timeline.add(PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
@@ -236,7 +282,7 @@ class Crank:
         if self.options.eval_interval is None or not self.context.plan.engines:
             return
         with self.timeline.span(EVALUATE, rollout_id=rollout_id):
-            results = self._ask("evaluate", rollout_id=rollout_id, version=self.at.version)
+            results = self._await("evaluate", rollout_id=rollout_id, version=self.at.version)
         if self.log and results:  # none if the run was asked to stop meanwhile
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
@@ -261,10 +307,16 @@ class Crank:
         self.exit.leave()
         if self.driver:
             self.log.close()
-            self.sender and self.sender.close()
+            self.updates and self.updates.close()
             rundir, seconds = self.context.rundir, time.monotonic() - started
             last = Summary(status, rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
             write_summary(rundir.root, last)
+
+    def _await(self, method: str, **params: object) -> dict:
+        """As `_ask`, for what is answered once samples are made, which may wait for engines that wait for weights."""
+        while UNFINISHED in (answer := self._ask(method, patience=TURN, **params)):
+            self._join()
+        return answer
 
     def _ask(self, method: str, **params: object) -> dict:
         """Rank 0 asks the rollout process; every rank gets the answer."""

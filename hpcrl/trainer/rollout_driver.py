@@ -16,8 +16,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.errors import HpcrlError
-from hpcrl.queue.client import QueueClient
+from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.queue.auth import http_key
+from hpcrl.queue.client import Late, QueueClient
+from hpcrl.queue.messages import UNFINISHED
+from hpcrl.queue.share_format import Share
 from hpcrl.report.metrics import MetricsLog
 from hpcrl.report.timeline.names import READY, STEP
 from hpcrl.report.timeline.spans import role_timeline
@@ -26,10 +29,13 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.weights.engine_fleet import fleet_of
+from hpcrl.trainer.engine_roster import QueueRoster
+from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
+from hpcrl.weights.engine_http import Address
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
+LOOK, TURN = 0.2, 1.0  #: seconds between two questions while engines start; between two looks for engines that have come back
 
 
 class RolloutDriver:
@@ -42,6 +48,7 @@ class RolloutDriver:
         self.rollout_id: int = at["rollout_id"]
         self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
+        self.roster, self.key = QueueRoster(self.client, self.options.rollout_timeout), http_key(context.rundir)
         self.log = MetricsLog(context.rundir)
         self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
@@ -61,10 +68,31 @@ class RolloutDriver:
             raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run begins anew") from error
 
     def _name_weights(self) -> None:
-        """Have every engine call the weights that it has loaded version 0, as it says with each token."""
-        patience = self.options.engine_start_timeout + SLACK
-        fleet = fleet_of(self.context.rundir, self.context.plan, self.options.update_timeout, patience)
-        fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
+        """Once all engines have come up, have each call the weights that it has loaded version 0, as it says with each token."""
+        rundir, seconds = self.context.rundir, self.options.engine_start_timeout + SLACK
+        end = time.monotonic() + seconds
+        while starting := self.roster.engines()["starting"]:
+            rundir.check()
+            if time.monotonic() > end:
+                raise DeadlineError(f"{starting[0]} did not come up within {seconds:.0f} s", f"see {rundir.logs}")
+            time.sleep(LOOK)
+        self._name("update")
+
+    def _name(self, who: str) -> None:
+        """Name the weights of those that are to be updated, or (waiting) of those that have come back."""
+        found = self.roster.engines()[who]
+        for index, life, host, port in found:
+            fleet = Fleet(
+                self.context.rundir, [FleetEngine(index, Address(host, port, self.key), life)], self.options.update_timeout
+            )
+            try:
+                fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
+            except EngineLost as error:
+                if self.options.engine_restarts == 0:
+                    raise
+                self.roster.lost([[index, life, str(error)]])
+            else:
+                self.roster.updated([[index, life]], 0, True)
 
     def run(self) -> None:
         """All rollouts, or up to where the run is asked to stop."""
@@ -81,7 +109,7 @@ class RolloutDriver:
         """One rollout; False if the run was asked to stop before it."""
         rollout_id, begun, at = self.rollout_id, time.monotonic(), self.timeline.now()
         self._ask("generate", rollout_id=rollout_id, version=0)
-        share = self.client.fetch(rollout_id, self.options.rollout_timeout)
+        share = self._fetch(rollout_id)
         if share is None:
             return False
         state = self._ask("snapshot", rollout_id=rollout_id, saved=0)
@@ -94,10 +122,22 @@ class RolloutDriver:
             self._evaluate(rollout_id)
         return True
 
+    def _fetch(self, rollout_id: int) -> Share | None:
+        """The samples of a rollout; engines that come back meanwhile are told what their weights are called."""
+        end = time.monotonic() + self.options.rollout_timeout
+        while True:
+            try:
+                return self.client.fetch(rollout_id, min(TURN, max(0.0, end - time.monotonic())))
+            except Late:
+                if time.monotonic() >= end:
+                    raise
+            self._name("waiting")
+
     def _evaluate(self, rollout_id: int) -> None:
         if self.options.eval_interval is None:
             return
-        results = self._ask("evaluate", rollout_id=rollout_id, version=0)
+        while UNFINISHED in (results := self._ask("evaluate", rollout_id=rollout_id, version=0, patience=TURN)):
+            self._name("waiting")
         if results:
             self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 

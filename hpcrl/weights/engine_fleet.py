@@ -16,6 +16,7 @@ from typing import Any
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.run.engines.lives import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
@@ -26,13 +27,30 @@ LAST_WORDS = 8.0  #: seconds that a dead engine's own supervisor may take to rec
 
 @dataclass(frozen=True)
 class FleetEngine:
-    """One engine: its index in the plan, where it answers."""
+    """One engine: its index in the run, where it answers, how often it was started before."""
 
     index: int
     address: Address
+    life: int = 0
 
     def __str__(self) -> str:
         return f"engine-{self.index} on {self.address.host}"
+
+
+class EngineLost(PeerError):
+    """Engines have died; the others may go on."""
+
+    def __init__(self, what: str, engines: Sequence[FleetEngine]) -> None:
+        super().__init__(what)
+        self.engines = tuple(engines)
+
+
+class EngineLate(DeadlineError):
+    """An engine has not answered in time."""
+
+    def __init__(self, what: str, hint: str, engine: FleetEngine) -> None:
+        super().__init__(what, hint)
+        self.engine = engine
 
 
 class Fleet:
@@ -89,9 +107,7 @@ class PendingCalls:
         now = time.monotonic()
         late = [e for e, future in zip(self.fleet.engines, self.futures, strict=True) if not future.done()]
         if late and now > self.end:
-            raise DeadlineError(
-                f"{late[0]}: {self.phase} did not end within {self.limit:.0f} s", "see its log, or raise --update-timeout"
-            )
+            raise self._late(late[0])
         if late and now > self.next_glance:
             self.next_glance = now + GLANCE
             self._listen()
@@ -110,20 +126,23 @@ class PendingCalls:
             if isinstance(error.__cause__, TimeoutError):
                 raise self._late(engine) from error
             self._bury(engine, f"{engine} died during {self.phase}: {error}")
+        if isinstance(error, HttpError) and (error.status or 0) >= 500:
+            self._glance(engine)  # what fails there may have failed because its core is dead
         raise PeerError(f"{engine}: {self.phase} failed: {error}") from error
 
-    def _late(self, engine: FleetEngine) -> DeadlineError:
-        return DeadlineError(
-            f"{engine}: {self.phase} did not end within {self.limit:.0f} s", "see its log, or raise --update-timeout"
-        )
+    def _late(self, engine: FleetEngine) -> EngineLate:
+        what = f"{engine}: {self.phase} did not end within {self.limit:.0f} s"
+        return EngineLate(what, "see its log, or raise --update-timeout", engine)
 
     def _bury(self, engine: FleetEngine, message: str) -> None:
-        """Raise, with what the engine's own supervisor says if it says something in time."""
-        end = time.monotonic() + LAST_WORDS
-        while time.monotonic() < end:
+        """Raise EngineLost, with what the engine's own supervisor says if it says something in time."""
+        until = time.monotonic() + LAST_WORDS
+        while time.monotonic() < until:
             self._listen()
+            if end := end_of(self.fleet.rundir, engine.index, engine.life):
+                raise EngineLost(f"{end.why} (noticed during {self.phase})", [engine])
             time.sleep(0.1)
-        raise PeerError(message)
+        raise EngineLost(message, [engine])
 
     def _listen(self) -> None:
         """Raise if some role of the run has recorded its failure."""

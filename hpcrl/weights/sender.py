@@ -7,7 +7,8 @@ Engines that take turns with the trainer sleep meanwhile: they are neither pause
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
-that it is not.  Nothing is pickled.  Memory: see transports/.
+that it is not, or raises EngineLost and the same update is made again at the others (updates.py).  Nothing is pickled.
+Memory: see transports/.
 """
 
 from __future__ import annotations
@@ -16,56 +17,78 @@ import contextlib
 import difflib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.plan import Plan
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.digest import cut, digest
-from hpcrl.weights.engine_fleet import Fleet, FleetEngine, fleet_of
+from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
+from hpcrl.weights.engine_http import HttpError, ask
 from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.pieces.transport import PiecesTransport, Source, obstacle
+from hpcrl.weights.pieces.transport import MemberFailed, PiecesTransport, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
 
 if TYPE_CHECKING:
     import torch
 
-SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
 RESUME = 15.0  #: seconds that putting an engine right after a failure may take
 
 
 class WeightSender:
-    """Sends the policy to the engines; made and used by every trainer rank, driven by one.
+    """Sends the policy to the engines that it is connected to; made and used by every trainer rank, driven by one.
 
-    Waits for the engines of the plan.  DeadlineError or PeerError name the one that does not come up.
+    host: address of the driver.
     """
 
-    def __init__(self, rundir: RunDir, plan: Plan, options: Options, is_driver: bool) -> None:
-        self.options, self.version = options, -1
+    def __init__(self, rundir: RunDir, host: str, options: Options, is_driver: bool) -> None:
+        self.rundir, self.host, self.options, self.is_driver = rundir, host, options, is_driver
         self.said: set[str] = set()
-        self.active = bool(plan.engines)
+        self.pieces: PiecesTransport | None = None
         self.fleet: Fleet | None = None
         self.transport: Transport | None = None
-        if not (self.active and is_driver):
+        self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
+        self.manifests: list[list[dict[str, Any]]] = []
+        self.expected: list[dict[str, dict[str, str]]] = []  # [engine][rank of the worker][name] -> digest
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether the run goes on when an engine ends."""
+        return self.options.engine_restarts > 0 and not self.options.takes_turns
+
+    def connect(self, engines: Sequence[FleetEngine]) -> None:
+        """Make these the engines that are sent to; driver only.  Nothing happens if they are already.
+
+        PeerError or DeadlineError name the one that does not answer, EngineLost those that have died; then there are none.
+        """
+        if self.fleet is not None and self.transport is not None and self.fleet.engines == tuple(engines):
             return
-        self.fleet = fleet_of(rundir, plan, options.update_timeout, options.engine_start_timeout + SLACK)
-        self.fleet.call("ending what was under way", "hpcrl_abandon")
-        self.manifests = self.fleet.call("asking for the manifest", "hpcrl_manifest")
+        self.close()
+        self.fleet = Fleet(self.rundir, engines, self.options.update_timeout)
+        try:
+            self._link(self.fleet)
+        except Exception as error:
+            if lost := self._lost(error):
+                raise EngineLost(str(error), lost) from error
+            raise
+
+    def _link(self, fleet: Fleet) -> None:
+        fleet.call("ending what was under way", "hpcrl_abandon")
+        self.manifests = fleet.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
         self.opaque, self.unseen = tuple(self.manifests[0][0]["opaque"]), dict(self.manifests[0][0]["unseen"])
-        self.scheme = scheme_of(options.hf_checkpoint) if options.hf_checkpoint else None
         self.ties: dict[str, list[str]] = {}
         for name, need in self.needs.items():
             if need["same_as"]:
                 self.ties.setdefault(need["same_as"], []).append(name)
-        self.expected: list[dict[str, dict[str, str]]] = []  # [engine][rank of the worker][name] -> digest
-        self.pieces = PiecesTransport(self.fleet, self.manifests, options, self.scheme, plan.trainers[0].at)
-        self.transport = self._transport(plan.trainers[0].at)
-        self.transport.connect()
+        self.pieces = PiecesTransport(fleet, self.manifests, self.options, self.scheme, self.host)
+        transport = self._transport(self.host)
+        transport.connect()
+        self.transport = transport
 
     def _agreed(self) -> dict[str, dict[str, Any]]:
         """The tensors of an update, by name; PeerError unless all engines agree on them."""
@@ -94,11 +117,10 @@ class WeightSender:
 
         tensors: (checkpoint name, whole tensor), valid on the driver.  Returns seconds and bytes as metrics (driver only).
         PeerError, DeadlineError or HpcrlError name engine, host and phase; then each engine has its old weights and has
-        been resumed, or the message says that it has not.
+        been resumed, or the message says that it has not.  EngineLost names engines that are no more: the others have given up
+        this update, and wait, paused, for it to be made again without those.
         """
-        if not self.active:
-            return {}
-        if self.fleet is None or self.transport is None:
+        if not self.is_driver:
             for _ in tensors:
                 pass
             return {}
@@ -110,7 +132,7 @@ class WeightSender:
                 source.end()
 
     def _publish(self, tensors: Stream, source: Source | None, version: int) -> dict[str, float]:
-        assert self.fleet is not None and self.transport is not None
+        assert self.fleet is not None and self.transport is not None and self.pieces is not None, "connect() comes first"
         begin = time.monotonic()
         if source is None:
             self.transport.stage(self._checked(quantized(tensors, self.scheme)))
@@ -128,12 +150,14 @@ class WeightSender:
                 self.pieces.send(source)
             self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             self._compare()
+            if not self.options.takes_turns:
+                self.fleet.post("resuming", "/resume")
         except BaseException as error:
+            if lost := self._lost(error):
+                raise EngineLost(str(error), [*lost, *self._give_up(lost)]) from error
             self._put_right(error)
             raise
-        if not self.options.takes_turns:
-            self.fleet.post("resuming", "/resume")
-        self.version, end = version, time.monotonic()
+        end = time.monotonic()
         return {
             "perf/update_weights_time": end - begin,
             "perf/update_weights_pause_time": end - paused,
@@ -157,6 +181,7 @@ class WeightSender:
 
     def _stage_pieces(self, source: Source) -> None:
         """Plan and meeting, the first time; scales of FP8; on request what every worker must have, from the whole tensors."""
+        assert self.pieces is not None
         self.pieces.connect(source)
         source.prepare()
         if self.options.check_weight_update_equal:
@@ -220,10 +245,33 @@ class WeightSender:
                         f"{engine}: after the update {len(wrong)} tensors are not what was sent: {', '.join(wrong[:5])}"
                     )
 
+    def _lost(self, error: BaseException) -> list[FleetEngine]:
+        """The engines whose end an error tells of, if the run may go on without them."""
+        if not self.may_lose or not isinstance(error, Exception):
+            return []
+        if isinstance(error, EngineLost):
+            return list(error.engines)
+        if isinstance(error, EngineLate):
+            return [error.engine]
+        if isinstance(error, HpcrlError) and not isinstance(error, MemberFailed):
+            return []  # it says what it is
+        return [engine for engine in self._engines if not _is_well(engine)]  # gloo's and NCCL's own words name nobody
+
+    def _give_up(self, lost: list[FleetEngine]) -> list[FleetEngine]:
+        """Have all others give up the update; those that do not within RESUME seconds."""
+        self.close()  # whoever waits in its group waits no more
+        others = [engine for engine in self._engines if engine not in lost]
+        calls = [
+            in_thread(lambda e=e: Fleet(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon")) for e in others
+        ]
+        wait(calls, timeout=2 * RESUME)
+        return [engine for engine, call in zip(others, calls, strict=True) if not call.done() or call.exception() is not None]
+
     def _put_right(self, error: BaseException) -> None:
         """After a failure: end the update in each engine and resume those that hold one version, whole."""
         assert self.fleet is not None
-        self.pieces.forget()
+        if self.pieces is not None:
+            self.pieces.forget()
         left = []
         for engine in self._engines:
             one = Fleet(self.fleet.rundir, [engine], RESUME)
@@ -247,12 +295,21 @@ class WeightSender:
         with contextlib.suppress(Exception):
             if self.transport is not None:
                 self.transport.close()
+        self.transport = None
 
 
 def _outline(manifest: dict[str, Any]) -> tuple[Any, ...]:
     """What all workers must have in common."""
     tensors = {name: (held["shape"], held["dtype"], held["same_as"]) for name, held in manifest["tensors"].items()}
     return manifest["backend"], tensors, manifest["opaque"], manifest["unseen"]
+
+
+def _is_well(engine: FleetEngine) -> bool:
+    try:
+        ask(engine.address, "GET", "/health", RESUME)
+    except HttpError:
+        return False
+    return True
 
 
 class Differs(PeerError):

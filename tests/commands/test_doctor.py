@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from hpcrl.commands import doctor
 from hpcrl.doctor import model_directory, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
+from hpcrl.doctor.cards import Cards, all_cards, leave_card, share_cards
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
-from hpcrl.doctor.one_node import UNSEEN, Cards, leave_card, parse_gpus
+from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
 from hpcrl.launch.job_request import Component
 from hpcrl.launch.probe import Network, Report
@@ -483,6 +484,16 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     assert parse_gpus(text) == (Gpu(0, "NVIDIA H100 80GB HBM3", 81559, 81007), Gpu(1, "NVIDIA H100 80GB HBM3", 0, 0))
 
 
+def test_the_short_job_asks_for_no_gpus_where_slots_are_processes(tmp_path: Path) -> None:
+    from hpcrl.config.options import Options
+
+    site = SlurmSite(trainer={"gpus_per_node": 0}, engine={"gpus_per_node": 4})
+    case = doctor.Case(site, (Options(actor_num_gpus_per_node=2, rollout_num_gpus=4),), tmp_path / "run")
+    doctor.job(case, tmp_path)
+    steps = msgspec.json.decode((tmp_path / "job.json").read_bytes(), type=NodesJob).steps
+    assert [(step.role, step.slots, step.gpus) for step in steps] == [("trainer", 2, 0), ("engine", 4, None)]
+
+
 def test_of_a_steps_output_only_a_short_line_is_read() -> None:
     """What several nodes print at once comes in pieces: reports are files."""
     text = f"module loaded\n{UNSEEN.format(host='n2')}\nhpcrl doctor: n3 does\nnot see its directory\n"
@@ -520,6 +531,15 @@ def test_a_card_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "n1.json").unlink()
     leave_card(tmp_path, "n3", 0)
     assert [*cards.look()] == ["n1", "n3"]
+
+
+@pytest.mark.parametrize("came", [2, 3])
+def test_all_cards_come_in_one_file_and_those_that_did_not_come_are_missing(tmp_path: Path, came: int) -> None:
+    for number in range(came):
+        leave_card(tmp_path, f"n{number}", number)
+    share_cards(tmp_path, 3, 0.3)
+    found = all_cards(tmp_path, 3, 0.0)
+    assert sorted(found) == [f"n{number}" for number in range(came)] and found["n1"].ranks == 1
 
 
 # ---- for real, on this machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -46,6 +47,19 @@ def test_the_last_attempt_with_who_and_where(run: Path, capsys: pytest.CaptureFi
         "engine-0@node3  | grpo 1 engine-0 2",
         "rollout-0@node3 | grpo 1 rollout-0 2",
         "host@head       | grpo 1 host 2",
+    ]
+
+
+def test_the_parts_of_an_engine_over_hosts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = run / "grpo"
+    plan = json.loads((here / "attempts/1/plan.json").read_text())
+    plan["engines"][0]["also"] = [plan["engines"][0] | {"host": "node4"}]
+    (here / "attempts/1/plan.json").write_text(json.dumps(plan))
+    write(here / "logs/attempt-1/engine-0-node-1.log", "the other part")
+    assert main(["logs", "a", "--lines", "1", "--role", "engine"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "engine-0@node3        | grpo 1 engine-0 2",
+        "engine-0-node-1@node4 | the other part",
     ]
 
 

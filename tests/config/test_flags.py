@@ -398,7 +398,6 @@ def test_what_differs_from_the_defaults() -> None:
             {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "vllm": {"data_parallel_size": 3}},
             "--rollout-num-gpus-per-engine 4 cannot be divided by --vllm-data-parallel-size 3",
         ),
-        ({"colocate": True, "rollout_num_gpus": 1, "megatron": {"nccl_ub": True}}, "--nccl-ub keeps gradients where"),
         ({"num_steps_per_rollout": 3}, "rollout of 128 samples .* --num-steps-per-rollout 3"),
         ({"global_batch_size": 5}, "rollout of 128 samples .* --global-batch-size 5"),
         ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 128 samples"),

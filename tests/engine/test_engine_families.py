@@ -12,8 +12,8 @@ from hpcrl.convert.to_fp8 import convert
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.weights.engine_http import HttpError
 from hpcrl.weights.fp8 import Scheme, dequantize, quantized
-from hpcrl.weights.sender import Differs, WeightSender
-from tests.support.engines import CLOSE, LONG, SMALL, Engines, Pairs, Reference, Side, raw_push
+from hpcrl.weights.sender import Differs
+from tests.support.engines import CLOSE, LONG, SMALL, Engines, Pairs, Reference, Side, connected, raw_push
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_family
 
@@ -167,7 +167,7 @@ def test_an_engine_with_fp8_weights_gets_them_quantised_on_the_fly(nursery: Nurs
     assert side.distance() <= CLOSE
     checked = engines.options.model_copy(update={"check_weight_update_equal": True})
     with pytest.raises(UsageError, match="--check-weight-update-equal cannot look into model.layers.0.self_attn.qkv_proj"):
-        WeightSender(engines.rundir, engines.plan, checked, is_driver=True)
+        connected(engines, checked)
     side.close()
     assert engines.stop() == [0]
 

@@ -24,8 +24,8 @@ from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.generate import Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import SampleBatch
-from hpcrl.weights.sender import WeightSender
 from tests.engine.test_lean_route import run
+from tests.support.engines import connected
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
@@ -69,7 +69,7 @@ def sampled(nursery: Nursery, root: Path, model: Path, **values: Any) -> tuple[O
 
         return [list(await asyncio.gather(*(one(tokens, i) for i in range(EACH)))) for tokens in PROMPTS]
 
-    sender = WeightSender(engines.rundir, engines.plan, opts, is_driver=True)
+    sender = connected(engines, opts)
     sender.publish(((name, tensor.bfloat16()) for name, tensor in load_file(model / "model.safetensors").items()), 0)
     found = run(engines, job)
     sender.close()

@@ -29,7 +29,7 @@ def test_a_second_signal_ends_at_once_with_the_status_of_an_interruption(tmp_pat
 class Allocation:
     """A scheduler that says whether it preempts the job, and notes whether it was asked to queue it again."""
 
-    title, restarts = "Slurm", 0
+    title, restarts, job_id = "Slurm", 0, "7"
 
     class backend:
         count = 2

@@ -10,7 +10,6 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch import host
 from hpcrl.launch.host import devices
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run import gpu_environment
@@ -57,7 +56,7 @@ def test_gpus_that_are_bound_to_tasks() -> None:
 
 
 def test_a_machine_without_gpus_is_told_of_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "GPUS", (str(tmp_path / "nvidia[0-9]*"),))
+    monkeypatch.setattr("hpcrl.run.gpu_environment.GPUS", (str(tmp_path / "nvidia[0-9]*"),))
     assert shown("trainer", 0, None) is None and shown("engine", 0, None) is None
     (tmp_path / "nvidia0").touch()
     assert shown("trainer", 0, None) == "0,1" and shown("engine", 1, None) == "3"

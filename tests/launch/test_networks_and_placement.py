@@ -23,7 +23,7 @@ from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
-from hpcrl.slurm.srun import _alone, read_groups
+from hpcrl.slurm.srun import HetGroup, SrunHosts, _alone, read_groups
 
 
 def machine(name: str, **networks: str) -> Report:
@@ -220,6 +220,33 @@ def test_one_node_can_be_asked_alone() -> None:
         "bash",
         "task.sh",
     ]
+
+
+def fake_srun(folder: Path, dead: tuple[str, ...]) -> tuple[str, ...]:
+    """An srun for three nodes that notes each call; a node of `dead` starts nothing."""
+    script = folder / "srun"
+    script.write_text(
+        f"""#!/bin/bash
+echo "$@" >> {folder}/calls
+only=$(printf '%s\\n' "$@" | sed -n 's/--nodelist=//p')
+for node in ${{only:-n1 n2 n3}}; do
+    case " {" ".join(dead)} " in *" $node "*) [ -z "$only" ] || exit 1; continue;; esac
+    [ "${{@: -2:1}}" != answer ] || : > "${{@: -1}}/$node"
+done
+"""
+    )
+    script.chmod(0o755)
+    return (str(script), "--nodes=3", "task.sh")
+
+
+@pytest.mark.parametrize(("dead", "calls"), [((), 1), (("n2",), 2), (("n1", "n2", "n3"), 4)])
+def test_hosts_are_asked_by_one_srun_and_those_that_are_silent_once_more(
+    tmp_path: Path, dead: tuple[str, ...], calls: int
+) -> None:
+    hosts = SrunHosts([HetGroup(("n1", "n2", "n3"), 1, fake_srun(tmp_path, dead))])
+    hosts.answers = tmp_path
+    assert hosts.silent(10) == list(dead)
+    assert len((tmp_path / "calls").read_text().splitlines()) == calls
 
 
 def metrics(rundir: RunDir, steps: list[float], save: float) -> None:

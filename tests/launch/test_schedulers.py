@@ -128,7 +128,7 @@ def test_each_scheduler_is_asked_once_for_all_runs(
 class FakeAllocation:
     """An allocation that notes a requeue, or refuses it."""
 
-    title = "Queue"
+    title, job_id = "Queue", "7"
 
     def __init__(self, restarts: int, error: HpcrlError | None = None) -> None:
         self.restarts, self.error, self.asked = restarts, error, 0

@@ -60,7 +60,7 @@ class Bench:
         plan = Plan("test", 0, (Place("node7", (0,)),), places, Place("node7", ()))
 
         async def go() -> Any:
-            pool = EnginePool(rundir, plan, Options(**({"request_timeout": 5} | options)))
+            pool = EnginePool(rundir, plan, Options(**({"request_timeout": 5, "engine_restarts": 0} | options)))
             try:
                 await pool.connect()
                 return await job(Generator(pool, 128), pool)
@@ -97,8 +97,7 @@ def bare_pool(engines: int, limit: int) -> EnginePool:
     pool = EnginePool(SimpleNamespace(), plan, Options(rollout_server_concurrency=limit))  # type: ignore[arg-type]
     session: Any = None
     for index in range(engines):
-        pool.engines.append(PooledEngine(index, "host", "http://host", session, "log"))
-        pool._loads.add(index)
+        pool._welcome(PooledEngine(index, "host", "http://host", session, "log", number=index))
     return pool
 
 
@@ -631,8 +630,8 @@ def test_a_key_stays_with_its_engine_while_that_is_not_much_busier(bench: Bench)
         pool._move(home, SLACK + 1)
         await generator.complete(PROMPT, SAMPLING, 3, 4, affinity="a")
         assert pool._homes["a"] is not home, "it is too busy: the key moves"
-        home.death = "died"
-        pool._loads.drop(home.index)
+        pool.registry.suspect(home.index, home.life, "died")
+        pool.refresh()
         await generator.complete(PROMPT, SAMPLING, 3, 4, affinity="b")
         assert pool._homes["b"] is not home
 

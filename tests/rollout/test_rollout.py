@@ -71,6 +71,7 @@ class Attempt:
             "custom_rm_path": "tests.rollout.test_rollout.reward",
             "deterministic_mode": True,
             "engine_start_timeout": 5,
+            "engine_restarts": 0,
             "rollout_timeout": 30,
             "eval_prompt_data": ["held", str(model / "held.jsonl")],
             "eval_interval": 1,
@@ -109,7 +110,9 @@ class Attempt:
 
     def begin(self, rollout_id: int = 0, state: dict[str, Any] | None = None) -> int:
         self.clients = [QueueClient(self.rundir, self.plan, rank, 2, 20) for rank in range(2)]
-        return self.call("begin", rollout_id=rollout_id, state=state)["num_rollout"]
+        total = self.call("begin", rollout_id=rollout_id, state=state)["num_rollout"]
+        self.call("engines_updated", engines=self.call("engines")["update"], version=rollout_id)  # the engines say what they hold
+        return total
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self.clients[0].call(method, 20, **params)

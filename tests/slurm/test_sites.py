@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch.container import Container
+from hpcrl.launch.job_request import make_request
 from hpcrl.launch.site import apply, find_profile, from_flags, load_site, minutes, profile_names
+from hpcrl.launch.submission import Script
+from hpcrl.slurm.batch_script import render
 from hpcrl.slurm.site import SlurmComponent, SlurmSite
 
 SITES = Path(__file__).parents[2] / "sites"
@@ -72,6 +77,89 @@ def test_examples_are_profiles_once_filled_in(file: Path, tmp_path: Path) -> Non
             load_site(str(file))
     site = load_site(str(filled(text, tmp_path / file.name)))
     assert site.name == file.stem
+
+
+CONTAINERS = {
+    "as it is": {},
+    "none": {"container": {"kind": "none"}},
+    "pyxis": {"container": {"kind": "pyxis", "image": "/it's.sqsh", "mounts": ["/a b"], "workdir": "/w"}},
+    "container-engine": {"container": {"kind": "container-engine", "image": "/it's.toml"}},
+    "apptainer": {"container": {"kind": "apptainer", "image": "/it's.sif", "mounts": ["/a b:/c:ro"], "writable": True}},
+    "singularity": {"container": {"kind": "singularity", "image": "docker://x", "gpus": "amd"}},
+    "shifter": {"container": {"kind": "shifter", "image": "docker:x", "modules": ["gpu", "nccl-plugin"], "mounts": ["/a"]}},
+}
+
+
+@pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_site_layout_and_container_is_a_good_script(file: Path, tmp_path: Path) -> None:
+    """bash and shellcheck have nothing to say, and each step's words come out of the shell as they went in."""
+    base, scripts = load_site(str(filled(file.read_text(), tmp_path / file.name))), []
+    for layout in ("heterogeneous", "homogeneous"):
+        for name, values in CONTAINERS.items():
+            site = SlurmSite.model_validate({**base.model_dump(), "layout": layout, "setup": ["conda activate x"], **values})
+            options = Options(actor_num_nodes=2, actor_num_gpus_per_node=1, rollout_num_gpus=2)
+            text = render(
+                Script("n", "it's", "s", "true", "o", "/run/launch", mounts=("/r un",)), make_request([options], site), site
+            )
+            scripts.append(tmp_path / f"{layout}-{name.replace(' ', '-')}.sh")
+            scripts[-1].write_text(text)
+            step = shlex.split(shlex.split(next(x for x in text.splitlines() if "HPCRL_STEP_0" in x).partition("=")[2])[0])
+            assert step[0] == "srun" and step[-1] == "/run/launch/task.sh" and all("<" not in word for word in step)
+    subprocess.run(["bash", "-c", 'for file; do bash -n "$file" || exit 1; done', "bash", *map(str, scripts)], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
+    own = [script for script in scripts if file.stem == "default" or script.stem.endswith("as-it-is")]  # what differs by site
+    done = subprocess.run(["shellcheck", "--shell=bash", *map(str, own)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[:3000]
+
+
+@pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_site_has_the_keys_that_a_run_needs(file: Path, tmp_path: Path) -> None:
+    if file.stem in ("default", "pyxis", "apptainer"):
+        return
+    text, site = file.read_text(), load_site(str(filled(file.read_text(), tmp_path / file.name)))
+    assert site.trainer.gpus_per_node and site.engine.gpus_per_node, "nodes of a known size"
+    assert "Source" in text, "where each key comes from"
+    if "hsn" in text:
+        assert site.interface == "hsn0", "one interface gives the address; NCCL may have them all"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        ("shifter", {"gpus": "amd"}, "gpus has no effect with kind shifter"),
+        ("container-engine", {"mounts": ["/a"]}, "mounts has no effect with kind container-engine (its environment file has it)"),
+        ("apptainer", {"modules": ["gpu"]}, "modules has no effect with kind apptainer"),
+        ("pyxis", {"gpus": "none"}, "gpus has no effect with kind pyxis"),
+    ],
+)
+def test_a_container_refuses_what_it_does_not_know(kind: str, values: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Container.model_validate({"kind": kind, "image": "/x.sif", **values})
+
+
+def test_how_each_container_is_started() -> None:
+    def words(**values: object) -> list[str]:
+        more, command = Container.model_validate({"image": "/x.sif", **values}).wrap(["bash", "t.sh"], ("/run",))
+        return [*more, "|", *command]
+
+    assert words(kind="singularity")[:3] == ["|", "singularity", "exec"]
+    assert words(kind="shifter", modules=["gpu"]) == [
+        "|", "shifter", "--image=/x.sif", "--module=gpu", "--volume=/run:/run", "bash", "t.sh"
+    ]  # fmt: skip
+    assert words(kind="container-engine")[0] == "--environment=/x.sif" and words(kind="container-engine")[-2:] == ["bash", "t.sh"]
+
+
+def test_nodes_that_come_with_their_gpus_are_asked_for_none() -> None:
+    site = SlurmSite(gpu_flag="none", trainer={"gpus_per_node": 1}, mark=False, launch_timeout=900)
+    text = render(
+        Script("n", "t", "s", "true", "o", "/l", identity="id"), make_request([Options(actor_num_gpus_per_node=1)], site), site
+    )
+    assert "--gres" not in text and "--gpus" not in text and "comment" not in text and "HPCRL_SLOTS_0=1" in text
+    recipe = load_recipe(str(SITES.parent / "examples" / "quickstart.toml"))
+    assert (
+        site.options(recipe, {})["launch_timeout"] == 900 and site.options(recipe, {"launch_timeout": 5})["launch_timeout"] == 5
+    )
 
 
 def test_an_extra_option_without_a_value_can_be_set_on_the_command_line() -> None:
@@ -210,6 +298,29 @@ def test_values_are_replaced_by_dotted_key() -> None:
 def test_a_wrong_override_is_refused(key: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         apply(SlurmSite(), {key: value})
+
+
+def test_a_wrong_time_limit_is_the_flags_fault() -> None:
+    with pytest.raises(UsageError) as caught:
+        from_flags({"time": "12h"})
+    assert str(caught.value) == "--time 12h: not a time limit; write minutes, H:MM:SS or D-HH:MM:SS"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"num_rolout": 3}, "num_rolout is no option; did you mean num_rollout?"),
+        ({"set": {"trainer.partitoin": "x"}}, "trainer.partitoin is an unknown key; did you mean partition?"),
+        ({"time": "1h"}, "time"),
+        ({"layout": "cubic"}, "layout"),
+    ],
+)
+def test_from_python_too_what_is_wrong_is_one_line(words: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcrl.slurm.submit import submit_recipe
+
+    with pytest.raises(UsageError) as caught:
+        submit_recipe(SITES.parent / "examples" / "quickstart.toml", **words)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_override_fills_in_a_placeholder(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import fill
+from hpcrl.weights.engine_fleet import FleetEngine
 from hpcrl.weights.engine_http import Address, ask
 from hpcrl.weights.sender import WeightSender
 from hpcrl.weights.shared_memory import Region
@@ -46,6 +47,7 @@ class Engines:
             "bf16": False,
             "engine_start_timeout": 240,
             "update_timeout": 60,
+            "engine_restarts": 0,
             "deterministic_mode": True,
             "vllm": {"enable_prefix_caching": True},  # off there by itself, but to be seen not to outlive an update
         }
@@ -167,12 +169,19 @@ class Reference:
         return max(abs(a - b) for a, b in zip(answer["logprobs"], ours, strict=True))
 
 
+def connected(engines: Engines, options: Options | None = None) -> WeightSender:
+    """A sender to all of them."""
+    sender = WeightSender(engines.rundir, "127.0.0.1", options or engines.options, is_driver=True)
+    sender.connect([FleetEngine(i, engines.address(i)) for i in range(len(engines.processes))])
+    return sender
+
+
 class Side:
     """A running fleet of engines, the sender to it, and the model that both should hold."""
 
     def __init__(self, engines: Engines, model: Path) -> None:
         self.engines, self.reference = engines, Reference(model)
-        self.sender = WeightSender(engines.rundir, engines.plan, engines.options, is_driver=True)
+        self.sender = connected(engines)
         self.version = 0
 
     def push(self, pairs: Pairs) -> dict[str, float]:

@@ -173,20 +173,22 @@ class LocalQueue:
         file = submission.job.root / self.script_file
         file.write_text(self.script(submission))
         site = submission.site
-        return Number(put(file, submission.job.identity, 60.0 * minutes(site.time), "held" if site.hold else "waiting"))
+        return Number(
+            put(file, submission.job.identity, 60.0 * minutes(site.time), "held" if site.hold else "waiting", submission.follows)
+        )
 
     def submit_script(self, file: Path) -> str:
         return put(file)
 
 
-def put(file: Path, identity: str = "", limit: float = 3600.0, state: str = "waiting") -> str:
+def put(file: Path, identity: str = "", limit: float = 3600.0, state: str = "waiting", follows: str = "") -> str:
     """A new job, and its keeper; the job's number."""
     options = dict(line[7:].split("=", 1) for line in file.read_text().splitlines() if line.startswith("#QUEUE "))
     with jobs() as found:
         number = str(1 + len(found))
         found[number] = {
             "script": str(file), "output": options["output"].replace("%N", number), "margin": float(options["margin"]),
-            "identity": identity, "state": state, "submitted": time.time(), "limit": limit, "restarts": 0, "wish": "", "begin": 0.0,
+            "identity": identity, "state": state, "submitted": time.time(), "limit": limit, "restarts": 0, "wish": "", "begin": 0.0, "follows": follows,
         }  # fmt: skip
     command = [sys.executable, "-m", "tests.support.local_queue", "keep", number]
     null = subprocess.DEVNULL
@@ -219,6 +221,9 @@ def keep(number: str) -> None:
                 mine["state"] = "killed"
                 return
             others = [n for n, other in found.items() if other["state"] == "running" and n != number]
+            before = found.get(mine["follows"])
+            if before and MEANS[before["state"]][0] != "ended":
+                others.append(mine["follows"])
             turn = mine["state"] == "waiting" and not others and time.time() >= mine["begin"]
             if turn:
                 mine |= {"state": "running", "started": time.time(), "wish": ""}
@@ -295,6 +300,9 @@ def allocation() -> Any:
 
         def requeue(self) -> None:
             change(self.job_id, wish="requeue")
+
+        def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
+            change(job_id, left_out=list(hosts))
 
         def mark(self, identity: str) -> None:
             change(self.job_id, identity=identity)

@@ -136,6 +136,7 @@ def test_experts_and_tensor_parallel_ranks_too(tmp_path: Path) -> None:
         make(tmp_path, "glm4_moe", vocab_size=VOCAB),
         2,
         tensor_model_parallel_size=2,
+        sequence_parallel=True,
         expert_model_parallel_size=2,
         expert_tensor_parallel_size=1,
     )

@@ -387,7 +387,8 @@ def test_learning_rates_and_weight_decays() -> None:
     growing = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"
     high = f"--lr {peak} --min-lr 2 --lr-decay-style constant --num-rollout {n}"  # for a stage beside this one
     lines = [*formulas, f"{warm} --lr-warmup-init 0.5 {growing}", high]
-    *found, grown, flat = run_ranks(1, rates_on_rank, [read(line) for line in lines], n)[0]
+    lines.append(f"{warm} --lr-decay-style linear --lr-decay-iters 10 {growing}")
+    *found, grown, flat, longer = run_ranks(1, rates_on_rank, [read(line) for line in lines], n)[0]
     for (line, formula), rates in zip(formulas.items(), found, strict=True):
         for step, (rate, decay) in enumerate(rates):
             assert rate == pytest.approx(peak * step / w if step <= w else formula(step)), (line, step)
@@ -396,6 +397,9 @@ def test_learning_rates_and_weight_decays() -> None:
         assert rate == pytest.approx(min(peak, 0.5 + 0.5 * step / w))
         assert decay == pytest.approx(0.1 + 0.4 * step / n)
     assert flat == [(peak, 0.0)] * n
+    for step, (rate, decay) in enumerate(longer):
+        assert rate == pytest.approx(peak * step / w if step <= w else max(low, low + (peak - low) * (1 - (step - w) / (10 - w))))
+        assert decay == pytest.approx(0.1 + 0.4 * step / n), "weight decay grows over the run, not over --lr-decay-iters"
 
 
 def test_a_refusal_comes_before_the_model(tmp_path: Path) -> None:

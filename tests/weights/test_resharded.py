@@ -17,6 +17,8 @@ from hpcrl.trainer.parallel.collectives import make_patient
 from hpcrl.trainer.parallel.parallel_state import initialize
 from hpcrl.trainer.weight_stream import WeightExit
 from hpcrl.weights.digest import digest
+from hpcrl.weights.engine_fleet import FleetEngine
+from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.sender import WeightSender
 from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate
@@ -44,14 +46,18 @@ def change(policy: Any, seed: int) -> None:
                     value.mul_(1 + seed / 16)
 
 
-def rank_side(root: Path, plan: Plan, options: Any, wide: Path, updates: list[str]) -> list[dict[str, Any]]:
+def rank_side(
+    root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: list[str]
+) -> list[dict[str, Any]]:
     """One trainer rank: an update for each word of `updates`, of weights that differ each time; metrics and digests of each."""
     ranks = initialize(options)
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
     patient = make_patient(options)
     way_out = WeightExit(policy, patient, "127.0.0.1", options.hf_checkpoint)
-    sender = WeightSender(RunDir(root), plan, options, ranks.rank == 0)
+    sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
+    if ranks.rank == 0:
+        sender.connect([FleetEngine(index, address) for index, address in enumerate(addresses)])
     found = []
     for version, update in enumerate(updates, 1):
         change(policy, version)
@@ -68,7 +74,8 @@ def rank_side(root: Path, plan: Plan, options: Any, wide: Path, updates: list[st
 def update(engines: Engines, wide: Path, world: int, updates: list[str], **layout: Any) -> list[list[dict[str, Any]]]:
     values = {"actor_num_gpus_per_node": world, **layout}
     options = engines.options.model_copy(update=values)
-    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, options, wide, updates, timeout=240)
+    addresses = [engines.address(index) for index in range(len(engines.processes))]
+    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, wide, updates, timeout=240)
 
 
 TP2 = {"tensor_model_parallel_size": 2}

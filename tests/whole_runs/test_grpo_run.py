@@ -9,11 +9,15 @@ import signal
 import stat
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcrl.cli import main
 from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.report.timeline.reading import read_stage
+from hpcrl.run.engines.lives import end_of
+from hpcrl.run.engines.view import read_views
+from hpcrl.run.rundir import RunDir
 from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
@@ -127,6 +131,25 @@ def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Pa
     assert samples(run.root) == samples(uncut)
 
 
+def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """Its only one is killed, and the next one's core is stopped for ever: each time another takes the weights and answers."""
+    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "engine_hang_timeout": 5}
+    run = start(tmp_path, task, **KL | values)
+    run.until(lambda: run.steps() >= 1)
+    os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
+    run.until(lambda: run.steps() >= 3)
+    psutil.Process(role_pid(run.root, "hpcrl.engine.server")).children()[-1].suspend()
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert all_gone(run.root, [])
+    assert metrics(run.root) == metrics(uncut)
+    assert samples(run.root) == samples(uncut)
+    [engine] = read_views(run.root / "attempts/0").engines
+    assert (engine.state, engine.restarts) == ("serving", 2)
+    reports = [end_of(RunDir(run.root), 0, life).why for life in (0, 1)]
+    assert re.search("SIGKILL|died", reports[0]) and "engine core has not answered for 5 s" in reports[1], reports
+
+
 def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:
     """--colocate: the engine on the slot of a trainer rank, asleep while these train; it ends, and is resumed, in between."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, colocate=True, **KL | {"ref_load": str(task / "model")})
@@ -188,8 +211,8 @@ def test_samples_are_shown_with_what_the_trainer_made_of_them(uncut: Path, capsy
     assert "32 responses to the same prompts in step 0 and step 0" in capsys.readouterr().out
 
 
-def test_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+def test_without_restarts_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None, engine_restarts=0)
     run.until(lambda: run.steps() >= 1)
     pids = run.pids()
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)

@@ -74,6 +74,19 @@ def test_near_its_limit_a_run_saves_and_is_queued_again(queue: Queue, tmp_path: 
     assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"
 
 
+def test_in_a_chain_the_next_job_goes_on_and_the_rest_ends_at_once(queue: Queue, tmp_path: Path, task: Path) -> None:
+    run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run", "--chain", "3")
+    first, second, third = json.loads((run.root / "job.json").read_text())["chain"]
+    assert first == run.number
+    run.until(lambda: run.training(0))
+    queue.cut(run)
+    run.until(lambda: f"job {second} of the chain goes on" in run.output())
+    ended = run.becomes("finished")
+    assert (ended["job_id"], ended["restarts"], ended["attempt"]) == (second, 0, 1), run.logs()
+    assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"
+    run.until(lambda: f"the run is finished: nothing to do for job {third} of the chain" in run.output(), 60)
+
+
 def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_path: Path, task: Path) -> None:
     path = sft(queue, tmp_path, task, **(LONG | {"num_rollout": 100000}))
     runs = [queue.submit(path, tmp_path / "runs" / name, settings=held) for name, held in (("a", ()), ("b", queue.held))]

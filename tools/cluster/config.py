@@ -56,7 +56,7 @@ def slurm(layout: Layout) -> str:
         "ReturnToService=2",
         "MailProg=/bin/true",
         "MpiDefault=none",
-        "GresTypes=gpu",
+        *([] if layout.bare else ["GresTypes=gpu"]),
         "KillWait=5",
         "SlurmdTimeout=12",
         "SlurmctldTimeout=20",
@@ -66,19 +66,20 @@ def slurm(layout: Layout) -> str:
         "SchedulerType=sched/backfill",
         "SchedulerParameters=bf_interval=1,bf_hetjob_immediate,sched_interval=2,sched_min_interval=100000,batch_sched_delay=0",
         "PreemptMode=REQUEUE",
-        *(_accounting() if layout.accounting else ["PreemptType=preempt/partition_prio"]),
-        f"NodeName=DEFAULT CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=64000 Gres=gpu:{GPUS_PER_NODE}",
+        *(_accounting(layout) if layout.accounting else ["PreemptType=preempt/partition_prio"]),
+        "NodeName=DEFAULT CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=64000"
+        + ("" if layout.bare else f" Gres=gpu:{GPUS_PER_NODE}"),
         *(f"NodeName={node} NodeAddr={layout.address(node)}" for node in layout.workers),
         *_partitions(layout),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _accounting() -> list[str]:
+def _accounting(layout: Layout) -> list[str]:
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
         f"AccountingStorageHost={HEAD}",
-        "AccountingStorageTRES=gres/gpu",
+        *([] if layout.bare else ["AccountingStorageTRES=gres/gpu"]),
         "AccountingStorageEnforce=associations,qos",
         "PreemptType=preempt/qos",
         "PriorityType=priority/multifactor",
@@ -88,6 +89,9 @@ def _accounting() -> list[str]:
 
 
 def _partitions(layout: Layout) -> list[str]:
+    if layout.bare:
+        one = [f"PartitionName=one{i} Nodes=node{i}" for i in range(1, layout.nodes + 1)]
+        return ["PartitionName=DEFAULT State=UP MaxTime=INFINITE", "PartitionName=cpu Nodes=ALL Default=NO", *one]
     half = max(layout.nodes // 2, 1)
     later = f"node[{min(half + 1, layout.nodes)}-{layout.nodes}]"
     return [

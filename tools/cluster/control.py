@@ -46,11 +46,18 @@ def leader(layout: Layout, host: str) -> int:
 
 
 def start(
-    shared: Path, *, nodes: int = 4, accounting: bool = True, cgroups: bool = False, visible: Iterable[Path] = ()
+    shared: Path,
+    *,
+    nodes: int = 4,
+    accounting: bool = True,
+    cgroups: bool = False,
+    visible: Iterable[Path] = (),
+    bare: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a cluster in `shared`, anew; returns when all nodes are idle.
 
     visible: directories below /tmp and the like that every node shall see; those that Python and this program need are added.
+    bare: as in Layout.
     The cluster ends when the process that called this does, or its handle's stdin is closed; `detach` lets it live on.
     ClusterError with the end of the log if it does not come up.
     """
@@ -59,7 +66,7 @@ def start(
         raise ClusterError("--cgroups needs cgroup version 1 hierarchies under /sys/fs/cgroup: leave it out here")
     needed = {Path(sys.prefix), Path(sys.base_prefix), REPO, *visible}
     below = tuple(str(path) for path in sorted(path.resolve() for path in needed) if any(map(path.is_relative_to, PRIVATE)))
-    layout = Layout(shared, nodes, accounting, cgroups, below)
+    layout = Layout(shared, nodes, accounting, cgroups, below, bare)
     if outer(layout) is not None:
         raise ClusterError(f"a cluster is running in {shared} already: `stop` ends it")
     shutil.rmtree(layout.base, ignore_errors=True)

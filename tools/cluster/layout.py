@@ -24,13 +24,17 @@ PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 @dataclass(frozen=True)
 class Layout:
-    """One cluster: `shared` is DIR; `visible` are further directories that every node sees although they lie below a private one."""
+    """One cluster: `shared` is DIR; `visible` are further directories that every node sees although they lie below a private one.
+
+    bare: nodes without GPUs and without generic resources, no default partition, and partitions of one node each as well.
+    """
 
     shared: Path
     nodes: int = 4
     accounting: bool = True
     cgroups: bool = False
     visible: tuple[str, ...] = ()
+    bare: bool = False
 
     @property
     def base(self) -> Path:

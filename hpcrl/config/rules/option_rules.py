@@ -21,6 +21,7 @@ from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_d
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
+from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError, failures, raise_together
 
@@ -35,7 +36,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, _engines, _turns), options)
+    layout = failures((_layout, _virtual_stages, _engines, check_sharing), options)
     wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
@@ -107,14 +108,6 @@ def _engines(o: Options) -> None:
     if o.needs_engines and gpus < 1:
         why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
         raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
-
-
-def _turns(o: Options) -> None:
-    if o.offloads_train and o.megatron.get("nccl_ub"):
-        raise UsageError(
-            "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its memory up",
-            "leave out --nccl-ub, or give --no-offload-train",
-        )
 
 
 def expert_layout(o: Options) -> None:
@@ -305,7 +298,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines and not o.trains_only:
         yield (
-            "rollout_num_gpus_per_engine engine_start_timeout update_timeout request_timeout rollout_server_concurrency "
+            "rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
@@ -344,11 +337,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "mask_offpolicy_in_partial_rollout buffer_filter_path", "--partial-rollout is not given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
-    if not o.takes_turns:
-        why = "there is no engine beside a trainer" if o.colocate else "--colocate is not given"
-        yield "offload_train offload_rollout rollout_sleep_level", why
-    elif not o.sleep_level:
-        yield "rollout_sleep_level", "--no-offload-rollout keeps the engines in memory"
+    yield from inert_in_sharing(o)
     yield from _inert_beside_own(o)
     yield from _inert_in_training(o)
 

@@ -72,6 +72,11 @@ def schedule_steps(o: Options) -> int | None:
     return o.num_rollout * o.steps_per_rollout or max(o.lr_warmup_iters + 1, o.lr_wsd_decay_iters or 0)
 
 
+def run_steps(o: Options) -> int | None:
+    """Optimizer steps of the whole run; None where its length is not known before, or nothing is trained."""
+    return o.num_rollout * o.steps_per_rollout or None if o.num_rollout is not None else None
+
+
 def warmup_steps(o: Options, steps: int) -> float:
     """Steps of warm-up, of the schedule's `steps`; a fraction may give a part of a step, as in Megatron-LM."""
     return o.lr_warmup_iters if o.lr_warmup_fraction is None else o.lr_warmup_fraction * steps

@@ -28,8 +28,10 @@ class ClusterOptions(Base):
     offload_rollout: bool | None = opt(
         None, "the engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate", "slime"
     )
-    rollout_sleep_level: Literal[1, 2] = opt(
-        2, "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them"
+    rollout_sleep_level: Literal[1, 2] | None = opt(
+        None,
+        "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them; default: 2, "
+        "with --vllm-enable-expert-parallel 1",
     )
     rank_launcher: Literal["torchrun", "ranks"] = opt(
         "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"

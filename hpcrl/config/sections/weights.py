@@ -16,8 +16,8 @@ class WeightOptions(Base):
     )
     weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
     weight_update: Literal["auto", "resharded", "gathered"] = opt(
-        "auto",
-        "resharded: every rank sends pieces to the workers that need them; gathered: rank 0 collects and sends whole tensors; "
+        "gathered",
+        "gathered: rank 0 collects and sends whole tensors; resharded: every rank sends pieces to the workers that need them; "
         "auto: resharded where it can be",
     )
     check_weight_update_equal: bool = opt(

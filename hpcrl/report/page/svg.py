@@ -132,8 +132,10 @@ def _line(points: list[tuple[float, float]], colour: str, width: float, opacity:
 def _legend(curves: Mapping[str, object]) -> list[Markup]:
     parts, x = [], WIDTH - RIGHT
     for colour, label in reversed(list(zip(COLOURS * len(curves), filter(None, curves), strict=False))):
-        parts.append(Markup('<text x="{}" y="14" class="tick" fill="{}" text-anchor="end">{}</text>').format(x, colour, label))
-        x -= 6 * len(label) + 8
+        parts.append(Markup('<text x="{}" y="14" class="tick" text-anchor="end">{}</text>').format(x, label))
+        x -= 6 * len(label) + 12
+        parts.append(Markup('<rect x="{}" y="7" width="8" height="8" fill="{}"/>').format(x, colour))
+        x -= 6
     return parts
 
 

@@ -14,6 +14,8 @@ PREPARE, ATTEMPT, BEGINS = "prepare", "attempt", "attempt begins"
 START = "start up"
 #: the process of a host: its roles, from the first start to the last end
 ROLES = "roles"
+#: whoever brings engines to a run that is under way: which, as {number: slots} in `engines`
+JOINS = "joins"
 #: trainer.  READY and SAVED are moments, with rollout_id: where the run goes on, and up to where it is on disk
 READY, SAVED, STEP = "ready", "saved", "step"
 WAIT, TRAIN, LOGPROBS, UPDATE, PAUSED, SAVE, EVALUATE = (
@@ -38,7 +40,7 @@ DOES: dict[str, dict[str, Cost]] = {
     "engine": {GENERATE: "generating", PAUSED: "updating", START: "starting"},
     "rollout": {MAKE: "generating", EVALUATE: "generating"},
 }
-ROLES_IN_ORDER = ("launcher", "host", "trainer", "rollout", "engine")
+ROLES_IN_ORDER = ("launcher", "host", "joined", "trainer", "rollout", "engine")
 
 
 def order(track: str) -> tuple[int, str, int]:

@@ -7,7 +7,7 @@ done what its nearest kin did; what a killed process had not finished counts as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,10 +20,12 @@ from hpcrl.report.timeline.names import (
     DOES,
     EVALUATE,
     GENERATE,
+    JOINS,
     PAUSED,
     READY,
     SAVE,
     SAVED,
+    START,
     STEP,
     Cost,
 )
@@ -62,6 +64,7 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
         last = number == len(recorded.launchers) - 1
         beat = int(run.state.time * 1e6) if last and run.state else 0
         nodes: dict[str, int] = {}
+        more: list[Spent] = []
         attempts, end = [], max(launcher.end, beat)
         for mark in launcher.named(BEGINS):
             name, attempt = str(mark.more.get("stage", "")), int(mark.more.get("attempt", 0))
@@ -77,9 +80,33 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
                 nodes[host] = max(slots, nodes.get(host, 0))
             live = over is None and last and run.state is not None and run.state.phase in ("running", "saving", "starting")
             status = "going on" if live else str(over.more.get("status", "")) if over else "killed"
-            attempts.append(spent_by(mark.begin, until, status, plan, own, _next_start(tracks, attempt)))
-        found.append(Spent(launcher.begin, end, nodes or {launcher.header.host: 0}, attempts))
+            spent = spent_by(mark.begin, until, status, plan, own, _next_start(tracks, attempt))
+            here, elsewhere = joined(own, spent, set(nodes))
+            attempts.append(replace(spent, owners=[*spent.owners, *here]))
+            more += elsewhere
+        found += [Spent(launcher.begin, end, nodes or {launcher.header.host: 0}, attempts), *more]
     return found
+
+
+def joined(tracks: Sequence[Track], spent: AttemptSpent, nodes: set[str]) -> tuple[list[Owner], list[Spent]]:
+    """(engines that joined an attempt on hosts that it had, those that brought a host with them: an allocation each)."""
+    here, elsewhere = list[Owner](), list[Spent]()
+    for track in (track for track in tracks if track.role == "joined"):
+        engines = {int(index): slots for mark in track.named(JOINS) for index, slots in mark.more.get("engines", {}).items()}
+        host, count = track.header.host, sum(map(len, engines.values()))
+        owners = [Owner(host, tuple(slots), engine_work(tracks, index, 1)) for index, slots in engines.items()]
+        if host in nodes:
+            here += owners
+            continue
+        up = [
+            span.end
+            for other in tracks
+            if other.role == "engine" and other.header.index in engines
+            for span in other.named(START)
+        ]
+        attempt = AttemptSpent(track.begin, track.end, min(up, default=None), spent.lost, owners)
+        elsewhere.append(Spent(track.begin, track.end, {host: count}, [attempt]))
+    return here, elsewhere
 
 
 def _same(span: Span, stage: str, attempt: int) -> bool:
@@ -148,17 +175,24 @@ def _owners(plan: Plan, tracks: Sequence[Track], crank: Track | None) -> Iterato
         known = rank if rank in work else by_host.get(place.host, 0)
         yield Owner(place.host, place.slots, work.get(known, []))
     rollouts = [track for track in tracks if track.role == "rollout"]
-    paused = does(crank, "engine", PAUSED) if crank else []
     for index, engine in enumerate(plan.engines):
-        done: Work = list(paused)
-        for track in rollouts:
-            done += generating(track, index, len(plan.engines))
-        for track in tracks:
-            if track.role == "engine" and track.header.index == index:
-                done += does(track)
+        done = engine_work(tracks, index, len(plan.engines))
         for place in (engine, *engine.also):
             yield Owner(place.host, place.slots, done)
     yield Owner(plan.rollout.host, (), [piece for track in rollouts for piece in does(track)])
+
+
+def engine_work(tracks: Sequence[Track], index: int, engines: int) -> Work:
+    """What engine `index` of so many did, as its supervisor, the rollout process and the trainer saw it."""
+    found: Work = []
+    for track in tracks:
+        if track.role == "rollout":
+            found += generating(track, index, engines)
+        elif track.role == "engine" and track.header.index == index:
+            found += does(track)
+        elif track.role == "trainer" and track.header.index == 0:
+            found += does(track, "engine", PAUSED)
+    return found
 
 
 def does(track: Track, role: str = "", *names: str) -> Work:

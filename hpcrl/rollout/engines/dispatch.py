@@ -37,6 +37,7 @@ class Dispatcher:
         self._sent: dict[asyncio.Task[None], Request] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = False
+        pool.changed = self._wake
 
     def submit(self, key: Hashable, seed: int | None, make: Callable[[list[Call]], Request]) -> Call:
         """One sample of the request that `make` builds, together with all that are submitted under `key` in this turn."""
@@ -88,7 +89,7 @@ class Dispatcher:
                     engine, count = found
                     part, request.calls = request.part(request.calls[:count]), request.calls[count:]
                     self._send(engine, part)
-            except PeerError as error:  # no engine is left: nobody else need wait for one
+            except PeerError as error:  # no engine will ever serve: nobody else need wait for one
                 _fail(request, error)
 
     def _put_back(self, request: Request) -> None:

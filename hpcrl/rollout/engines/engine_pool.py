@@ -1,7 +1,8 @@
 """The engines, seen from the rollout process: HTTP servers that answer generation requests.
 
-Invariants: no engine ever has more than --rollout-server-concurrency samples in flight, and none but living ones get any;
-what it costs to find an engine does not grow with their number; every wait has a deadline that names the engine and its host.
+Invariants: no engine ever has more than --rollout-server-concurrency samples in flight, and none but those that the registry calls
+serving get any; what it costs to find an engine does not grow with their number; every wait has a deadline that names the engine
+and its host.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -23,7 +25,9 @@ from hpcrl.report.timeline.names import GENERATE
 from hpcrl.report.timeline.spans import NOWHERE, Timeline
 from hpcrl.rollout.engines.loads import Loads
 from hpcrl.rollout.engines.occupancy import Occupancy
-from hpcrl.run.peers import IDLE, EnginePeer, find
+from hpcrl.rollout.engines.registry import Registry
+from hpcrl.run.engines.lives import EngineAdded, Reports
+from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -38,7 +42,7 @@ PARTS = 8  #: an engine without room for all of a group is given a part of it if
 
 @dataclass(eq=False)
 class PooledEngine:
-    """One engine: where it is, how busy, and, once it is gone, why.  lean: whether it has our own route."""
+    """One engine in one of its lives: where it is, and how busy.  number: ours alone; lean: whether it has our own route."""
 
     index: int
     host: str
@@ -47,8 +51,9 @@ class PooledEngine:
     log: str
     model_len: int | None = None
     lean: bool = False
+    life: int = 0
+    number: int = 0
     in_flight: int = 0
-    death: str | None = None
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _urls: dict[str, URL] = field(default_factory=dict)
 
@@ -61,13 +66,13 @@ class PooledEngine:
     def __str__(self) -> str:
         return f"engine-{self.index} on {self.host}"
 
-    async def alive(self) -> bool:
-        """Whether it answers /health with 200, on a connection of its own: those that are kept may have been closed meanwhile."""
+    async def alive(self, path: str = "/health") -> bool:
+        """Whether it answers `path` with 200, on a connection of its own: those that are kept may have been closed meanwhile."""
         timeout = aiohttp.ClientTimeout(total=PROBE)
         try:
             async with (
                 aiohttp.ClientSession(headers=self.session.headers, timeout=timeout) as session,
-                session.get(f"{self.url}/health") as answer,
+                session.get(f"{self.url}{path}") as answer,
             ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -84,15 +89,33 @@ class EnginePool:
     moves.
     """
 
-    def __init__(self, rundir: RunDir, plan: Plan, options: Options, timeline: Timeline = NOWHERE) -> None:
+    def __init__(
+        self, rundir: RunDir, plan: Plan, options: Options, timeline: Timeline = NOWHERE, registry: Registry | None = None
+    ) -> None:
+        """registry: the run's; without one, an engine serves as soon as it is up."""
         self._rundir, self._plan = rundir, plan
         self._patience, self.request_timeout = options.engine_start_timeout, options.request_timeout
         self._limit = options.rollout_server_concurrency
-        self.occupancy = Occupancy(self._limit, timeline.now, lambda n, begin, end: timeline.add(GENERATE, begin, end, engine=n))
+        self._indexes: dict[int, int] = {}  # of every engine that ever served, by its number
+
+        def busy(number: int, begin: int, end: int) -> None:
+            timeline.add(GENERATE, begin, end, engine=self._indexes[number])
+
+        self.occupancy = Occupancy(self._limit, timeline.now, busy)
         self._loads = Loads(self.occupancy)
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
-        self.engines: list[PooledEngine] = []
+        self._reports = Reports(rundir)
+        self._client: aiohttp.ClientSession | None = None
+        self._count = 0
+        self.registry = Registry(options.engine_restarts, trusting=True) if registry is None else registry
+        for index, place in enumerate(plan.engines):
+            self.registry.expect(index, place.host)
+        self.peers: dict[int, EnginePeer] = {}  #: where each engine is in its last life
+        self.changed: Callable[[], None] = lambda: None  #: called when requests that wait may have a place to go
+        self.engines: list[PooledEngine] = []  #: those that are given requests
+        self._by_number: dict[int, PooledEngine] = {}
+        self._parting: list[PooledEngine] = []  # those that are given none any more, and may still have some
         #: tokens of prompt and response together that every engine can hold; None if none has said
         self.model_len: int | None = None
         #: with --colocate, whose turn it is; the trainer calls us first during its own
@@ -100,33 +123,83 @@ class EnginePool:
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
-        if self.engines:
-            await self.engines[0].session.close()  # it is that of all
+        if self._client is not None:
+            await self._client.close()
 
     async def connect(self) -> None:
-        """Wait until every engine of the plan has published where it is.
+        """Wait until every engine of the plan has come up once, and one serves.
 
         DeadlineError names the first that has not; PeerError as soon as the attempt has failed elsewhere.
         """
         async with self._connecting:
-            if self.engines or not self._plan.engines:
+            if self._count or not self._plan.engines:
                 return
-            deadline, found = time.monotonic() + self._patience, []
-            for index, place in enumerate(self._plan.engines):
-                while (peer := find(self._rundir, EnginePeer, index)) is None:
-                    self._rundir.check()
-                    if time.monotonic() > deadline:
-                        raise DeadlineError(
-                            f"engine-{index} on {place.host} did not come up within --engine-start-timeout {self._patience:.0f} s",
-                            f"see {self._log(index)}",
-                        )
-                    await asyncio.sleep(0.1)
-                found.append(peer)
-            session = self._session()
-            self.engines = [self._engine(index, peer, session) for index, peer in enumerate(found)]
-            self.model_len = min((e.model_len for e in self.engines if e.model_len), default=None)
-            for engine in self.engines:
-                self._loads.add(engine.index)
+            deadline = time.monotonic() + self._patience
+            while self.look() or self.registry.starting() or not self.engines:
+                self._rundir.check()
+                if time.monotonic() > deadline:
+                    late = next(iter(self.registry.starting() or self.registry.members.values()))
+                    why = "come up" if late.state == "starting" else "get the policy's weights"
+                    raise DeadlineError(
+                        f"{late} did not {why} within --engine-start-timeout {self._patience:.0f} s",
+                        f"see {self._log(late.index)}",
+                    )
+                await asyncio.sleep(0.1)
+
+    # ---- who there is
+
+    def look(self) -> bool:
+        """Take in what the engines' supervisors have said since; whether that was anything."""
+        new = self._reports.new()
+        for index, said in new:
+            if isinstance(said, EngineAdded):
+                self.registry.expect(index, said.host)
+                say(f"{self.registry.members[index]} is added to the run")
+            elif index not in self.registry.members:
+                continue
+            elif isinstance(said, EnginePeer):
+                self.peers[index] = said
+                self.registry.up(index, said.life)
+            else:
+                self.registry.ended(index, said.life, said.why, said.again)
+                say(f"{self.registry.members[index]}: {said.why}")
+        if new:
+            self.refresh()
+        return bool(new)
+
+    def refresh(self) -> None:
+        """Do as the registry has it now: who serves gets requests, who does not gets none."""
+        serving = {(m.index, m.life) for m in self.registry.serving()}
+        for engine in [e for e in self.engines if (e.index, e.life) not in serving]:
+            self.engines.remove(engine)
+            self._by_number.pop(engine.number)
+            self._loads.drop(engine.number)
+            self._parting.append(engine)
+        self._parting = [e for e in self._parting if e.in_flight]
+        there = {(e.index, e.life) for e in self.engines}
+        for index, _ in sorted(serving - there):
+            self._welcome(self.engine(index))
+        self.engines.sort(key=lambda e: e.index)
+        self.model_len = min((e.model_len for e in self.engines if e.model_len), default=self.model_len)
+        self.changed()
+
+    def requests(self, index: int) -> int:
+        """How many requests this engine has in flight, those of an earlier life of it included."""
+        return sum(e.in_flight for e in (*self.engines, *self._parting) if e.index == index)
+
+    def _welcome(self, engine: PooledEngine) -> None:
+        self.engines.append(engine)
+        self._by_number[engine.number] = engine
+        self._indexes[engine.number] = engine.index
+        self._loads.add(engine.number)
+
+    def engine(self, index: int) -> PooledEngine:
+        """An engine as it is reached in its last life."""
+        peer, self._count = self.peers[index], self._count + 1
+        self._client = self._client or self._session()
+        host, url = self.registry.members[index].host, f"http://{_bracket(peer.host)}:{peer.port}"
+        log, life = self._log(index), peer.life
+        return PooledEngine(index, host, url, self._client, log, peer.model_len, peer.lean, life, self._count)
 
     def _session(self) -> aiohttp.ClientSession:
         """Connections to all engines, as many as are needed, kept open for IDLE seconds."""
@@ -136,10 +209,6 @@ class EnginePool:
             headers={"Authorization": f"Bearer {http_key(self._rundir)}"},
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-
-    def _engine(self, index: int, peer: EnginePeer, session: aiohttp.ClientSession) -> PooledEngine:
-        url = f"http://{_bracket(peer.host)}:{peer.port}"
-        return PooledEngine(index, self._plan.engines[index].host, url, session, self._log(index), peer.model_len, peer.lean)
 
     def _log(self, index: int) -> str:
         return str(self._rundir.logs / f"engine-{index}.log")
@@ -155,25 +224,25 @@ class EnginePool:
 
     def __str__(self) -> str:
         """Who is alive and how busy, for a message."""
-        return ", ".join(f"{e}: {e.death or f'{e.in_flight} requests in flight'}" for e in self.engines)
+        busy = {e.index: f"{e.in_flight} requests in flight" for e in self.engines}
+        return ", ".join(f"{m}: {busy.get(m.index) or m.state} {m.why}".rstrip() for m in self.registry.members.values())
 
     # ---- who is next
 
     def take(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
-        """An engine and how many of `count` samples of one group it has been given; None while all are full.
+        """An engine and how many of `count` samples of one group it has been given; None while all are full, or none serves.
 
-        waiting: samples that wait for an engine, these included.  PeerError if none is alive, or it is the trainer's turn.
+        waiting: samples that wait for an engine, these included.  PeerError if none will ever serve, or it is the trainer's turn.
         """
         if self.turns is not None and not self.turns.answers:
             raise OutOfTurn(f"a request out of turn: {self.turns.at}", "ask while a rollout or an evaluation is made")
         if not self._loads:
-            if not self.engines:
-                raise PeerError("no engine has been connected to")
-            dead = ", ".join(f"{e} {e.death}" for e in self.engines)
-            raise PeerError(f"no engine is left: {dead}", f"see {self.engines[-1].log}")
+            if why := self.registry.hopeless():
+                raise PeerError(why, f"see {self._log(max(self.registry.members, default=0))}")
+            return None
         share = -(-(self._loads.total + waiting) // len(self._loads))
         wanted = min(count, max(share, WHOLE), self._limit)
-        engine = self._home(affinity, wanted) or self.engines[self._loads.least()]
+        engine = self._home(affinity, wanted) or self._by_number[self._loads.least()]
         room = self._limit - engine.in_flight
         if room < min(wanted, max(1, self._limit // PARTS)):
             return None
@@ -187,7 +256,7 @@ class EnginePool:
 
     def _home(self, affinity: str | None, wanted: int) -> PooledEngine | None:
         """The engine of `affinity`, if it is alive, has room, and is not much busier than the least loaded."""
-        if affinity is None or (engine := self._homes.get(affinity)) is None or engine.death is not None:
+        if affinity is None or (engine := self._homes.get(affinity)) is None or engine.number not in self._loads:
             return None
         self._homes.move_to_end(affinity)
         least = self._loads[self._loads.least()]
@@ -202,16 +271,16 @@ class EnginePool:
         engine.in_flight += by
         if self.turns is not None:
             self.turns.tell(Event.SEND if by > 0 else Event.ANSWER, abs(by))
-        self._loads.move(engine.index, by)
+        self._loads.move(engine.number, by)
 
     async def examine(self, engine: PooledEngine, trouble: str) -> None:
         """After a failed request: find out whether the engine is gone, and say so once."""
         async with engine.probing:
-            if engine.death is not None or await engine.alive():
+            if engine.number not in self._loads or await engine.alive():
                 return
-            engine.death = f"died ({trouble})"
-            self._loads.drop(engine.index)
-        say(f"{engine} {engine.death}")
+            self.registry.suspect(engine.index, engine.life, f"died ({trouble})")
+            self.refresh()
+        say(f"{engine} died ({trouble})")
 
 
 def _bracket(host: str) -> str:

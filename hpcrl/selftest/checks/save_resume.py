@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpcrl.errors import Stopped
@@ -28,8 +29,15 @@ def work(directory: Path) -> Outcome:
         rollout_shuffle=True,
     )
     whole, parted = directory / "whole", directory / "parted"
-    run([str(recipe), "--run-dir", str(whole)], directory / "whole.log")
-    run([str(recipe), "--run-dir", str(parted)], directory / "parted.log", Stopped.exit_code, lambda: _stop(parted))
+    with ThreadPoolExecutor(1 if gpus else 2) as pool:  # GPUs are for one run at a time
+        both = [
+            pool.submit(run, [str(recipe), "--run-dir", str(whole)], directory / "whole.log"),
+            pool.submit(
+                run, [str(recipe), "--run-dir", str(parted)], directory / "parted.log", Stopped.exit_code, lambda: _stop(parted)
+            ),
+        ]
+    for each in both:
+        each.result()
     before = len(steps(parted))
     run(["--resume", str(parted)], directory / "resumed.log")
     one, other = ([tuple(row[name] for name in COMPARED) for row in steps(root)] for root in (whole, parted))

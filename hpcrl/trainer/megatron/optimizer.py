@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.schedules import schedule_steps, warmup_steps
+from hpcrl.config.rules.schedules import run_steps, schedule_steps, warmup_steps
 from hpcrl.trainer.megatron.settings import construct, refusals
 
 
@@ -40,7 +40,8 @@ def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
 
 
 def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant or down to --min-lr; weight decay constant or growing, over the same steps.
+    """Linear warm-up, then constant or down to --min-lr, over --lr-decay-iters; weight decay constant or growing over the whole run, as
+    in Megatron-LM.
 
     Options that `check_options` has let pass.
     """
@@ -57,7 +58,7 @@ def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerP
             lr_decay_style=options.lr_decay_style,
             start_wd=options.start_weight_decay if grows else options.weight_decay,
             end_wd=options.end_weight_decay if grows else options.weight_decay,
-            wd_incr_steps=steps,
+            wd_incr_steps=run_steps(options) or steps,
             wd_incr_style=options.weight_decay_incr_style,
             use_checkpoint_opt_param_scheduler=True,
             wsd_decay_steps=options.lr_wsd_decay_iters,

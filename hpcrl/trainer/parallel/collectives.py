@@ -56,6 +56,15 @@ def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None 
     return msgspec.json.decode(broadcast_bytes(data, source, group))
 
 
+def all_true(mine: bool, group: dist.ProcessGroup) -> bool:
+    """Whether it is true on every rank of a gloo group; collective."""
+    if dist.get_world_size(group) == 1:
+        return mine
+    least = torch.tensor(int(mine))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return bool(least)
+
+
 def may_be_echo(error: BaseException) -> bool:
     """Whether an error may come from a collective whose other ranks are gone or late: by its class, whatever it says.
 

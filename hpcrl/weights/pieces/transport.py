@@ -14,9 +14,10 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
+from hpcrl.errors import PeerError
 from hpcrl.redistribution.plan import Redistribution
 from hpcrl.weights import gloo_group
-from hpcrl.weights.engine_fleet import GLANCE, Fleet, PendingCalls, in_thread
+from hpcrl.weights.engine_fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.outbox import Addressee
 from hpcrl.weights.pieces.planning import HeldTensor, Manifests, check_codes, coded, inboxes, make, to_bytes, wanted
@@ -54,6 +55,10 @@ class Source(Protocol):
 
     def abort(self) -> None:
         """From another thread: have what is under way on rank 0 fail."""
+
+
+class MemberFailed(PeerError):
+    """Somebody did not take part to the end; who was the first cannot be told from it."""
 
 
 class PiecesTransport:
@@ -119,17 +124,14 @@ class PiecesTransport:
         try:
             while wait([future], timeout=GLANCE / 2).not_done:
                 pending.check()
-        except BaseException:
+            return future.result()
+        except BaseException as error:
             self.plan = None  # a group in which something failed is not used again
             source.abort()
-            wait([future], timeout=ENDING)
+            wait([future, *pending.futures], timeout=ENDING)
+            if isinstance(error, PeerError) and not isinstance(error, EngineLost):
+                raise MemberFailed(_causes(error, pending)) from error
             raise
-        if (error := future.exception()) is not None:
-            self.plan = None
-            wait(pending.futures, timeout=GLANCE)  # what an engine says of it says more
-            pending.check()
-            raise error
-        return future.result()
 
     def forget(self) -> None:
         """The next update begins with a plan and a meeting: after a failure the engines have left."""
@@ -153,3 +155,9 @@ def obstacle(tensors: object, manifests: Manifests) -> str | None:
     if first["opaque"] and not first["unseen"]:
         return f"how the engines hold {first['opaque'][0]}* is not known"
     return None
+
+
+def _causes(error: PeerError, pending: PendingCalls) -> str:
+    """What failed, and what the engines that have answered say of it."""
+    said = [str(e) for future in pending.futures if future.done() and (e := future.exception()) is not None]
+    return "; ".join(dict.fromkeys([str(error), *said]))

@@ -1,0 +1,1 @@
+"""The parts of end_to_end.py."""

@@ -1,0 +1,67 @@
+"""TRL's GRPOTrainer, as end_to_end.py measures it: a process of its own, which writes when each step ended.
+
+    python bench/end_to_end_roles/trl_side.py '{"model": ..., "data": ..., "steps": ..., "groups": ..., "each": ..., "longest": ..., "lr": ...}'
+
+Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list: seconds of every step but the
+first, from the end of the step before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+from typing import Any
+
+ENDS: list[float] = []
+
+
+def right(completions: list[Any], label: list[str], **_: Any) -> list[float]:
+    """1 where the last boxed number is the label."""
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    found = [re.findall(r"\\boxed\{([^}]*)\}", text) for text in texts]
+    return [float(bool(boxed) and boxed[-1] == wanted) for boxed, wanted in zip(found, label, strict=True)]
+
+
+def main() -> None:
+    work = json.loads(sys.argv[1])
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ENDS.append(time.monotonic())
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = GRPOConfig(
+            output_dir=scratch,
+            per_device_train_batch_size=work["groups"] * work["each"],
+            num_generations=work["each"],
+            max_completion_length=work["longest"],
+            max_steps=work["steps"],
+            learning_rate=work["lr"],
+            lr_scheduler_type="constant",
+            epsilon=0.2,
+            epsilon_high=0.28,
+            beta=0.0,
+            temperature=1.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        data = load_dataset("json", data_files=work["data"], split="train", cache_dir=scratch)
+        trainer = GRPOTrainer(model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[Clock()])
+        trainer.train()
+    print(json.dumps([after - before for before, after in itertools.pairwise(ENDS)]))
+
+
+if __name__ == "__main__":
+    main()

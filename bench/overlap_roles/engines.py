@@ -1,0 +1,127 @@
+"""Simulated engines: each answers as many requests at once as it may, as long as a recorded trace says.
+
+Invariants: a request takes its recorded time, longer by as much as engines were paused meanwhile; each token has the policy version that
+the engines had when it was due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from hpcrl.rollout.engines.loads import Loads
+from hpcrl.rollout.engines.occupancy import Occupancy
+from hpcrl.rollout.engines.steering import Reading
+from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.sample import COMPLETED, Sample
+
+
+class Trace:
+    """Recorded responses, to draw from.  Lengths in tokens, times in seconds."""
+
+    def __init__(self, path: Path) -> None:
+        found = json.loads(path.read_text())
+        self.tokens, self.seconds, self.group = found["tokens"], found["seconds"], found["group"]
+        self.mean = sum(self.seconds) / len(self.seconds)
+        self.about = {name: value for name, value in found.items() if name not in ("tokens", "seconds")}
+
+    def of(self, group: int, index: int) -> tuple[int, float]:
+        """(tokens, seconds) of a response: a recorded group is drawn for each, by its number, and stays together."""
+        first = self.group * random.Random(group).randrange(len(self.tokens) // self.group)
+        at = first + index % self.group
+        return self.tokens[at], self.seconds[at]
+
+
+class Engines:
+    """A fleet, and the sampler that asks it: what goes between a rollout's making and real engines is not simulated here."""
+
+    def __init__(self, count: int, each: int, trace: Trace) -> None:
+        self._loop, self._each, self._trace = asyncio.get_running_loop(), each, trace
+        self.occupancy = Occupancy(each, lambda: int(self._loop.time() * 1e6))
+        self._loads = Loads(self.occupancy)
+        for number in range(count):
+            self._loads.add(number)
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._paused = self._paused_at = 0.0
+        self._at, self._versions = [0.0], [0]  # when which policy came
+
+    # ---- weights
+
+    async def update(self, version: int, seconds: float) -> None:
+        """New weights: requests are kept, and go on when they are there."""
+        self._resumed.clear()
+        self._paused_at = self._loop.time()
+        await asyncio.sleep(seconds)
+        self._paused += seconds
+        self._at.append(self._loop.time())
+        self._versions.append(version)
+        self._resumed.set()
+
+    def _lost(self) -> float:
+        """Seconds that were spent in pauses up to now."""
+        return self._paused + (0.0 if self._resumed.is_set() else self._loop.time() - self._paused_at)
+
+    async def _work(self, seconds: float) -> None:
+        """So long of an engine's work."""
+        while seconds > 1e-9:
+            await self._resumed.wait()
+            before = self._lost()
+            await asyncio.sleep(seconds)
+            seconds = self._lost() - before
+
+    # ---- samples
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        """A response, as a sampler makes it."""
+        tokens, seconds = self._trace.of(asked.group.number, asked.index)
+        while self._loads[engine := self._loads.least()] >= self._each:
+            turn = self._loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        self._loads.move(engine, 1)
+        begun = self._loop.time()
+        try:
+            await self._work(seconds)
+        finally:
+            self._loads.move(engine, -1)
+            self._next()
+        return [self._sample(asked, tokens, begun)]
+
+    def _next(self) -> None:
+        """There is room for one that waits."""
+        while self._waiting:
+            if not (turn := self._waiting.popleft()).done():
+                turn.set_result(None)
+                return
+
+    async def look(self) -> list[Reading]:
+        """What engines say of themselves."""
+        waiting = sum(not turn.done() for turn in self._waiting) / len(self._loads)
+        return [Reading(self._loads[number], waiting, 0.0) for number in range(len(self._loads))]
+
+    async def abort(self) -> None:
+        """Nothing is ended early here."""
+
+    def _sample(self, asked: Asked, count: int, begun: float) -> Sample:
+        due = np.linspace(begun, self._loop.time(), count + 1)[1:]
+        versions = np.asarray(self._versions, np.int32)[np.searchsorted(self._at, due, "right") - 1]
+        return Sample(
+            asked.group.number,
+            asked.index,
+            np.ones(len(asked.group.prompt.tokens) + count, np.int32),
+            count,
+            np.ones(count, np.uint8),
+            np.zeros(count, np.float32),
+            versions,
+            reward=float(asked.index),
+            status=COMPLETED,
+            response="",
+            metadata={},
+        )

@@ -1,0 +1,158 @@
+"""Engines for a run that is under way, from a job of their own or from this machine.
+
+    python -m hpcrl.launch.engines.join RUN --attempt N --engines K [--host NAME] [--first-slot S]
+
+Each is started, kept and ended as those of the plan are; the registry of the run gives it weights and requests.  Invariants: it ends
+with its attempt, whatever becomes of that; SIGTERM (a preemption, a time limit) has them finish what they have, as long as that may
+take; its end is never the run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+import sys
+import time
+
+import psutil
+
+from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.launch.engines.keeper import EngineKeeper
+from hpcrl.launch.host import GRACE, Looks, Role, Told, devices, start
+from hpcrl.launch.probe import Report, choose, report
+from hpcrl.plan import Plan
+from hpcrl.run.engines.lives import EngineAdded, claim, with_added
+from hpcrl.run.engines.view import read_views
+from hpcrl.run.engines.wishes import wish_removed
+from hpcrl.run.process import adopt_orphans, end, end_descendants
+from hpcrl.run.role import read_options, read_plan, say
+from hpcrl.run.rundir import RunDir
+
+SILENCE, LOOK = 90.0, 5.0  #: seconds without a word of the run until it counts as gone; between two looks
+LEAVE = 25.0  #: seconds that engines have to finish their requests once the job is told to end
+
+
+def where(host: str, plan: Plan, interface: str | None, found: Report) -> tuple[str, str]:
+    """(address, interface) on which this host's engines are reached: on the network that the run is on.
+
+    UsageError if this host is not on it.
+    """
+    if host in plan.hosts:
+        place = next(p for p in (*plan.trainers, *plan.engines, plan.rollout) if p.host == host)
+        return place.address, place.interface
+    theirs = plan.rollout.at
+    if theirs in ("127.0.0.1", "localhost", "::1"):
+        raise UsageError(f"the run is on {plan.rollout.host} alone, and listens nowhere but there", "add engines on that host")
+    if interface:
+        network = choose({host: found, "": found}, interface)[host]
+        return network.address, network.interface
+    names = {p.interface for p in (*plan.trainers, *plan.engines, plan.rollout) if p.interface}
+    ours = [n for n in found.networks if n.interface in names] or [n for n in found.networks if _same_net(n.subnet, theirs)]
+    if len(ours) != 1:
+        have = ", ".join(f"{n.interface} {n.address}" for n in found.networks) or "none"
+        raise UsageError(f"host {host} is not on the run's network ({theirs}): it has {have}", "name it with --interface")
+    return ours[0].address, ours[0].interface
+
+
+def _same_net(subnet: str, address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(subnet)
+    except ValueError:
+        return False
+
+
+def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
+    """Bring engines to the run, one for each list of slots, and keep them until it is over or they are told to leave."""
+    options, plan, looks = read_options(rundir), read_plan(rundir), Looks(rundir)
+    if looks.end() or looks.over(at_once=True):
+        say(f"attempt {rundir.attempt} of {rundir.root} is over: there is nothing to join")
+        return
+    address, interface = where(host, plan, options.interface, report(host))
+    added = [EngineAdded(host=host, slots=tuple(mine), address=address, interface=interface) for mine in slots]
+    indexes = [claim(rundir, plan, one) for one in added]
+    say(f"engines {', '.join(map(str, indexes))} of {rundir.root} on {host}, at {address}")
+    whole = with_added(rundir, plan)
+    words = [str(rundir.root), "--attempt", str(rundir.attempt), "--index"]
+    commands = {index: [sys.executable, "-m", "hpcrl.engine.main", *words, str(index)] for index in indexes}
+
+    def begin(name: str, index: int, command: list[str]) -> Role:
+        gpus = devices(whole, name, index, host, None, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return start(name, index, command, rundir, gpus)
+
+    roles: list[Role] = []
+    try:
+        roles += [begin("engine", index, command) for index, command in commands.items()]
+        _keep(roles, EngineKeeper(rundir, host, options.engine_restarts, commands, begin), looks, rundir, told)
+    finally:
+        end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
+        end_descendants(0.5)
+
+
+def _keep(roles: list[Role], keeper: EngineKeeper, looks: Looks, rundir: RunDir, told: Told) -> None:
+    sign, leave_by = LifeSign(rundir), float("inf")
+    while not looks.end() and not looks.over(at_once=False):
+        keeper.tend(roles)
+        if sign.lost():
+            raise PeerError(f"no sign of life of the run for {SILENCE:.0f} s", "its rollout process is gone, or hangs")
+        ended = [role for role in roles if role.status is not None]
+        for role in ended:  # for good: its supervisor has said why
+            say(role.epitaph())
+            roles.remove(role)
+        if not roles and not keeper.waits:
+            return
+        if told.requests and leave_by == float("inf"):
+            leave_by = time.monotonic() + LEAVE
+            say("told to end: the engines finish what they have")
+            for role in roles:
+                wish_removed(rundir, role.index)
+        if told.requests > 1 or time.monotonic() > leave_by:
+            return
+        time.sleep(0.2)
+
+
+class LifeSign:
+    """Whether the run still is there: its rollout process says every few seconds how its engines are.
+
+    By this host's clock alone, which may differ from the writer's.
+    """
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._rundir, self._said, self._since = rundir, 0.0, time.monotonic()
+        self._next = 0.0
+
+    def lost(self) -> bool:
+        """True once nothing new was said for SILENCE seconds."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOOK
+            views = read_views(self._rundir.here)
+            if views is not None and views.time != self._said:
+                self._said, self._since = views.time, now
+        return now - self._since > SILENCE
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Engines for a run that is under way; started by hpcrl engines add.")
+    parser.add_argument("run")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--engines", type=int, required=True, help="how many of them this host gets")
+    parser.add_argument("--host", default=socket.gethostname(), help="this host's name")
+    parser.add_argument("--first-slot", type=int, default=0, help="the first GPU that is theirs")
+    args = parser.parse_args(argv)
+    adopt_orphans()
+    rundir = RunDir(args.run, args.attempt)
+    try:
+        size = read_options(rundir).rollout_num_gpus_per_engine
+        slots = [[args.first_slot + n * size + i for i in range(size)] for n in range(args.engines)]
+        with Told() as told:
+            run(rundir, args.host, slots, told)
+    except HpcrlError as error:
+        say(f"error: host {args.host}: {error}")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

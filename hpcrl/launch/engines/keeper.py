@@ -1,0 +1,85 @@
+"""The engines of one host: what has ended is started again, as often as it may be.
+
+Invariants: an engine has one process at a time, and a life of its own for each; what is not started again stays among the host's
+roles, where it is taken for the failure that it is, unless the run has let it go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from hpcrl.run.engines.lives import PAUSE, leaves, record_end, starts_again, was_up
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir
+
+LOOK = 2.0  #: seconds between two looks for engines that are let go
+
+
+class Kept(Protocol):
+    """A process of an engine.  status: of its exit, None while it lives."""
+
+    name: str
+    index: int
+
+    @property
+    def status(self) -> int | None: ...
+
+    def epitaph(self) -> str: ...
+
+    def end(self) -> None: ...
+
+
+R = TypeVar("R", bound=Kept)
+
+
+class EngineKeeper:
+    """Keeps the engines of `host`; begin(role, index, command) starts one.
+
+    limit: --engine-restarts.  commands: of each engine, by index.
+    """
+
+    def __init__(
+        self, rundir: RunDir, host: str, limit: int, commands: Mapping[int, list[str]], begin: Callable[[str, int, list[str]], R]
+    ) -> None:
+        self.rundir, self.host = rundir, host
+        self._limit, self._commands, self._begin = limit, commands, begin
+        self._lives = dict.fromkeys(commands, 0)
+        self._due: dict[int, float] = {}  # engines between two lives, and when the next begins
+        self._next_look = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether an engine is between two lives."""
+        return bool(self._due)
+
+    def tend(self, roles: list[R]) -> None:
+        """Take ended engines that may start again out of `roles`, and put started ones in."""
+        now = time.monotonic()
+        for role in [r for r in roles if r.name == "engine" and r.status is not None]:
+            life = self._lives[role.index]
+            if not starts_again(self._limit, life, was_up(self.rundir, role.index, life)):
+                continue
+            record_end(
+                self.rundir, role.index, self.host, life, self._limit, True, role.epitaph()
+            )  # unless it has done so itself
+            say(f"{role.epitaph()}; it is started again ({life + 1} of {self._limit})")
+            roles.remove(role)
+            self._due[role.index] = now + PAUSE
+        for index in [index for index, due in self._due.items() if due <= now]:
+            del self._due[index]
+            self._lives[index] += 1
+            roles.append(self._begin("engine", index, [*self._commands[index], "--life", str(self._lives[index])]))
+        self._let_go(roles, now)
+
+    def _let_go(self, roles: list[R], now: float) -> None:
+        """End the engines that the run has let go."""
+        if now < self._next_look or not self._commands:
+            return
+        self._next_look = now + LOOK
+        for index in leaves(self.rundir, self._commands):
+            self._due.pop(index, None)
+            for role in [r for r in roles if r.name == "engine" and r.index == index]:
+                role.end()
+                roles.remove(role)

@@ -1,0 +1,148 @@
+"""Where the registry of engines meets the world: what supervisors say goes in, what the trainer asks is answered.
+
+    engines                 who is to be given weights, and who waits for them
+    engines_updated         those that now hold a version
+    engines_lost            those that an update was finished without
+
+Invariant: the registry changes in this process's event loop alone; who is in doubt is asked again until its supervisor, or itself,
+has said how it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from hpcrl.errors import PeerError
+from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.registry import Member, Registry
+from hpcrl.run.engines.lives import let_leave
+from hpcrl.run.engines.view import EngineView, write_views
+from hpcrl.run.engines.wishes import removed
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir
+
+LOOK = 0.5  #: seconds between two looks for what supervisors have said
+DOUBT = 2.0  #: seconds between two questions to an engine that is in doubt
+VIEW = 5.0  #: seconds after which the view from outside is written again
+LAST_WORDS = 8.0  #: seconds that a supervisor may take to say why the last engine has ended
+CORE = "/is_paused"  #: what only the engine core can answer
+
+
+class EngineDesk:
+    """Of one attempt; `keep` runs as long as the rollout process does."""
+
+    def __init__(self, rundir: RunDir, pool: EnginePool) -> None:
+        self._rundir, self._pool = rundir, pool
+        self._written: tuple[float, list[EngineView]] = (0.0, [])
+        self._asked = 0.0
+        self._wished: set[int] = set()
+
+    @property
+    def _registry(self) -> Registry:
+        return self._pool.registry
+
+    # ---- what the trainer calls
+
+    async def engines(self) -> dict[str, Any]:
+        """update: [index, life, host, port] of all that the next update goes to; waiting: of those that wait for one; starting: those
+        that have not come up yet, by name; published: the version that the others hold."""
+        self._pool.look()
+        registry = self._registry
+        return {
+            "update": [self._where(m) for m in registry.to_update()],
+            "waiting": [self._where(m) for m in registry.waiting()],
+            "starting": [str(m) for m in registry.starting()],
+            "published": registry.published,
+        }
+
+    async def engines_updated(self, engines: list[list[Any]], version: int, alone: bool = False) -> dict[str, Any]:
+        """These (index, life) now hold `version`; alone: which the others hold already."""
+        who = [(index, life) for index, life, *_ in engines]
+        (self._registry.joined if alone else self._registry.updated)(who, version)
+        if alone:
+            say(f"{', '.join(str(self._registry.members[index]) for index, _ in who)} joined with version {version}")
+        self._pool.refresh()
+        return {}
+
+    async def engines_lost(self, engines: list[list[Any]]) -> dict[str, Any]:
+        """These (index, life, why) were left out of an update."""
+        for index, life, why in engines:
+            say(f"{self._registry.members[index]} was left out of a weight update: {why}")
+            self._registry.lost(index, life, why)
+        self._pool.refresh()
+        return {}
+
+    def _where(self, member: Member) -> list[Any]:
+        peer = self._pool.peers[member.index]
+        return [member.index, member.life, peer.host, peer.port]
+
+    # ---- what goes on by itself
+
+    async def keep(self) -> None:
+        """Keep the registry true, for ever; PeerError once no engine is left that could answer."""
+        hopeless_since = None
+        while self._registry.members:
+            self._pool.look()
+            await self._ask_again()
+            self._drain()
+            self._let_go()
+            self._show()
+            now = time.monotonic()
+            if not (why := self._registry.hopeless()):
+                hopeless_since = None
+            elif now - (hopeless_since := hopeless_since or now) > LAST_WORDS:
+                raise PeerError(why, f"see the engines' logs in {self._rundir.logs}")
+            await asyncio.sleep(LOOK)
+
+    async def _ask_again(self) -> None:
+        """Find out how those are that were in doubt: not whether the server listens, but whether its core works."""
+        doubted = [m for m in self._registry.in_doubt() if m.index in self._pool.peers]
+        if not doubted or time.monotonic() < self._asked + DOUBT:
+            return
+        lives = [(m.index, m.life) for m in doubted]
+        well = await asyncio.gather(*(self._pool.engine(index).alive(CORE) for index, _ in lives))
+        self._asked = time.monotonic()
+        for (index, life), is_well in zip(lives, well, strict=True):
+            if is_well:
+                self._registry.well(index, life)
+        self._pool.refresh()
+
+    def _drain(self) -> None:
+        """Engines that the user wishes gone get no new requests."""
+        wished = removed(self._rundir.signs()) & self._registry.members.keys()
+        for index in sorted(wished - self._wished):
+            self._wished.add(index)
+            self._registry.drain(index)
+            self._pool.refresh()
+            say(f"{self._registry.members[index]} is drained")
+            if self._registry.members[index].state == "gone":  # it has nothing to finish
+                let_leave(self._rundir, index)
+
+    def _let_go(self) -> None:
+        """Engines that are drained, and have no request left, end."""
+        for member in [m for m in self._registry.members.values() if m.state == "draining"]:
+            if not self._pool.requests(member.index):
+                self._registry.drained(member.index)
+                let_leave(self._rundir, member.index)
+                say(f"{member} is drained and ends")
+
+    def _show(self) -> None:
+        """Write how the engines are, if that has changed or is old."""
+        views = [self._view(m) for m in self._registry.members.values()]
+        when, old = self._written
+        if [_lasting(v) for v in views] != [_lasting(v) for v in old] or time.monotonic() > when + VIEW:
+            self._written = time.monotonic(), views
+            write_views(self._rundir, self._registry.published, views)
+
+    def _view(self, m: Member) -> EngineView:
+        requests = self._pool.requests(m.index)
+        return EngineView(
+            index=m.index, host=m.host, state=m.state, version=m.version, requests=requests, restarts=m.life, why=m.why
+        )
+
+
+def _lasting(view: EngineView) -> tuple[Any, ...]:
+    """What of a view is worth being written at once."""
+    return view.index, view.state, view.version, view.restarts, view.why

@@ -1,0 +1,209 @@
+"""What an engine's supervisor tells the run of the engine's lives: attempts/N/peers/engine-I*.json.
+
+    engine-I.json, engine-I.K.json     it is up, in its first life, in life K (an `EnginePeer`)
+    engine-I.K.ended.json              life K is over, and why (an `EngineEnd`)
+    engine-I.leave.json                it is to end and not to come back (an `EngineLeave`, from the rollout process)
+    engine-I.added.json                there is such an engine beside those of the plan (an `EngineAdded`, from who starts it)
+
+Invariants: a file is written once and never changed, so that one listing of a directory shows what is new; lives of an engine are
+counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.plan import Place, Plan
+from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file
+from hpcrl.run.rundir import RunDir, listed, write_atomic
+
+PAUSE = 1.0  #: seconds from an engine's end to its next start
+_NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
+
+
+class EngineEnd(Peer, tag="engine_end"):
+    """A life of an engine is over.  why: for the user; again: whether it is started again; time: unix time."""
+
+    role: ClassVar[str] = "engine"
+    host: HostName
+    life: Count
+    why: str
+    again: bool
+    time: float
+
+
+class EngineLeave(Peer, tag="engine_leave"):
+    """The engine has nothing more to do: whoever keeps it ends it and does not start it again."""
+
+    role: ClassVar[str] = "engine"
+
+
+class EngineAdded(Peer, tag="engine_added"):
+    """An engine that the plan does not know: where it is, as a `Place` of the plan has it.  Its end is never the run's."""
+
+    role: ClassVar[str] = "engine"
+    host: HostName
+    slots: tuple[Count, ...]
+    address: str = ""
+    interface: str = ""
+
+    def place(self) -> Place:
+        return Place(self.host, self.slots, self.address, self.interface)
+
+
+def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
+    """Make `engine` one of the attempt's; its number, the first that nobody has.  HpcrlError if nothing can be written there."""
+    beside = rundir.here / "peers" / f".engine-added.{socket.gethostname()}.{os.getpid()}"
+    try:
+        beside.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid())))
+        for index in count(len(plan.engines)):
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, _added_file(rundir, index))
+                return index
+    except OSError as error:
+        raise HpcrlError(f"cannot add an engine in {beside.parent}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    raise AssertionError
+
+
+def is_added(rundir: RunDir, index: int) -> bool:
+    """Whether the engine is one beside those of the plan."""
+    path = _added_file(rundir, index)
+    return path.name in listed(path.parent)
+
+
+def with_added(rundir: RunDir, plan: Plan) -> Plan:
+    """The plan with the engines that were added since: an engine of its own for each number."""
+    engines = list(plan.engines)
+    while (path := _added_file(rundir, len(engines))).name in listed(path.parent):
+        found = _read(rundir, path.name)
+        if not isinstance(found, EngineAdded):
+            break
+        engines.append(found.place())
+    return msgspec.structs.replace(plan, engines=tuple(engines))
+
+
+def restart_limit(options: Options, plan: Plan) -> int:
+    """How often an engine of this run is started again.
+
+    0 where it cannot be: engines that take turns with the trainer on the same GPUs, or lie on several hosts, end the run as they end.
+    """
+    return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
+
+
+def starts_again(limit: int, life: int, was_up: bool) -> bool:
+    """Whether life `life` of an engine is followed by another.
+
+    limit: of `restart_limit`.  was_up: whether it answered once in this life.  What fails before it ever came up is most likely
+    wrong with its settings, and would be so again.
+    """
+    return life < limit and (was_up or life > 0)
+
+
+def tell_end(rundir: RunDir, index: int, end: EngineEnd) -> None:
+    """Say that a life is over, unless somebody has said so before."""
+    path = _ended_file(rundir, index, end.life)
+    if path.name not in listed(path.parent):
+        write_atomic(path, msgspec.json.encode(msgspec.structs.replace(end, pid=os.getpid())))
+
+
+def end_of(rundir: RunDir, index: int, life: int) -> EngineEnd | None:
+    """What was said of the end of this life, or None."""
+    path = _ended_file(rundir, index, life)
+    if path.name not in listed(path.parent):
+        return None
+    found = _read(rundir, path.name)
+    return found if isinstance(found, EngineEnd) else None
+
+
+def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was_up: bool, why: str) -> bool:
+    """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the first life's
+    leads, unless the engine was added to the run, which then goes on without it.  Returns whether another life follows."""
+    again = starts_again(limit, life, was_up)
+    if again or is_added(rundir, index):
+        tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=again, time=time.time()))
+    else:
+        rundir.fail("engine", index, epitaph([end.why for n in range(life) if (end := end_of(rundir, index, n))], why))
+    return again
+
+
+def epitaph(earlier: list[str], last: str) -> str:
+    """The error of an engine that is not started again: its first end, and its last."""
+    if not earlier:
+        return last
+    times = f"{len(earlier)} time{'s' if len(earlier) > 1 else ''}"
+    return f"{earlier[0]}; it was started again {times} (--engine-restarts), and at last: {last}"
+
+
+def was_up(rundir: RunDir, index: int, life: int) -> bool:
+    """Whether the engine said in this life that it answers."""
+    return peer_file(rundir.here, EnginePeer, index, life).name in listed(rundir.here / "peers")
+
+
+def let_leave(rundir: RunDir, index: int) -> None:
+    """Tell whoever keeps the engine that it is to end for good."""
+    write_atomic(_leave_file(rundir, index), msgspec.json.encode(EngineLeave(pid=os.getpid())))
+
+
+def leaves(rundir: RunDir, indexes: Iterable[int]) -> set[int]:
+    """Which of these engines are to end for good."""
+    names = listed(rundir.here / "peers")
+    return {index for index in indexes if _leave_file(rundir, index).name in names}
+
+
+class Reports:
+    """What supervisors have said since the last look."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._rundir, self._seen = rundir, set[str]()
+
+    def new(self) -> list[tuple[int, EnginePeer | EngineEnd | EngineAdded]]:
+        """(index of the engine, what was said), additions and the earlier life first.  PeerError names a file that holds something
+        else."""
+        found = []
+        for name in listed(self._rundir.here / "peers") - self._seen:
+            if (match := _NAME.fullmatch(name)) is None:
+                continue
+            said = _read(self._rundir, name)
+            if said is not None:
+                self._seen.add(name)
+                life = -1 if isinstance(said, EngineAdded) else said.life
+                found.append((life, isinstance(said, EngineEnd), int(match[1]), said))
+        return [(index, said) for _, _, index, said in sorted(found, key=lambda entry: entry[:3])]
+
+
+def _ended_file(rundir: RunDir, index: int, life: int) -> Path:
+    return rundir.here / "peers" / f"engine-{index}.{life}.ended.json"
+
+
+def _leave_file(rundir: RunDir, index: int) -> Path:
+    return rundir.here / "peers" / f"engine-{index}.leave.json"
+
+
+def _added_file(rundir: RunDir, index: int) -> Path:
+    return rundir.here / "peers" / f"engine-{index}.added.json"
+
+
+def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | EngineAdded | None:
+    path = rundir.here / "peers" / name
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=EnginePeer | EngineEnd | EngineAdded)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise PeerError(
+            f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts, and start the run again"
+        ) from error

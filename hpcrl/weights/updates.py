@@ -1,0 +1,132 @@
+"""Which engines get the weights, and what happens when one of them ends in the middle.
+
+Every trainer rank makes and drives one `Updates`, since the export of the weights is collective; rank 0 asks the registry of engines
+(in the rollout process) whom to send to, and tells it what came of it.
+
+Invariants: all ranks take the same turn, because rank 0's word is shared before anyone acts; an update is made again, whole, without
+those that ended in it, until all that are left hold the version; an engine that comes (back) gets one of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcrl.errors import DeadlineError
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir
+from hpcrl.weights.engine_fleet import EngineLate, EngineLost, FleetEngine
+from hpcrl.weights.engine_http import Address
+from hpcrl.weights.sender import WeightSender
+
+if TYPE_CHECKING:
+    import torch
+
+SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
+LOOK = 0.2  #: seconds between two questions while engines start
+
+Export = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
+
+
+class Roster(Protocol):
+    """The registry of engines, as rank 0 asks it (`rollout/engines/desk.py`)."""
+
+    def engines(self) -> dict[str, Any]:
+        """update, waiting: [index, life, host, port] each; starting: names; published: version."""
+
+    def updated(self, engines: list[list[int]], version: int, alone: bool) -> None: ...
+
+    def lost(self, engines: list[list[Any]]) -> None: ...
+
+
+class Updates:
+    """Weight updates of one attempt.
+
+    roster, key: of the driver alone: the registry, and the HTTP key of the run.  together(value): rank 0's value, on every rank.
+    """
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        rundir: RunDir,
+        start_timeout: float,
+        roster: Roster | None,
+        key: str,
+        together: Callable[[Any], Any],
+    ) -> None:
+        self._sender, self._rundir, self._start_timeout = sender, rundir, start_timeout
+        self._roster, self._key, self._together = roster, key, together
+
+    def wait(self) -> None:
+        """Wait for the engines that start with the run, on the driver.  DeadlineError names the one that does not come up."""
+        if self._roster is not None:
+            self._wait_for_all(self._roster)
+
+    def publish(self, export: Export, version: int) -> dict[str, float]:
+        """Put the policy into all engines as `version`; every rank calls it.  Returns metrics (on the driver).
+
+        Errors as `WeightSender.publish`, but for EngineLost.
+        """
+        return self._send(export, version, alone=False)
+
+    def join(self, export: Export, version: int) -> dict[str, float]:
+        """Put `version` into engines that wait for it, if there are any; the others go on.  Every rank calls it."""
+        return self._send(export, version, alone=True)
+
+    def close(self) -> None:
+        """Give up memory and groups; the engines stay as they are."""
+        self._sender.close()
+
+    def _wait_for_all(self, roster: Roster) -> None:
+        end = time.monotonic() + self._start_timeout + SLACK
+        while starting := roster.engines()["starting"]:
+            self._rundir.check()
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"{starting[0]} did not come up within {self._start_timeout:.0f} s", f"see {self._rundir.logs}"
+                )
+            time.sleep(LOOK)
+
+    def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
+        lost: list[list[Any]] = []
+        while True:
+            members = self._together(self._members(alone, lost) if self._roster else None)
+            if not members:
+                self._tell([], version, alone)
+                return {}
+            metrics, lost = self._try(members, export, version)
+            if not (lost := self._together(lost)):
+                self._tell(members, version, alone)
+                return metrics
+
+    def _members(self, alone: bool, lost: list[list[Any]]) -> list[list[Any]]:
+        """Whom the registry has, once it has heard of those that were lost."""
+        assert self._roster is not None
+        if lost:
+            self._roster.lost(lost)
+        return self._roster.engines()["waiting" if alone else "update"]
+
+    def _try(self, members: list[list[Any]], export: Export, version: int) -> tuple[dict[str, float], list[list[Any]]]:
+        """Metrics, and [index, life, why] of those that ended; all ranks have been through the whole export."""
+        tensors = export()
+        if self._roster is None:
+            deque(tensors, maxlen=0)
+            return {}, []
+        try:
+            self._sender.connect(
+                [FleetEngine(index, Address(host, port, self._key), life) for index, life, host, port in members]
+            )
+            return self._sender.publish(tensors, version), []
+        except (EngineLost, EngineLate) as error:
+            if not self._sender.may_lose:
+                raise
+            engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
+            say(f"the weight update to version {version} goes on without {', '.join(map(str, engines))}: {error}")
+            deque(tensors, maxlen=0)  # the export is collective: the other ranks wait for us in it
+            return {}, [[engine.index, engine.life, str(error)] for engine in engines]
+
+    def _tell(self, members: list[list[Any]], version: int, alone: bool) -> None:
+        if self._roster is not None and (members or not alone):
+            self._roster.updated([[index, life] for index, life, *_ in members], version, alone)

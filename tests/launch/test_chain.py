@@ -1,0 +1,192 @@
+"""Chains of jobs, and hosts that broke: who goes on, who ends at once, and what is left out at the next start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcrl.config.recipe import Recipe, Stage
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.launch import batch_run
+from hpcrl.launch.chain import hand_over, later, needless, place
+from hpcrl.launch.job import Job
+from hpcrl.launch.job_request import make_request
+from hpcrl.launch.restart_policy import broken_hosts, find_broken_host, hardware_words
+from hpcrl.launch.submission import Script
+from hpcrl.plan import Place, Plan
+from hpcrl.run.job_file import JobFile, read_job, replace_job
+from hpcrl.run.job_state import CANCEL
+from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import Summary, write_summary
+from hpcrl.slurm.batch_script import render
+from hpcrl.slurm.site import SlurmSite
+
+
+def make(root: Path, **job: Any) -> Job:
+    """A run directory of one stage, begun, whose job is 11 of the chain 11, 12, 13."""
+    RunDir.create(root).options_file.write_text("{}")
+    replace_job(root, JobFile("slurm", "11", identity="id", **{"chain": ["11", "12", "13"]} | job))
+    return Job(Recipe("r", root / "r.toml", {}, (), (Stage("", {}),)), {}, root, "id")
+
+
+class Allocation:
+    """An allocation that notes what it is asked."""
+
+    title, scheduler, restarts = "Queue", "slurm", 0
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id, self.requeued, self.left_out = job_id, 0, []
+        self.backend = self
+        self.count = 2
+
+    def ends(self) -> None:
+        return None
+
+    def preempted(self) -> bool:
+        return False
+
+    def silent(self, _: float) -> list[str]:
+        return []
+
+    def requeue(self) -> None:
+        self.requeued += 1
+
+    def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
+        self.left_out.append((job_id, list(hosts)))
+
+
+def test_the_next_job_of_a_chain_is_the_runs_job(tmp_path: Path) -> None:
+    job = make(tmp_path / "run")
+    assert needless(job, "11") == "" and read_job(job.root).job_id == "11"
+    assert needless(job, "12") == "" and read_job(job.root).job_id == "12"
+    assert later(read_job(job.root)) == ("13",) and place(read_job(job.root), "13") == 2
+    assert hand_over(job.root, "12") == "13" and read_job(job.root).job_id == "13"
+    assert hand_over(job.root, "13") is None
+    assert needless(job, "99") == "", "a job of no chain, such as a script by hand"
+
+
+@pytest.mark.parametrize(("what", "said"), [("finished", "the run is finished"), ("stop", "hpcrl stop"), (CANCEL, "cancelled")])
+def test_a_later_job_of_a_run_that_is_over_ends_at_once(
+    tmp_path: Path, what: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(tmp_path / "run")
+    if what == "finished":
+        write_summary(job.root, Summary("finished", 0, 5, 5, 5, 1.0))
+    else:
+        (job.root / what).touch()
+    monkeypatch.setattr(batch_run, "run_job", lambda *_: pytest.fail("it started the run"))
+    batch_run.run_in_job(job, Allocation("12"))  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert said in err and "nothing to do for job 12 of the chain" in err
+    assert read_job(job.root).job_id == "11"
+
+
+def test_near_its_limit_a_job_of_a_chain_hands_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, allocation = make(tmp_path / "run"), Allocation("11")
+    batch_run._requeue(job, allocation, "the time limit is near")  # type: ignore[arg-type]
+    assert "the time limit is near; job 12 of the chain goes on" in capsys.readouterr().err
+    assert allocation.requeued == 0 and read_job(job.root).job_id == "12"
+    assert json.loads((job.root / "state.json").read_text())["phase"] == "requeued"
+
+
+def test_a_chain_without_headway_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make(tmp_path / "run", chain=[str(n) for n in range(11, 21)])
+    monkeypatch.setattr(batch_run, "run_job", lambda *_: 0)
+    for number in range(11, 16):
+        batch_run.run_in_job(job, Allocation(str(number)))  # type: ignore[arg-type]
+    with pytest.raises(HpcrlError, match="5 restarts without a new checkpoint"):
+        batch_run.run_in_job(job, Allocation("16"))  # type: ignore[arg-type]
+
+
+def test_the_script_of_a_chains_job_waits_for_the_one_before_however_that_ended() -> None:
+    from hpcrl.config.options import Options
+
+    site = SlurmSite(exclude=["node3", "node7"], after="5")
+    request = make_request([Options(actor_num_gpus_per_node=1)], site)
+    text = render(Script("n", "t", "s", "true", "o.out", "/l", follows="4711"), request, site)
+    assert "#SBATCH --dependency=afterany:4711\n" in text and "afterok" not in text
+    assert text.count("#SBATCH --exclude=node3,node7\n") == len(request.components)
+
+
+# ---- hosts that broke
+
+
+@pytest.mark.parametrize(
+    ("line", "hardware"),
+    [
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("[ 12.3] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.", True),
+        ("NVRM: Xid (PCI:0000:3b:00): 94, pid=1, Contained", True),
+        ("NVRM: Xid (PCI:0000:3b:00): 31, MMU fault", False),
+        ("NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+        ("NCCL WARN Timeout", False),
+        ("Xid 79 is discussed in the documents", False),
+    ],
+)
+def test_only_words_of_broken_hardware_make_a_host_broken(line: str, hardware: bool) -> None:
+    assert bool(hardware_words(f"before\n{line}\nafter")) == hardware
+
+
+def broken(job: Job, role: str = "trainer", index: int = 1) -> RunDir:
+    rundir = RunDir(job.root)
+    rundir.begin()
+    plan = Plan("id", 0, (Place("n1", (0,)), Place("n2", (0,))), (Place("n3", (0,)),), Place("n3", ()))
+    rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+    rundir.fail(role, index, "trainer-1 ended with exit code 1; its log is there")
+    (rundir.logs / f"{role}-{index}.log").write_text("step 3\nCUDA error: uncorrectable ECC error encountered\nTraceback ...\n")
+    return rundir
+
+
+def test_the_host_of_the_role_that_failed_is_found_by_its_log(tmp_path: Path) -> None:
+    job = make(tmp_path / "run")
+    rundir = broken(job)
+    plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+    assert find_broken_host(rundir, plan) == ("n2", "CUDA error: uncorrectable ECC error encountered")
+    (rundir.logs / "trainer-1.log").write_text("CUDA out of memory")
+    assert find_broken_host(rundir, plan) is None
+
+
+@pytest.mark.parametrize("chain", [["11", "12", "13"], []])
+def test_the_next_start_leaves_a_broken_host_out_and_says_so(
+    tmp_path: Path, chain: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(tmp_path / "run", chain=chain, site={"scheduler": "slurm"})
+    submitted: list[Path] = []
+
+    def fails(*_: Any) -> int:
+        broken(job)
+        raise PeerError("trainer-1: ended with exit code 1")
+
+    monkeypatch.setattr(batch_run, "run_job", fails)
+    monkeypatch.setattr(batch_run, "submit_elsewhere", lambda root, _: submitted.append(root) or "21")
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", "0" if chain else "3")
+    allocation = Allocation("11")
+    with pytest.raises(PeerError):
+        batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert "host n2 is broken and is left out at this run's next starts" in err and "uncorrectable ECC" in err
+    assert broken_hosts(job.root) == ["n2"] and allocation.requeued == 0
+    if chain:
+        assert allocation.left_out == [("12", ["n2"]), ("13", ["n2"])] and not submitted and "job 12 of the chain goes on" in err
+    else:
+        assert submitted == [job.root] and "job 21 goes on without it" in err
+
+
+def test_a_run_on_ever_new_broken_hosts_is_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make(tmp_path / "run", chain=[], site={"scheduler": "slurm"})
+    (job.root / "broken-hosts.json").write_text(json.dumps({"a": "x", "b": "y"}))
+    monkeypatch.setattr(batch_run, "submit_elsewhere", lambda *_: pytest.fail("another start"))
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", "1")
+    allocation = Allocation("11")
+    allocation.restarts = 1
+    batch_run._start_elsewhere(job, allocation, "b", "y")  # type: ignore[arg-type]
+    assert "1 of 1 requeues are used up" in capsys.readouterr().err and allocation.requeued == 0

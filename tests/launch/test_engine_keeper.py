@@ -1,0 +1,82 @@
+"""Engines that end are started again, as often as they may be, with processes of which nothing is real but their end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpcrl.launch.engines import keeper as engine_keeper
+from hpcrl.launch.engines.keeper import EngineKeeper
+from hpcrl.run.engines.lives import end_of, let_leave
+from hpcrl.run.peers import EnginePeer, publish
+from hpcrl.run.rundir import RunDir
+from tests.launch.test_host import Clock
+
+
+@dataclass
+class Fake:
+    name: str
+    index: int
+    command: list[str]
+    status: int | None = None
+    told: bool = False
+
+    def epitaph(self) -> str:
+        return f"{self.name}-{self.index} ended with {self.status}"
+
+    def end(self) -> None:
+        self.told = True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(engine_keeper, "time", made)
+    return made
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
+
+
+def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: Clock) -> None:
+    keeper = EngineKeeper(rundir, "a", 2, {1: ["run"]}, Fake)
+    roles = [Fake("rollout", 0, []), Fake("engine", 1, ["run"])]
+    for life in range(3):
+        publish(rundir, EnginePeer(host="a", port=1, life=life), 1)
+        keeper.tend(roles)
+        engine = roles[-1]
+        assert engine.command == (["run"] if life == 0 else ["run", "--life", str(life)])
+        engine.status = -9
+        keeper.tend(roles)
+        if life < 2:
+            assert [r.name for r in roles] == ["rollout"], "nobody takes its end for the run's"
+            assert end_of(rundir, 1, life).why == "engine-1 ended with -9"
+            clock.sleep(engine_keeper.PAUSE)
+    assert roles[-1].status == -9, "now it counts"
+
+
+def test_one_that_never_came_up_is_a_failure_and_other_roles_are_not_ours(rundir: RunDir, clock: Clock) -> None:
+    keeper = EngineKeeper(rundir, "a", 2, {0: ["run"]}, Fake)
+    roles = [Fake("rollout", 0, [], status=1), Fake("engine", 0, ["run"], status=1)]
+    keeper.tend(roles)
+    clock.sleep(10)
+    keeper.tend(roles)
+    assert [r.status for r in roles] == [1, 1]
+
+
+def test_an_engine_that_is_let_go_is_ended_and_not_started_again(rundir: RunDir, clock: Clock) -> None:
+    keeper = EngineKeeper(rundir, "a", 2, {0: ["run"], 1: ["run"]}, Fake)
+    roles = first = [Fake("engine", 0, []), Fake("engine", 1, [])]
+    leaving = first[1]
+    let_leave(rundir, 1)
+    keeper.tend(roles)
+    assert [r.index for r in roles] == [0] and leaving.told
+    clock.sleep(60)
+    keeper.tend(roles)
+    assert [r.index for r in roles] == [0]

@@ -1,0 +1,167 @@
+"""The registry's law, over thousands of random schedules of what supervisors, senders and requests say."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from hpcrl.rollout.engines.registry import FAILED_UPDATES, Member, Registry
+
+
+class World:
+    """Engines as they are, and a registry that hears of it: late, twice, or out of order."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.registry = Registry(limit=self.chance.choice([1, 1, 3]))
+        self.count = self.chance.randint(1, 5)
+        for index in range(self.count):
+            self.registry.expect(index, f"node{index}")
+        self.version = -1
+        #: of each engine that lives: (life, the version that it really holds)
+        self.alive: dict[int, tuple[int, int | None]] = {}
+        self.lives = dict.fromkeys(range(self.count), 0)
+        self.said: list[tuple[str, tuple]] = []  # for saying it again
+
+    def say(self, event: str, *args: object) -> None:
+        self.said.append((event, args))
+        getattr(self.registry, event)(*args)
+
+    def step(self) -> None:
+        index = self.chance.randrange(self.count)
+        life, _ = self.alive.get(index, (-1, None))
+        match self.chance.choice(["start", "start", "die", "doubt", "well", "update", "update", "join", "echo", "drain"]):
+            case "start" if index not in self.alive:
+                self.alive[index] = (self.lives[index], None)
+                self.say("up", index, self.lives[index])
+            case "die" if index in self.alive:
+                del self.alive[index]
+                self.lives[index] += 1
+                if self.chance.random() < 0.5:
+                    self.say("suspect", index, life, "a request failed")
+                self.say("ended", index, life, "killed", True)
+            case "doubt" if index in self.alive:
+                self.say("suspect", index, life, "slow")
+            case "well" if index in self.alive:
+                self.say("well", index, life)
+            case "update":
+                self.update(self.registry.to_update(), alone=False)
+            case "join" if self.registry.published is not None:
+                self.update(self.registry.waiting(), alone=True)
+            case "echo" if self.said:
+                event, args = self.chance.choice(self.said)
+                if event not in ("updated", "joined"):
+                    getattr(self.registry, event)(*args)
+            case "drain" if self.chance.random() < 0.1:
+                self.registry.drain(index)
+                if self.chance.random() < 0.5:
+                    self.registry.drained(index)
+
+    def update(self, members: list[Member], alone: bool) -> None:
+        """What the sender does: whoever dies in the middle is dropped and told of, the others get it whole.
+
+        One that joins alone may be given newer weights than the others have: the trainer may be ahead of them.
+        """
+        chosen = [(m.index, m.life) for m in members]
+        if alone and not chosen:
+            return
+        if not alone or self.chance.random() < 0.2:
+            self.version += 1
+        done = []
+        for index, life in chosen:
+            if self.alive.get(index, (-1, None))[0] != life or self.chance.random() < 0.1:
+                if self.alive.get(index, (-1, None))[0] == life:
+                    self.alive[index] = (life, None)  # torn
+                self.say("lost", index, life, "left out")
+            else:
+                self.alive[index] = (life, self.version)
+                done.append((index, life))
+        getattr(self.registry, "joined" if alone else "updated")(done, self.version)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_only_engines_with_the_published_weights_ever_answer(seed: int) -> None:
+    for run in range(75):
+        world = World(1000 * seed + run)
+        before: dict[int, Member] = {}
+        for _ in range(60):
+            world.step()
+            for index, member in world.registry.members.items():
+                old = before.get(index, member)
+                assert member.life >= old.life, "lives only grow"
+                assert old.state != "gone" or member.state == "gone", "gone is for good"
+                if member.answers:
+                    assert world.registry.published is not None and member.version >= world.registry.published
+                    if world.alive.get(index, (-1, None))[0] == member.life:
+                        assert world.alive[index][1] == member.version, "it really holds them"
+                assert member not in world.registry.serving() or member not in world.registry.waiting()
+            before = copy.deepcopy(world.registry.members)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_has_happened_all_serve_again_once_nothing_happens_any_more(seed: int) -> None:
+    world = World(seed)
+    for _ in range(60):
+        world.step()
+    registry = world.registry
+    for member in registry.members.values():
+        member.failed_updates = 0
+        if member.index not in world.alive:
+            registry.up(member.index, world.lives[member.index])
+        elif member.state == "suspect":
+            registry.well(member.index, world.alive[member.index][0])
+    world.version += 1
+    registry.updated([(m.index, m.life) for m in registry.to_update()], world.version)
+    assert {m.state for m in registry.members.values()} <= {"serving", "draining", "gone"}
+    assert bool(registry.hopeless()) == all(m.state == "gone" for m in registry.members.values())
+
+
+def one(**values: object) -> Registry:
+    registry = Registry(limit=2, **values)  # type: ignore[arg-type]
+    registry.expect(0, "a")
+    registry.expect(1, "b")
+    return registry
+
+
+def test_a_restarted_engine_waits_for_its_weights() -> None:
+    registry = one()
+    registry.up(0, 0)
+    registry.up(1, 0)
+    assert not registry.serving() and len(registry.waiting()) == 2
+    registry.updated([(0, 0), (1, 0)], 3)
+    registry.ended(0, 0, "killed", True)
+    assert [m.index for m in registry.serving()] == [1] and registry.members[0].why == "killed"
+    registry.up(0, 1)
+    assert [m.index for m in registry.serving()] == [1] and [m.index for m in registry.waiting()] == [0]
+    registry.joined([(0, 1)], 3)
+    assert len(registry.serving()) == 2
+    registry.ended(0, 0, "an old word", True)
+    assert len(registry.serving()) == 2
+
+
+def test_one_that_misses_an_update_serves_no_more_until_it_has_it() -> None:
+    registry = one()
+    registry.up(0, 0)
+    registry.up(1, 0)
+    registry.updated([(0, 0), (1, 0)], 0)
+    registry.suspect(1, 0, "slow")
+    registry.updated([(0, 0)], 1)
+    registry.well(1, 0)
+    assert registry.members[1].state == "joining"
+    for n in range(FAILED_UPDATES):
+        registry.lost(1, 0, "stuck")
+        assert bool(registry.hopeless()) == (n + 1 >= FAILED_UPDATES)
+        registry.well(1, 0)
+
+
+def test_without_restarts_one_in_doubt_is_gone() -> None:
+    registry = Registry(limit=0, trusting=True)
+    registry.expect(0, "a")
+    registry.up(0, 0)
+    assert registry.serving() and not registry.hopeless()
+    registry.suspect(0, 0, "died (reset)")
+    assert registry.hopeless() == "no engine is left: engine-0 on a died (reset)"
+    with pytest.raises(ValueError, match="an engine 0 already"):
+        registry.expect(0, "a")

@@ -1,0 +1,90 @@
+"""What supervisors say of engines: files written once, read once, and the rule of who starts again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.mpi.file_sync import FileSync
+from hpcrl.run.engines.lives import EngineEnd, Reports, end_of, epitaph, leaves, let_leave, record_end, starts_again, was_up
+from hpcrl.run.engines.view import VIEW, EngineView, read_views, write_views
+from hpcrl.run.peers import EnginePeer, publish
+from hpcrl.run.rundir import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
+
+
+def peer(life: int) -> EnginePeer:
+    return EnginePeer(host="127.0.0.1", port=7 + life, life=life)
+
+
+@pytest.mark.parametrize(
+    ("limit", "life", "up", "again"),
+    [(2, 0, True, True), (2, 1, True, True), (2, 2, True, False), (0, 0, True, False), (2, 0, False, False), (2, 1, False, True)],
+)
+def test_who_starts_again(limit: int, life: int, up: bool, again: bool) -> None:
+    assert starts_again(limit, life, up) == again
+
+
+def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
+    reports = Reports(rundir)
+    assert reports.new() == []
+    publish(rundir, peer(0), 3)
+    assert record_end(rundir, 3, "a", 0, 2, True, "killed")
+    publish(rundir, peer(1), 3)
+    publish(rundir, peer(0), 12)
+    found = [(index, type(said).__name__, said.life) for index, said in reports.new()]
+    assert found.index((3, "EnginePeer", 0)) < found.index((3, "EngineEnd", 0)) < found.index((3, "EnginePeer", 1))
+    assert (12, "EnginePeer", 0) in found and len(found) == 4 and reports.new() == []
+    assert was_up(rundir, 3, 1) and not was_up(rundir, 3, 2)
+    assert record_end(rundir, 3, "a", 0, 2, True, "a later word") and end_of(rundir, 3, 0).why == "killed", "the first word stays"
+
+
+def test_the_last_end_is_the_attempts_error_and_names_the_first(rundir: RunDir) -> None:
+    for life, why in enumerate(["out of memory", "hangs"]):
+        assert record_end(rundir, 0, "a", life, 2, True, why)
+    assert rundir.failure() is None
+    assert not record_end(rundir, 0, "a", 2, 2, True, "killed")
+    wanted = "out of memory; it was started again 2 times (--engine-restarts), and at last: killed"
+    assert rundir.failure().message == wanted
+    assert epitaph([], "killed") == "killed"
+
+
+def test_what_is_no_report_is_named(rundir: RunDir) -> None:
+    (rundir.here / "peers" / "engine-0.1.json").write_bytes(b'{"role":"store","host":"x"}')
+    with pytest.raises(PeerError, match=r"engine-0\.1\.json is damaged"):
+        Reports(rundir).new()
+
+
+def test_reports_reach_hosts_without_the_run_directory(rundir: RunDir, tmp_path: Path) -> None:
+    far = RunDir.create(tmp_path / "far")
+    far.begin()
+    near, there = FileSync(rundir), FileSync(far)
+    publish(rundir, peer(0))
+    there.put(near.new())
+    record_end(rundir, 0, "a", 0, 2, True, "killed")
+    publish(rundir, peer(1))
+    there.put(near.new())
+    assert [type(said) for _, said in Reports(far).new()] == [EnginePeer, EngineEnd, EnginePeer]
+
+
+def test_engines_are_let_go_by_name(rundir: RunDir) -> None:
+    let_leave(rundir, 1)
+    assert leaves(rundir, range(3)) == {1} and Reports(rundir).new() == []
+
+
+def test_the_view_from_outside(rundir: RunDir) -> None:
+    assert read_views(rundir.here) is None
+    one = EngineView(index=0, host="a", state="serving", version=3, requests=2, restarts=1)
+    write_views(rundir, 3, [one])
+    assert read_views(rundir.here).engines == [one] and read_views(rundir.here).published == 3
+    (rundir.here / VIEW).write_bytes(b"{")
+    with pytest.raises(HpcrlError, match="is damaged"):
+        read_views(rundir.here)

@@ -1,0 +1,185 @@
+"""Which engines an update goes to, and what happens when some end in it: with a registry as it is, and engines made up."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.rollout.engines.registry import Registry
+from hpcrl.run.rundir import RunDir
+from hpcrl.weights.engine_fleet import EngineLate, EngineLost, FleetEngine
+from hpcrl.weights.updates import Updates
+
+TENSORS = [(f"layer.{i}", object()) for i in range(5)]
+
+
+class Desk:
+    """`weights.updates.Roster` over a registry in this process; what goes through it is what goes over the queue."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    def engines(self) -> dict[str, Any]:
+        def where(found: Any) -> list[list[Any]]:
+            return [[m.index, m.life, "host", 1000 + m.index] for m in found]
+
+        answer = {
+            "update": where(self.registry.to_update()),
+            "waiting": where(self.registry.waiting()),
+            "starting": [str(m) for m in self.registry.starting()],
+            "published": self.registry.published,
+        }
+        return json.loads(json.dumps(answer))
+
+    def updated(self, engines: list[list[int]], version: int, alone: bool) -> None:
+        who = [(index, life) for index, life in json.loads(json.dumps(engines))]
+        (self.registry.joined if alone else self.registry.updated)(who, version)
+
+    def lost(self, engines: list[list[Any]]) -> None:
+        for index, life, why in engines:
+            self.registry.lost(index, life, why)
+
+
+class Sender:
+    """In place of a WeightSender: notes what each engine holds; `end(engines, tensor)` may raise in the middle."""
+
+    def __init__(self, end: Callable[[tuple[FleetEngine, ...], int], None] = lambda *_: None, may_lose: bool = True) -> None:
+        self.end, self.may_lose = end, may_lose
+        self.held: dict[tuple[int, int], int] = {}
+        self.tries: list[list[int]] = []
+
+    def connect(self, engines: list[FleetEngine]) -> None:
+        self.engines = tuple(engines)
+
+    def publish(self, tensors: Iterator[Any], version: int) -> dict[str, float]:
+        self.tries.append([e.index for e in self.engines])
+        for number, _ in enumerate(tensors):
+            self.end(self.engines, number)
+        for engine in self.engines:
+            self.held[engine.index, engine.life] = version
+        return {"perf/update_weights_time": 1.0}
+
+    def close(self) -> None: ...
+
+
+class Export:
+    """A collective export: counts how often it was gone through, and that it always was to its end."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    def __call__(self) -> Iterator[Any]:
+        self.begun += 1
+        yield from TENSORS
+        self.ended += 1
+
+
+def updates(tmp_path: Path, sender: Sender, registry: Registry, seconds: float = 1.0) -> tuple[Updates, Export]:
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    made = Updates(sender, rundir, seconds, Desk(registry), "key", lambda value: json.loads(json.dumps(value)))  # type: ignore[arg-type]
+    return made, Export()
+
+
+def engines(count: int, up: bool = True, limit: int = 2) -> Registry:
+    registry = Registry(limit)
+    for index in range(count):
+        registry.expect(index, "host")
+        if up:
+            registry.up(index, 0)
+    return registry
+
+
+def test_an_update_in_which_an_engine_dies_ends_whole_for_the_others(tmp_path: Path) -> None:
+    def dies(there: tuple[FleetEngine, ...], number: int) -> None:
+        if number == 3 and len(there) == 3:
+            raise EngineLost("engine-1 died", [there[1]])
+        if number == 1 and len(there) == 2:
+            raise EngineLate("engine-2 is late", "", there[1])
+
+    registry, sender = engines(3), Sender(dies)
+    made, export = updates(tmp_path, sender, registry)
+    assert made.publish(export, 7) == {"perf/update_weights_time": 1.0}
+    assert sender.tries == [[0, 1, 2], [0, 2], [0]] and sender.held == {(0, 0): 7}
+    assert export.begun == export.ended == 3, "the other ranks go through each export to its end"
+    assert [m.state for m in registry.members.values()] == ["serving", "suspect", "suspect"] and registry.published == 7
+    registry.ended(1, 0, "died", True)
+    registry.up(1, 1)
+    registry.well(2, 0)
+    sender.end = lambda *_: None
+    assert made.join(export, 7) and sender.tries[-1] == [1, 2]
+    assert [m.state for m in registry.members.values()] == ["serving"] * 3
+    assert made.join(export, 7) == {} and len(sender.tries) == 4, "nobody waits: nothing is sent"
+
+
+def test_with_its_only_engine_gone_an_update_is_over_and_the_engine_gets_it_later(tmp_path: Path) -> None:
+    registry, sender = engines(1), Sender()
+    made, export = updates(tmp_path, sender, registry)
+    made.publish(export, 0)
+    registry.ended(0, 0, "killed", True)
+    assert made.publish(export, 1) == {} and registry.published == 1
+    assert made.join(export, 1) == {}
+    registry.up(0, 1)
+    made.join(export, 1)
+    assert sender.held == {(0, 0): 0, (0, 1): 1} and registry.serving()
+
+
+def test_without_restarts_the_end_of_an_engine_is_an_error(tmp_path: Path) -> None:
+    def dies(there: tuple[FleetEngine, ...], number: int) -> None:
+        raise EngineLost("engine-1 died", [there[1]])
+
+    made, export = updates(tmp_path, Sender(dies, may_lose=False), engines(2, limit=0))
+    with pytest.raises(PeerError, match="engine-1 died"):
+        made.publish(export, 0)
+
+
+def test_all_are_waited_for_and_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.weights.updates.SLACK", 0.0)
+    made, _ = updates(tmp_path, Sender(), engines(2, up=False), seconds=0.3)
+    with pytest.raises(DeadlineError, match="engine-0 on host did not come up within 0 s"):
+        made.wait()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whoever_serves_holds_what_was_published_whenever_engines_end(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(1, 5)
+    registry, lives = engines(count), [0] * count
+
+    def die(index: int) -> None:
+        registry.ended(index, lives[index], "killed", True)
+        lives[index] += 1
+        if chance.random() < 0.7:
+            registry.up(index, lives[index])
+
+    def ends(there: tuple[FleetEngine, ...], number: int) -> None:
+        if chance.random() < 0.05:
+            engine = chance.choice(there)
+            if chance.random() < 0.8:
+                die(engine.index)
+            raise EngineLost("gone", [engine])
+
+    sender = Sender(ends)
+    made, export = updates(tmp_path, sender, registry)
+    for version in range(8):
+        made.publish(export, version)
+        for _ in range(chance.randint(0, 4)):
+            index = chance.randrange(count)
+            if registry.members[index].state == "ended":
+                registry.up(index, lives[index])
+            elif registry.members[index].state == "suspect":
+                registry.well(index, lives[index])
+            elif chance.random() < 0.3:
+                die(index)
+            made.join(export, version)
+            for m in registry.serving():
+                assert sender.held[m.index, m.life] == version == m.version
+        for m in registry.members.values():
+            m.failed_updates = 0
+    assert export.begun == export.ended

@@ -1,0 +1,57 @@
+"""Engines that join a running Slurm job from a job of their own, and are preempted there, while the run trains on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpcrl.run.engines.view import read_views
+from tests.support.cluster import Cluster
+from tests.support.runs import POLICY, metrics, recipe
+from tests.support.slurm import Job, hpcrl, submit
+
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
+
+
+def states(job: Job) -> list[str]:
+    views = read_views(job.root / "attempts/0")
+    return [view.state for view in views.engines] if views else []
+
+
+def on(job: Job, index: int) -> str:
+    views = read_views(job.root / "attempts/0")
+    assert views is not None
+    return views.engines[index].host
+
+
+def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    values = {"num_rollout": 100000, "save_interval": None, "actor_num_nodes": 1, "actor_num_gpus_per_node": 1}
+    job = submit(cluster, recipe(tmp_path, task, **(POLICY | values)), tmp_path / "run")
+    job.until(lambda: job.steps() >= 1)
+    more = ["--time", "20", "--set", "engine.partition=low", "--set", "requeue=false"]
+    said = hpcrl(cluster, "engines", "add", job.root, *more).stdout
+    number = int(re.match(r"job (\d+)", said)[1])
+    job.until(lambda: states(job) == ["serving", "serving"])
+    assert on(job, 1) != on(job, 0)
+    listed = hpcrl(cluster, "engines", job.root).stdout
+    assert len(re.findall(r"^[01] +serving", listed, re.M)) == 2, listed
+    steps = job.steps()
+    job.until(lambda: job.steps() >= steps + 3)
+    strong = cluster.sbatch("-p", "main", f"--nodelist={on(job, 1)}", "--exclusive", "--wrap", "sleep 3")
+    job.until(lambda: states(job)[1] in ("gone", "suspect", "ended"))
+    cluster.wait_state(strong, "COMPLETED", 60)
+    steps = job.steps()
+    job.until(lambda: job.steps() >= steps + 3)
+    assert not {"RUNNING", "PENDING"} & set(cluster.states(number).values()), "it was cancelled, not requeued"
+    hpcrl(cluster, "engines", "add", job.root, *more)
+    job.until(lambda: states(job)[2:] == ["serving"])
+    hpcrl(cluster, "engines", "remove", job.root, "2")
+    job.until(lambda: states(job)[2:] == ["gone"])
+    hpcrl(cluster, "stop", job.root)
+    job.ends()
+    rows = metrics(job.root)
+    assert list(rows) == list(range(len(rows)))
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in rows.values())
+    assert job.attempt() == 0
