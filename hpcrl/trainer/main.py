@@ -56,7 +56,6 @@ class Crank:
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
         from hpcrl.trainer.step.share_exchange import ShareExchange
-        from hpcrl.trainer.weight_stream import WeightExit
 
         self.context, self.options, self.timeline = context, context.options, timeline
         self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
@@ -92,8 +91,6 @@ class Crank:
         self.weights = self.at.version  # the policy version of the weights that this rank holds
         self.waited = 0.0  # seconds of this step
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        at = context.plan.trainers[self.ranks.rank].at
-        self.exit = WeightExit(self.policy, self.patient, at, self.options.hf_checkpoint)
         self.updates = self._updates() if context.plan.engines else None
         if self.updates:
             with timeline.span("wait for engines"):
@@ -110,9 +107,12 @@ class Crank:
         from hpcrl.queue.auth import http_key
         from hpcrl.trainer.engine_roster import QueueRoster
         from hpcrl.trainer.parallel.collectives import broadcast_json
+        from hpcrl.trainer.weight_stream import WeightExit
         from hpcrl.weights.sender import WeightSender
         from hpcrl.weights.updates import Updates
 
+        at = self.context.plan.trainers[self.ranks.rank].at
+        self.exit = WeightExit(self.policy, self.patient, at, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
         sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
         roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
@@ -304,7 +304,8 @@ class Crank:
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
-        self.exit.leave()
+        if self.updates:
+            self.exit.leave()
         if self.driver:
             self.log.close()
             self.updates and self.updates.close()
