@@ -1,9 +1,9 @@
 """How much trainer and engines idle in the three loops, over engines that answer by a recorded trace of long-tailed responses.
 
-    python bench/overlap.py [--engines 8,64,512] [--steps 12] [--loops sync,async,fully-async] [--tails 64]
+    python bench/overlap.py [--engines 8,64,512] [--steps 10] [--loops sync,async,fully-async] [--tails 64]
 
 The makers of the rollout process, the pacing of the trainer and the count of idle engines are hpcrl's own; engines, trainer and time are
-simulated (bench/overlap_roles/): an engine answers 8 requests at once, each as long as bench/overlap_trace.json says, which
+simulated (bench/overlap_roles/): an engine answers 4 requests at once, each as long as bench/overlap_trace.json says, which
 bench/overlap_roles/record.py took from a real vLLM, its groups drawn at random; a batch is six times what the engines can answer at once, in
 groups of 8, so that the longest response takes 1.3 times as long as a batch; a weight update pauses the engines for 1 % of the time in which they could make a batch without a gap.  The trainer takes 0.75 or 1.25 times that
 long for a step, update included: in the one case engines are the bottleneck, in the other the trainer is.  A second table has smaller
@@ -45,7 +45,7 @@ from hpcrl.run.rundir import RunDir  # noqa: E402
 from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 
 TRACE = REPO / "bench" / "overlap_trace.json"
-SLOTS, GROUP, WAVES, UPDATE, EDGE = 8, 8, 6, 0.01, 3
+SLOTS, GROUP, WAVES, UPDATE, EDGE = 4, 8, 6, 0.01, 3
 TAILS = (2, 3, 4, 6, 8)  #: of the second table, in place of WAVES
 HEAD = (
     "engines",
@@ -195,12 +195,15 @@ def measure(count: int, waves: int, bottleneck: str, loop: str, trace: Trace, st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="8,64,512")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--loops", default=",".join(LOOPS))
     parser.add_argument("--tails", type=int, default=64)
     args = parser.parse_args()
     trace, found = Trace(TRACE), {}
     rows, tails = [], []
+    for waves in TAILS if args.tails else ():
+        for bottleneck in CASES:
+            tails.append(measure(args.tails, waves, bottleneck, "fully-async", trace, args.steps)[1])
     for count in map(int, args.engines.split(",")):
         for bottleneck in CASES:
             for loop in args.loops.split(","):
@@ -208,9 +211,6 @@ def main() -> None:
                 side = shares.engines if bottleneck == "engines" else shares.trainer
                 found[f"{loop}_{count}_engines_{bottleneck}_bound"] = round(side, 4)
                 rows.append(row)
-    for waves in TAILS if args.tails else ():
-        for bottleneck in CASES:
-            tails.append(measure(args.tails, waves, bottleneck, "fully-async", trace, args.steps)[1])
     about = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in trace.about.items())
     text = f"Simulated engines, {args.steps} steps. The trace: {about}.\n\n{table(rows)}"
     text += f"\nThe same with smaller and larger batches:\n\n{table(tails)}" if tails else ""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from hpcrl import __version__
 from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.plain_text import strip_control
 
 HELP = """\
 hpcrl: reinforcement-learning post-training of language models as a plain batch job
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(list(sys.argv[1:] if argv is None else argv))
     except HpcrlError as error:
-        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr)
+        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{strip_control(str(error), lines=True)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("hpcrl: interrupted", file=sys.stderr)
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141 if (argv or sys.argv[1:])[:1] == ["run"] else 0  # a run has ended with it, and is not done
     except OSError as error:
-        print(f"hpcrl: error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        place = strip_control(str(error.filename or "output"))
+        print(f"hpcrl: error: {place}: {error.strerror}", file=sys.stderr)
         return 1
 
 

@@ -15,12 +15,12 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
-    {"__init__", "errors", "findings"},
-    {"config", "sample", "token_frames"},
+    {"__init__", "careful_files", "errors", "findings", "plain_text"},
+    {"config", "heartbeat", "pickles", "sample", "token_frames"},
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
-    {"redistribution"},
+    {"redistribution", "rendezvous"},
     {"memory", "weights"},
     {"rollout", "engine", "trainer", "launch"},
     {"convert", "doctor"},
@@ -34,6 +34,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {"torch", "vllm", "megatron", "transformers", "ray"}
 #: rooms that a login node uses, where nothing heavy is imported at the top of a file
 LIGHT = {
+    "careful_files",
     "cli",
     "commands",
     "config",
@@ -41,10 +42,12 @@ LIGHT = {
     "errors",
     "findings",
     "groups",
+    "heartbeat",
     "handover",
     "launch",
     "memory",
     "mpi",
+    "plain_text",
     "plan",
     "prompt_files",
     "redistribution",
@@ -160,7 +163,7 @@ def test_no_room_is_a_heap(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
-    for line, module, _ in imports(path):
+    for line, module, _ in imports(path) if path.name != "pickles.py" else ():
         assert module.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path}:{line}"
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -176,6 +179,16 @@ def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name} is long"
+
+
+def test_ranks_meet_where_strangers_cannot_come() -> None:
+    """The doctor's measurement moves numbers alone, before there is a run; nothing else may use torch's open store, or vLLM's."""
+    for path in FILES:
+        names = {n.id for n in ast.walk(parsed(path)) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)}
+        names |= {alias.name for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom) for alias in n.names}
+        if path.name != "network_speed.py":
+            assert not names & {"TCPStore", "StatelessProcessGroup", "stateless_init_process_group", "trainer_init"}, path
 
 
 def test_nobody_listens_on_every_interface() -> None:

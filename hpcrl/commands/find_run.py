@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpcrl.careful_files import open_regular
 from hpcrl.errors import UsageError
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
@@ -196,8 +197,8 @@ def owner(root: Path) -> psutil.Process | None:
     import psutil
 
     try:
-        pid = int((root / "lock").read_text())
-        lock = os.stat(root / "lock")
+        with open_regular(root / "lock") as file:  # a link would make it another run's
+            pid, lock = int(file.read(20)), os.fstat(file.fileno())
         process = psutil.Process(pid)
         for opened in process.open_files():
             with contextlib.suppress(OSError):

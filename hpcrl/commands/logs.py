@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import count_of
 from hpcrl.commands.find_run import Ending, Jobs, Parser, find_run, look_at_run
 from hpcrl.errors import UsageError
+from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
-from hpcrl.report.status_text import strip_control
 
 ROLES = ("trainer", "engine", "rollout", "job")
 GLANCE = 0.3  #: seconds between looks at the files
@@ -90,8 +91,8 @@ def logs_of(run: Run) -> list[RoleLog]:
     ]
     for stage in run.stages:
         for name in sorted(entries(stage.root / "logs"), key=_number):
-            if name.startswith("attempt-") and name[8:].isdigit():
-                found += _roles(stage, int(name[8:]), host)
+            if name.startswith("attempt-") and (attempt := count_of(name[8:])) is not None:
+                found += _roles(stage, attempt, host)
     return found
 
 
@@ -126,8 +127,7 @@ def _host(plan: dict[str, Any], role: str, index: int, part: int = 0) -> str:
 
 
 def _number(name: str) -> tuple[int, str]:
-    digits = re.sub(r"\D", "", name)
-    return int(digits or 0), name
+    return count_of(re.sub("[^0-9]", "", name)) or 0, name
 
 
 def latest(every: Iterable[RoleLog]) -> list[RoleLog]:

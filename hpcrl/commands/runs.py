@@ -10,9 +10,10 @@ import shutil
 from pathlib import Path
 
 from hpcrl.commands.find_run import Parser, all_runs, look_at_runs
+from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
-from hpcrl.report.status_text import shorten_path, strip_control
+from hpcrl.report.status_text import shorten_path
 
 ENDED = ("failed", "cancelled", "lost", "stopped")
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.commands.find_run import Parser, find_run
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run, StageFiles, load_json
-from hpcrl.report.status_text import on_terminal, strip_control
+from hpcrl.report.status_text import on_terminal
 
 if TYPE_CHECKING:
     import argparse

@@ -14,6 +14,7 @@ import time
 import msgspec
 import psutil
 
+from hpcrl.careful_files import touch
 from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.chain import later
@@ -53,7 +54,7 @@ def stop(argv: list[str]) -> int:
         process.send_signal(signal.SIGTERM)
     else:
         try:
-            (run.root / "stop").touch(mode=0o600)
+            touch(run.root / "stop")
         except OSError as error:
             raise HpcrlError(f"cannot write {run.root / 'stop'}: {error.strerror}", f"hpcrl cancel {name}") from error
     print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
@@ -103,7 +104,7 @@ def _cancel_job(run: Run) -> int:
         what = f"job {job.job_id} in the queue is not of this run" if word.foreign else look_at_run(run, jobs).phase
         raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
     with contextlib.suppress(OSError):  # a directory that cannot be written to keeps nobody from ending the job
-        (run.root / CANCEL).touch(mode=0o600)
+        touch(run.root / CANCEL)
     try:
         for number in (*reversed(later(job)), job.job_id):  # or else the next of a chain would start
             scheduler.cancel(number)

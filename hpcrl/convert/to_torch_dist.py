@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,12 +57,11 @@ def main(argv: Sequence[str]) -> int:
     cpu_shim.install()
     from hpcrl.trainer.parallel import parallel_state
 
-    ranks = parallel_state.initialize(options)
+    ranks = parallel_state.initialize(options, store)
     try:
         path = convert(options, ranks)
     finally:
         parallel_state.shutdown()
-        del store
     if ranks.rank == 0:
         print(f"wrote {path}")
     return 0
@@ -136,14 +134,11 @@ def _commonest(directory: Path) -> str:
 
 
 def alone() -> Any:
-    """Be a world of one: torchrun's variables, and a store that listens on the loopback interface only."""
-    from torch.distributed import TCPStore
+    """Be a world of one: torchrun's variables, and a store that nobody else can see."""
+    from torch.distributed import HashStore
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # or else another store would be opened, on every interface
+    store = HashStore()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return store
 

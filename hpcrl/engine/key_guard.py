@@ -1,6 +1,6 @@
-"""The lock on every route of an engine: no request without the key of the run gets an answer.
+"""The lock on every route of an engine: no request without the key of this engine gets an answer.
 
-    Authorization: Bearer <RUN/keys/http.key>
+    Authorization: Bearer <HMAC of the engine's index and life under RUN/keys/http.key>
 
 vLLM's own --api-key guards some path prefixes only; pausing, weight updates and collective RPC stay open.  This ASGI
 middleware stands in front of all routes, those of later vLLM versions and websockets included.
@@ -18,19 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import UsageError
+from hpcrl.queue.auth import key_of_engine
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
+ENGINE = "HPCRL_HTTP_KEY_ENGINE"  #: INDEX.LIFE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_REFUSED = b'{"error":"this route asks for the key of the run: Authorization: Bearer <RUN/keys/http.key>"}'
+_REFUSED = b'{"error":"this route asks for the key of this engine: Authorization: Bearer <key>"}'
 
 
 def read_key() -> bytes:
-    """The key in the file that HPCRL_HTTP_KEY_FILE names.  UsageError if there is none: an open server is no choice."""
+    """This engine's key: of the run's, in the file that HPCRL_HTTP_KEY_FILE names, and HPCRL_HTTP_KEY_ENGINE.
+
+    UsageError if there is none: an open server is no choice.
+    """
     path = os.environ.get(KEY_FILE)
     if not path:
         raise UsageError(
@@ -42,7 +47,7 @@ def read_key() -> bytes:
         raise UsageError(f"cannot read the HTTP key of the run in {path}: {error.strerror}") from error
     if len(key) < 32:
         raise UsageError(f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run")
-    return key
+    return key_of_engine(key, os.environ.get(ENGINE, "0.0")).encode()
 
 
 class RunKeyGuard:

@@ -24,13 +24,14 @@ from pathlib import Path
 import psutil
 
 from hpcrl.engine.crash_report import ServerLog, leftovers
-from hpcrl.engine.key_guard import KEY_FILE, read_key
+from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
 from hpcrl.engine.nodes.layout import meet, variables
 from hpcrl.engine.pulse import Pulse
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
+from hpcrl.queue.auth import HTTP_KEY
 from hpcrl.report.timeline.spans import Timeline, role_timeline
 from hpcrl.run.engines.lives import record_end, restart_limit, was_up
 from hpcrl.run.exit_status import how_it_ended
@@ -56,7 +57,7 @@ class EngineSupervisor:
         self.backend = backend(context.options, context.plan, self.found.cpu)
         self._check_added()
         read_config(context.options.hf_checkpoint)
-        os.environ[KEY_FILE] = str(context.rundir.keys / "http.key")
+        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.life}"}
         self.key = read_key().decode()
         self.scratch = Path(tempfile.mkdtemp(prefix="hpcrl-engine-", dir=_short_temporary()))
         self.stopped = threading.Event()

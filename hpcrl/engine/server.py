@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import resource
 import socket
 import sys
 from argparse import Namespace, _AppendAction
@@ -128,8 +127,6 @@ def run(context: RoleContext) -> None:
     sock = socket.socket(fileno=int(os.environ.pop(LISTEN_FD)))
     sock.set_inheritable(False)
     values = flags(context.options, context.plan, context.index, sock.getsockname()[1], found)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     import uvloop
 
     args = parse(values)

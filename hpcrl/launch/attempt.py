@@ -19,7 +19,9 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
-from hpcrl.launch.host import GRACE
+from hpcrl.heartbeat import Pulse
+from hpcrl.launch.host import BEATS, CLOSING, GRACE, HOST_BEAT
+from hpcrl.launch.watcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
@@ -28,6 +30,7 @@ from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
 
+ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
 
 
@@ -128,6 +131,11 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
     asked for and did not come in time.
     """
     rundir.begin()
+    with watched(rundir, options.hang_timeout):
+        return _run(options, backend, run_id, rundir, stop, poll)
+
+
+def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
     members: list[Watched] = []
     try:
         hosts = backend.hosts(options, rundir)
@@ -151,11 +159,18 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
 
 def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:
     """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone wrong."""
-    stop_by, patience = float("inf"), options.stop_timeout
+    stop_by, close_by, patience = float("inf"), float("inf"), options.stop_timeout
+    pulse = Pulse(rundir.here / BEATS, here=False, look=HOST_BEAT)
     while any(m.status is None for m in members) or summary_of(rundir) is None:
         poll()
         _check(members, rundir)
+        _check_hosts(pulse, options.hang_timeout, rundir)
         now = time.monotonic()
+        if close_by == float("inf") and summary_of(rundir) is not None:
+            close_by = now + ENDING
+        if now > close_by:
+            late = ", ".join(m.name for m in members if m.status is None)
+            raise DeadlineError(f"{late} did not end within {ENDING:.0f} s after the run was over", "all is saved")
         if stop.requests and find(rundir, TrainerPeer) is None:
             reason = f" ({stop.why})" if stop.why else ""
             raise Stopped(
@@ -174,6 +189,14 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             )
         time.sleep(0.2)
     _check(members, rundir)
+
+
+def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
+    """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
+    for silent in pulse.silent(seconds + HOST_BEAT):
+        what = f"the process of host {silent.name} {silent}"
+        rundir.fail("launcher", 0, what)
+        raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 
 
 def _check(members: list[Watched], rundir: RunDir) -> None:

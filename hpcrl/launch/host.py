@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.heartbeat import FOLDER, Beating, Pulse
 from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.timeline.names import ROLES
@@ -34,7 +37,7 @@ from hpcrl.run.engines.lives import restart_limit
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
 from hpcrl.run.gpu_environment import gpus_are_here
-from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants
+from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import summary_of
@@ -42,6 +45,8 @@ from hpcrl.run.summary import summary_of
 PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
+HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
@@ -198,12 +203,14 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
+    beats = Path(tempfile.mkdtemp(prefix="hpcrl-host-"))
+    pulse = Pulse(beats)
     timeline = role_timeline(rundir, "host", slot or 0, host)
     begun = timeline.now()
 
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        role = start(name, index, command, rundir, gpus)
+        role = start(name, index, command, rundir, {**gpus, FOLDER: str(beats)})
         timeline.mark(f"starts {name}-{index}")
         return role
 
@@ -212,17 +219,19 @@ def run_host(
         roles += [begin(*one) for one in ours]
         engines = {index: command for name, index, command in ours if name == "engine"}
         keeper = EngineKeeper(rundir, host, restart_limit(options, plan), engines, begin)
-        _watch(roles, keeper, options, rundir, told, turn)
+        look = lambda: (turn(), check_alive(pulse, options.hang_timeout, rundir, host))  # noqa: E731
+        _watch(roles, keeper, options, rundir, told, look)
     finally:
         with timeline.span("end the roles"):
             end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
             end_descendants(0.5)
         timeline.add(ROLES, begun, timeline.now())
         timeline.close()
+        shutil.rmtree(beats, ignore_errors=True)
 
 
 def _watch(
-    roles: list[Role], keeper: EngineKeeper, options: Options, rundir: RunDir, told: Told, turn: Callable[[], None]
+    roles: list[Role], keeper: EngineKeeper, options: Options, rundir: RunDir, told: Told, turn: Callable[[], object]
 ) -> None:
     working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
@@ -249,6 +258,21 @@ def _watch(
         time.sleep(0.2)
     _check(roles, rundir, told, keeper.host)
     rundir.check()
+
+
+def check_alive(pulse: Pulse, seconds: float, rundir: RunDir, host: str) -> None:
+    """PeerError, recorded, if a process of this host hangs.
+
+    Of the supervisor of an engine it is only said: its server serves on, and is missed by those who ask it.
+    """
+    for silent in pulse.silent(seconds):
+        what = f"on {host}: {silent.name} {silent}; if it is only slow, raise --hang-timeout"
+        if silent.name.startswith("engine-"):
+            say(what)
+            continue
+        role, _, index = silent.name.rpartition("-")
+        rundir.fail("trainer" if role == "torchrun" else role, int(index), what)
+        raise PeerError(what)
 
 
 @dataclass
@@ -311,9 +335,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     die_with_parent()
     adopt_orphans()
+    raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
     try:
-        with Told() as told:
+        beats = rundir.here / BEATS
+        name = args.host if args.slot is None else f"{args.host}-{args.slot}"
+        beats.mkdir(mode=0o700, exist_ok=True)
+        with Told() as told, Beating(beats, name, every=HOST_BEAT):
             run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"host {args.host}: {error}")

@@ -32,7 +32,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.report.closing_line import closing_line
+from hpcrl.report.closing_line import closing_line, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
@@ -40,7 +40,7 @@ from hpcrl.report.timeline.spans import Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.process import adopt_orphans, end_descendants
+from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
 from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
@@ -81,6 +81,7 @@ def run_job(
     """
     say(f"run directory: {job.root}")
     adopt_orphans()
+    raise_file_limit()
     remember(job.root)
     with (
         held(job.root),
@@ -109,6 +110,7 @@ def run_job(
             run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:
             run_stage(job, stage, backend, stop, state, turn, timeline)
+    say(what_next(job.root))
     print(closing_line(job.directory(job.recipe.stages[-1]), job.root), flush=True)
     return 0
 

@@ -4,8 +4,8 @@
     stored.tensors["decoder.layers.mlp.linear_fc2.weight"].shape    # (layers, rows, columns): of the whole model
     stored.read("decoder.layers.mlp.linear_fc2.weight", (3,))       # layer 3's, (rows, columns)
 
-Nothing here needs torch.distributed, Megatron or a GPU.  `.metadata` is a pickle, which torch itself reads: load
-checkpoints only from people whom you would let run a program.
+Nothing here needs torch.distributed, Megatron or a GPU.  `.metadata` is a pickle; it is read as plain values, before
+torch and Megatron read it again as they like.
 
 Invariant: a file that is missing or too short is named before anything is read from it.
 """
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.pickles import Refused, read_plain
 
 TRACKER = "latest_checkpointed_iteration.txt"
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
@@ -49,9 +49,12 @@ class TorchDist:
         if not (self.path / ".metadata").is_file():
             raise DataError(f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory")
         try:
-            metadata = FileSystemReader(str(self.path)).read_metadata()
+            with (self.path / ".metadata").open("rb") as stream:
+                metadata = read_plain(stream)
             self.where: dict[MetadataIndex, Any] = metadata.storage_data
             found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        except Refused as error:
+            raise DataError(f"{self.path / '.metadata'} is not what Megatron writes: {error.what}", "who made it?") from error
         except Exception as error:  # whatever unpickling a damaged file gives
             raise DataError(f"{self.path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
         self.all = {

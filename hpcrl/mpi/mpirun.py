@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
@@ -33,7 +35,7 @@ from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.process import PARENT
+from hpcrl.run.process import PARENT, end
 from hpcrl.run.shipped_files import shipped
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
@@ -61,6 +63,7 @@ OWN = {
     "print": Kind("bool"),
     "help": Kind("bool"),
 }
+FOLDER, ENDED = "HPCRL_LAUNCH_FOLDER", "ended"  #: where rank 0 tells hpcrl launch that it ends, and with which status
 REACH = 20.0  #: seconds that a host may take to answer
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
 
@@ -124,7 +127,7 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
         if not started_by_scheduler(kind, agent, os.environ):
             reach([host.name for host in found.hosts], shlex.split(agent))
-        return _run(command, kind, agent)
+        return _run(command, kind, agent, Path(folder) / ENDED)
 
 
 def handed_on() -> list[str]:
@@ -218,30 +221,37 @@ def _loopback(host: str) -> str | None:
     return next((str(a) for a in addresses if str(a).startswith("127.") or a == "::1"), None)
 
 
-def _run(command: list[str], kind: str, agent: str) -> int:
-    """Run mpirun to its end; a first signal asks the run to save, a second ends it."""
-    environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
+def _run(command: list[str], kind: str, agent: str, ended: Path) -> int:
+    """Run mpirun to its end; a first signal asks the run to save, a second ends it.
+
+    ended: a file that the launcher's rank, if it is on this machine, writes its status to: what is left of mpirun after that,
+    or after a second signal, has GRACE seconds.
+    """
+    environment = {**without_mpi(os.environ), PARENT: str(os.getpid()), FOLDER: str(ended.parent)}
     extra = shlex.split(agent)[1:]
     if kind == "mpich" and extra:
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(extra)
     process = subprocess.Popen(
         [sys.executable, "-m", "hpcrl.run.process", *command], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    asked = 0
+    asked, told = 0, float("inf")
 
     def passed_on(_: int, __: object) -> None:
-        nonlocal asked
+        nonlocal asked, told
         asked += 1
+        told = time.monotonic() if asked == 2 else told
         process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)  # mpirun hands SIGUSR1 to its ranks
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, passed_on)
-    while True:
-        try:
-            status = process.wait(timeout=1.0)
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    while (status := process.poll()) is None:
+        if told == float("inf") and ended.exists():
+            told = time.monotonic()
+        if time.monotonic() - told > GRACE:
+            end([psutil.Process(process.pid)], 5.0)
+            print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
+            return int(ended.read_text() or 1) if ended.exists() else 1
+        time.sleep(0.2)
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

@@ -8,6 +8,7 @@ MPI world ends with the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from hpcrl.mpi.channel import Channel
 from hpcrl.mpi.host_rank import HostRank
 from hpcrl.mpi.launcher_rank import PART, MpiHosts
 from hpcrl.mpi.messages import Joined
+from hpcrl.mpi.mpirun import ENDED, FOLDER
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host
 from hpcrl.run.job_file import write_job
@@ -107,6 +109,9 @@ def join_world() -> Channel[Any]:
 def leave_world(channel: Channel[Any], all_there: bool, status: int) -> NoReturn:
     """End this rank: with the others, or, if some are gone, by ending what is left of the world."""
     end_descendants(0.5)
+    if channel.rank == 0 and (folder := os.environ.get(FOLDER)):
+        with contextlib.suppress(OSError):  # hpcrl launch is on another machine
+            (Path(folder) / ENDED).write_text(str(status))
     sys.stdout.flush()
     sys.stderr.flush()
     if not all_there or not channel.close(PART):

@@ -1,8 +1,10 @@
-"""Who may speak to the rollout queue, and how both sides prove who they are.
+"""Who may speak to the rollout queue and to the stores where ranks meet, and how both sides prove who they are.
 
     RUN/keys/queue-server.json       the server's CURVE key pair, and the public key of every client
     RUN/keys/queue-client-R.json     key pair of data-parallel rank R, and the server's public key
-    RUN/keys/http.key                the key that every HTTP route of an engine asks for
+    RUN/keys/ranks-*.json            the same for the store of the trainer's ranks, who share one client's key
+    RUN/keys/weights-*.json          the same for the store of those who send and receive weights
+    RUN/keys/http.key                what the key of every engine is made from
 
 Invariants: keys are made anew for every attempt and lie in a directory of mode 0700, in files of mode 0600; each process
 reads one file; the server admits the clients of this attempt and nobody else (a ZAP allow-list, ZeroMQ RFC 27), a client
@@ -12,10 +14,12 @@ that rank comes from the key it holds, never from what it says.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import zmq
@@ -27,7 +31,11 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, write_atomic
 
 ZAP_DOMAIN = b"hpcrl.queue"
+HTTP_KEY = "http.key"
+MAX_REFUSALS = 100  #: peers without a key that are logged
 _USER = "dp-"
+#: the services with keys of their own: the rollout queue, and the stores of `hpcrl.rendezvous`
+Service = Literal["queue", "ranks", "weights"]
 
 
 class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,39 +66,55 @@ Keys = TypeVar("Keys", ServerKeys, ClientKeys)
 
 
 def make_keys(rundir: RunDir, dp_size: int) -> None:
-    """New keys for an attempt: the queue server's, those of `dp_size` clients, and the engines' HTTP key."""
+    """New keys for an attempt: of the queue's server and its `dp_size` clients, of the stores, and of the engines."""
     rundir.keys.mkdir(mode=0o700, exist_ok=True)
     rundir.keys.chmod(0o700)
-    for old in rundir.keys.glob("queue-*.json"):
+    for old in rundir.keys.glob("*-*.json"):
         old.unlink()
-    server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + dp_size)]
-    write_atomic(_server_file(rundir), msgspec.json.encode(ServerKeys(*server, tuple(public for public, _ in clients))))
-    for rank, client in enumerate(clients):
-        write_atomic(_client_file(rundir, rank), msgspec.json.encode(ClientKeys(*client, server[0])))
-    write_atomic(rundir.keys / "http.key", secrets.token_hex(32).encode())
+    services: tuple[tuple[Service, int], ...] = (("queue", dp_size), ("ranks", 1), ("weights", 1))
+    for service, count in services:
+        server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
+        keys = ServerKeys(*server, tuple(public for public, _ in clients))
+        write_atomic(_server_file(rundir.keys, service), msgspec.json.encode(keys))
+        for number, client in enumerate(clients):
+            write_atomic(_client_file(rundir.keys, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
+    write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
 
 
-def http_key(rundir: RunDir) -> str:
-    """The key of the engines' HTTP routes, hexadecimal."""
-    return _read(rundir.keys / "http.key").decode().strip()
+def http_key(rundir: RunDir, index: int, life: int = 0) -> str:
+    """The key of the HTTP routes of an engine in one of its lives, hexadecimal.
+
+    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.
+    """
+    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{life}")
 
 
-def server_keys(rundir: RunDir) -> ServerKeys:
-    """The keys of the queue server."""
-    return _load(_server_file(rundir), ServerKeys)
+def key_of_engine(key: bytes, engine: str) -> str:
+    """HMAC-SHA256 (RFC 2104) of an engine's INDEX.LIFE under the run's key, hexadecimal."""
+    return hmac.new(key, b"hpcrl engine " + engine.encode(), hashlib.sha256).hexdigest()
 
 
-def client_keys(rundir: RunDir, dp_rank: int) -> ClientKeys:
-    """The keys of data-parallel rank `dp_rank`."""
-    return _load(_client_file(rundir, dp_rank), ClientKeys)
+def server_keys(rundir: RunDir, service: Service = "queue") -> ServerKeys:
+    """The keys of a server."""
+    return _load(_server_file(rundir.keys, service), ServerKeys)
 
 
-def _server_file(rundir: RunDir) -> Path:
-    return rundir.keys / "queue-server.json"
+def client_keys(rundir: RunDir, number: int, service: Service = "queue") -> ClientKeys:
+    """The keys of a client; of the queue: of data-parallel rank `number`."""
+    return keys_in(rundir.keys, number, service)
 
 
-def _client_file(rundir: RunDir, dp_rank: int) -> Path:
-    return rundir.keys / f"queue-client-{dp_rank}.json"
+def keys_in(folder: Path, number: int, service: Service) -> ClientKeys:
+    """The same, by the run's directory of keys."""
+    return _load(_client_file(folder, number, service), ClientKeys)
+
+
+def _server_file(folder: Path, service: Service) -> Path:
+    return folder / f"{service}-server.json"
+
+
+def _client_file(folder: Path, number: int, service: Service) -> Path:
+    return folder / f"{service}-client-{number}.json"
 
 
 def _load(path: Path, kind: type[Keys]) -> Keys:
@@ -127,6 +151,11 @@ def lock_client(socket: zmq.Socket, keys: ClientKeys) -> None:
     socket.curve_serverkey = keys.server.encode()
 
 
+def key_bytes(key: str) -> bytes:
+    """A key of 40 characters (Z85) as the 32 bytes that libzmq tells."""
+    return z85.decode(key)
+
+
 def rank_of(frame: zmq.Frame) -> int:
     """The data-parallel rank whose key the connection that brought `frame` proved to hold."""
     return int(str(frame.get("User-Id")).removeprefix(_USER))
@@ -142,7 +171,7 @@ class Doorkeeper(AsyncioAuthenticator):
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys, say: Callable[[str], None]) -> None:
         super().__init__(context)
         self._ranks = {key.encode(): rank for rank, key in enumerate(keys.clients)}
-        self._say, self._address = say, "?"
+        self._say, self._address, self._refused = say, "?", 0
         self.configure_curve_callback(ZAP_DOMAIN.decode(), self)
         self.start()
 
@@ -157,8 +186,10 @@ class Doorkeeper(AsyncioAuthenticator):
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether the peer that proved to hold `key` (Z85) may come in: pyzmq asks it of a credentials provider."""
         known = key in self._ranks
-        if not known:
-            self._say(f"queue: refused a peer at {self._address}: it holds no key of this attempt")
+        self._refused += not known
+        if not known and self._refused <= MAX_REFUSALS:
+            last = "; more like it are not logged" if self._refused == MAX_REFUSALS else ""
+            self._say(f"queue: refused a peer at {self._address}: it holds no key of this attempt{last}")
         return known
 
     def curve_user_id(self, client_public_key: bytes) -> str:

@@ -209,7 +209,7 @@ class QueueClient:
         else:
             again = messages.Ping() if self._welcomed else self._hello()
         with contextlib.suppress(zmq.Again):  # nobody is there yet: what is queued already will do
-            self._socket.send(messages.pack(again), zmq.DONTWAIT)
+            self._socket.send_multipart(messages.pieces(messages.pack(again)), zmq.DONTWAIT)
 
     def _receive(self, take: Callable[[messages.FromServer], T | None]) -> T | None:
         first, *pieces = self._socket.recv_multipart(copy=False)
@@ -284,7 +284,7 @@ class QueueClient:
 
     def _send(self, message: messages.FromClient) -> None:
         try:
-            self._socket.send(messages.pack(message), zmq.DONTWAIT)
+            self._socket.send_multipart(messages.pieces(messages.pack(message)), zmq.DONTWAIT)
         except zmq.Again as error:
             raise HpcrlError(
                 f"{self._me()}: {sockets.HIGH_WATER} messages to {self._where} are not sent: it does not read them"

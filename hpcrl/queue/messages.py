@@ -1,6 +1,6 @@
 """What the two sides of the queue say to each other, and how a share is cut into parts of bounded size.
 
-    client -> server   Hello, Fetch, Ack, Call, Ping                      one frame each
+    client -> server   Hello, Fetch, Ack, Call, Ping                      one frame each, or several of PIECE_BYTES
     server -> client   Welcome, WhoAreYou, StoppedAt, Reply, Failed, Pong  one frame each; Part is followed by its pieces
 
 Invariants: every message is one typed msgspec Struct with a tag; bytes that are none raise WireError and nothing else;
@@ -25,8 +25,10 @@ PART_BYTES = 64 * 2**20
 #: bytes of one frame of a part: a frame is encrypted, sent and decrypted as a whole, so that smaller ones let these overlap
 #: (a quarter faster than whole columns in bench/queue.py; smaller still is slower)
 PIECE_BYTES = 2**19
-#: bytes that either side accepts as one frame (a part's piece, a call with its parameters, a reply)
+#: bytes of one message (a call with its parameters, a reply)
 MAX_FRAME = PART_BYTES + 2**20
+#: bytes of one frame that the server takes, with what encryption adds to a piece: a larger message goes as several
+MAX_PIECE = 2 * PIECE_BYTES
 #: parts that may be under way, sent and not acknowledged, unless the client says otherwise
 CREDIT = 4
 MAX_CREDIT = 64
@@ -40,16 +42,19 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Base of all messages."""
 
 
+Name = Annotated[str, msgspec.Meta(max_length=255)]
+
+
 class Hello(_Message, tag="hello"):
     """Who the client is; `client` is a name that it made up for its lifetime."""
 
     protocol: int
-    run_id: str
+    run_id: Name
     attempt: int
     dp_rank: int
     dp_size: int
-    client: str
-    host: str
+    client: Name
+    host: Name
     pid: int
 
 
@@ -153,6 +158,20 @@ def pack(message: FromClient | FromServer) -> bytes:
     if len(frame) > MAX_FRAME:
         raise WireError(f"cannot be sent over the queue: {len(frame)} bytes, {MAX_FRAME} are allowed")
     return frame
+
+
+def pieces(frame: bytes) -> list[bytes]:
+    """A client's message as the frames that it is sent in, each of at most PIECE_BYTES."""
+    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)]
+
+
+def whole(frames: Sequence[Buffer]) -> Buffer:
+    """The message that came in these frames.  WireError if it is larger than MAX_FRAME."""
+    if len(frames) == 1:
+        return frames[0]
+    if (size := sum(map(len, frames))) > MAX_FRAME:
+        raise WireError(f"not a message of the queue: {size} bytes, {MAX_FRAME} are allowed")
+    return b"".join(frames)
 
 
 def read_from_client(frame: Buffer) -> FromClient:

@@ -16,6 +16,8 @@ from hpcrl.queue.share_format import WireError
 
 #: calls of one rank that may run at the same time; malformed messages of one rank that are logged
 MAX_CALLS, MAX_COMPLAINTS = 16, 20
+#: clients of one rank that were replaced and are still known by name: more than a run ever restarts one
+MAX_REPLACED = 1000
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Rank:
         self.number, self.outbox, self.calls = number, outbox, Calls()
         self.seat: Seat | None = None
         self.complaints = 0
-        self._replaced: set[str] = set()
+        self._replaced: dict[str, None] = {}
 
     @property
     def name(self) -> str:
@@ -110,7 +112,7 @@ class Rank:
         return StoppedAt(wanted) if stop is not None and wanted >= stop else None
 
     def complain(self) -> bool:
-        """Count a malformed message; whether it is to be logged."""
+        """Count a message that is malformed or refused; whether it is to be logged."""
         self.complaints += 1
         return self.complaints <= MAX_COMPLAINTS
 
@@ -118,7 +120,9 @@ class Rank:
         """Give the seat to this client; a new one starts afresh, the same one goes on over its new connection."""
         same = self.seat is not None and self.seat.client == hello.client
         if self.seat is not None and not same:
-            self._replaced.add(self.seat.client)
+            self._replaced[self.seat.client] = None
+            if len(self._replaced) > MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
             self.calls = Calls()
         self.outbox.reconnected(same)
         self.seat = Seat(self.number, route, hello.client, f"{hello.host} (pid {hello.pid})")

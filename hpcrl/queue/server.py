@@ -68,7 +68,7 @@ class QueueServer:
         host = sockets.bind_address(self._plan)
         self._context = zmq.asyncio.Context(io_threads=min(4, len(self._ranks)))
         self._socket = self._context.socket(zmq.ROUTER)
-        sockets.set_limits(self._socket)
+        sockets.set_limits(self._socket, server=True)
         self._socket.router_mandatory = True  # a send to a peer that is gone is an error, not silence
         public_key = self._lock()
         try:
@@ -167,11 +167,9 @@ class QueueServer:
         try:
             # libzmq's own ids begin with a zero byte and are never used again.  An id of the peer's choice could be that
             # of a rank that left, and what is under way to that rank would go to the wrong one.
-            if len(frames) != 1 or route[:1] != b"\0":
-                raise WireError(
-                    f"a message is one frame from an unnamed socket, this one has {len(frames)} and comes from {route!r}"
-                )
-            message = messages.read_from_client(frames[0].buffer)
+            if not frames or route[:1] != b"\0":
+                raise WireError(f"a message comes from an unnamed socket, this one from {route[:40]!r}")
+            message = messages.read_from_client(messages.whole([frame.buffer for frame in frames]))
         except WireError as error:
             if rank.complain():
                 say(f"queue: trainer DP rank {rank.number}: {error}")
@@ -187,7 +185,8 @@ class QueueServer:
     async def _hello(self, rank: Rank, route: bytes, hello: messages.Hello) -> None:
         """Give the client its rank's seat, or say what does not fit."""
         if refusal := rank.refusal(hello, self._plan, len(self._ranks)):
-            say(f"queue: {refusal}")
+            if rank.complain():
+                say(f"queue: {refusal}")
             await self._send(route, messages.failed(refusal))
             return
         if route not in self._seats:  # a Hello may come twice over one connection

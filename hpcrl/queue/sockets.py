@@ -1,6 +1,7 @@
 """What the sockets of both sides have in common: limits, heartbeats and addresses.
 
-Invariants: no frame larger than MAX_FRAME is read; a connection whose other end is silent for HEARTBEAT_TIMEOUT is
+Invariants: a client reads no frame larger than MAX_FRAME, and the server, to which anybody may connect, none larger than
+MAX_PIECE, neither before it knows who is there nor after; a connection whose other end is silent for HEARTBEAT_TIMEOUT is
 given up by libzmq, on both sides; the server listens on one interface, the one that the plan names.
 """
 
@@ -13,20 +14,23 @@ import zmq
 
 from hpcrl.errors import UsageError
 from hpcrl.plan import Plan
-from hpcrl.queue.messages import MAX_FRAME
+from hpcrl.queue.messages import MAX_FRAME, MAX_PIECE
 
 #: milliseconds between heartbeats, and of silence until a connection counts as dead.  They are libzmq's own, answered by
 #: its threads whatever Python does; a heartbeat may queue behind a part of 64 MiB, hence not shorter.
 HEARTBEAT, HEARTBEAT_TIMEOUT = 5_000, 30_000
+#: milliseconds until who has not said who it is must go; it may try again (libzmq's own default is 30 s)
+HANDSHAKE = 10_000
 #: messages that libzmq queues for one peer; credits keep it far from there
 HIGH_WATER = 1_000
 #: milliseconds that a closed socket may still take to send; libzmq's own default is for ever, which would hang an exit
 LINGER = 1_000
 
 
-def set_limits(sock: zmq.Socket) -> None:
+def set_limits(sock: zmq.Socket, *, server: bool = False) -> None:
     """Limits and heartbeats of a socket of the queue."""
-    sock.maxmsgsize = MAX_FRAME
+    sock.maxmsgsize = MAX_PIECE if server else MAX_FRAME
+    sock.handshake_ivl = HANDSHAKE
     sock.sndhwm = sock.rcvhwm = HIGH_WATER
     sock.heartbeat_ivl, sock.heartbeat_timeout = HEARTBEAT, HEARTBEAT_TIMEOUT
     sock.linger = LINGER

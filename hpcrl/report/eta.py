@@ -6,13 +6,13 @@ long checkpoint moves it much.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 WINDOW = 20  #: steps that count
+LARGEST = 1e18  #: no time, size or mean of a run is so large
 
 
 def trained(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,5 +80,5 @@ def due(step: int, interval: int | None) -> bool:
 
 
 def number(value: object) -> bool:
-    """Whether it is a number that counts: what was not finite is logged as null."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that counts: what was not finite is logged as null, and nothing here reaches LARGEST."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST  # false for not-a-number

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from hpcrl.careful_files import open_regular
+
 BLOCK = 1 << 16  #: bytes read at once, backwards from the end
 FARTHEST = 1 << 23  #: bytes that are looked at for the last lines, and that are taken at once of what has come
 
@@ -17,7 +19,7 @@ FARTHEST = 1 << 23  #: bytes that are looked at for the last lines, and that are
 def last_lines(path: Path, count: int | None = None, within: int = FARTHEST) -> list[bytes]:
     """The last `count` lines (None: all) that lie whole within the last `within` bytes of a file, without their newlines."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _backwards(file, file.seek(0, os.SEEK_END), count, within)[0]
     except OSError:
         return []
@@ -49,7 +51,7 @@ class FileTail:
     def last(self, count: int) -> list[bytes]:
         """The last `count` lines; what comes after them is left to `new`."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 self._file, self._at = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
                 lines, self.rest = _backwards(file, self._at, count, FARTHEST)
         except OSError:
@@ -59,7 +61,7 @@ class FileTail:
     def new(self) -> list[bytes]:
         """The lines that have come; from the beginning if the file was cut or replaced."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 number = os.fstat(file.fileno()).st_ino
                 if number != self._file or file.seek(0, os.SEEK_END) < self._at:
                     self._file, self._at, self.rest = number, 0, b""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import Damaged, open_regular, parse_json
 from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
@@ -21,7 +22,8 @@ from hpcrl.run.rundir import RunDir, write_atomic
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; what a crash has torn or damaged is left out."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except FileNotFoundError:
         return
     for line in data.split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
@@ -37,10 +39,11 @@ def last_records(path: Path, count: int, within: int = FARTHEST) -> list[dict[st
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """One record, or None if the line is none."""
     try:
-        row = json.loads(line)
-    except ValueError:  # a power cut may leave zeros where a line should be
+        row = parse_json(line)
+    except Damaged:  # a power cut may leave zeros where a line should be
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("rollout_id"), int) else None
+    known = isinstance(row, dict) and isinstance(row.get("rollout_id"), int) and abs(row["rollout_id"]) < 1 << 53
+    return row if known else None
 
 
 class MetricsLog:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
-from hpcrl.report.status_text import on_terminal, strip_control
+from hpcrl.report.status_text import on_terminal
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
 

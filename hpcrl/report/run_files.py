@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, count_of, read_json, read_regular
 from hpcrl.report.metrics import last_records
 from hpcrl.run.engines.view import VIEW, EngineViews
 from hpcrl.run.failure import ERROR, Failure
@@ -54,7 +55,7 @@ class StageFiles:
     @cached_property
     def attempt(self) -> int | None:
         """The last attempt, or None if there was none."""
-        return max((int(name) for name in entries(self.root / "attempts") if name.isdigit()), default=None)
+        return max((n for name in entries(self.root / "attempts") if (n := count_of(name)) is not None), default=None)
 
     @property
     def here(self) -> Path:
@@ -83,8 +84,8 @@ class StageFiles:
         """The log of the role that failed first, or the directory of the logs."""
         path = self.logs / f"{failure.role}-{failure.index}.log"
         if not path.is_file() and failure.role == "trainer":  # its ranks may share the log of the first on their host
-            lower = [int(n[8:-4]) for n in entries(self.logs) if n.startswith("trainer-") and n[8:-4].isdigit()]
-            first = max((n for n in lower if n <= failure.index), default=failure.index)
+            lower = [count_of(n[8:-4]) for n in entries(self.logs) if n.startswith("trainer-")]
+            first = max((n for n in lower if n is not None and n <= failure.index), default=failure.index)
             path = self.logs / f"trainer-{first}.log"
         return path if path.is_file() else self.logs
 
@@ -135,11 +136,11 @@ class Run:
     def planned(self) -> list[str]:
         """The names of all the recipe's stages; none if it has no stages, or cannot be read."""
         try:
-            stages = tomllib.loads((self.root / COPY).read_text()).get("stage", [])
+            stages = tomllib.loads(read_regular(self.root / COPY).decode()).get("stage", [])
             return [str(stage["name"]) for stage in stages]
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self.notes.append(f"{COPY} cannot be read")
             return []
 
@@ -172,12 +173,12 @@ def changed(path: Path) -> float:
 def load_json(path: Path, kind: type[T], notes: list[str]) -> T | None:
     """A JSON file as `kind`, or None; a file that is there and cannot be read adds to `notes`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
+        return read_json(path, kind, strict=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         notes.append(f"{path}: {error.strerror}")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except Damaged:
         notes.append(f"{path} is damaged")
     return None
 

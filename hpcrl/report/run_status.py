@@ -214,7 +214,9 @@ def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
 
 
 def span(seconds: float) -> str:
-    """A length of time in at most two units: 20 ms, 4.2 s, 42 s, 5 min 10 s, 2 h 3 min, 4 d 1 h."""
+    """A length of time in at most two units: 20 ms, 4.2 s, 42 s, 5 min 10 s, 2 h 3 min, 4 d 1 h; "?" if it is no number."""
+    if not number(seconds):
+        return "?"
     whole = int(seconds)
     if whole < 1:
         return f"{seconds * 1000:.0f} ms"

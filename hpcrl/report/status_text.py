@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from hpcrl.plain_text import strip_control
 from hpcrl.report.engine_table import engine_line
 from hpcrl.report.run_status import OVER, WORKING, Status, span
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
-CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def replace_unencodable() -> None:
@@ -29,11 +28,6 @@ def replace_unencodable() -> None:
 def on_terminal(stream: TextIO) -> bool:
     """Whether a stream is a terminal that can be drawn on."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-
-
-def strip_control(text: str) -> str:
-    """Text without control characters and escape sequences, on one line."""
-    return CONTROL.sub("", text).replace("\n", " ")
 
 
 def shorten_path(path: str) -> str:

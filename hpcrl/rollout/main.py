@@ -107,7 +107,7 @@ class RolloutRole:
         self._making: asyncio.Task[None] | None = None
         self._made_id = -1  # the rollout of `_making`
         self._evaluating: asyncio.Task[dict[str, Any]] | None = None
-        self._evaluates_last = False  # then there is nothing after it that could be stopped in its place
+        self._evaluates_last = False  # then a stop does not end it: nothing comes after it, or nobody makes up for it
         self._idle_since: float | None = None  # when the last rollout was done
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
@@ -222,7 +222,7 @@ class RolloutRole:
         patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
         """
         if self._evaluating is None:
-            self._evaluates_last = rollout_id + 1 >= self.work.total
+            self._evaluates_last = rollout_id + 1 >= self.work.total or self.options.runs_ahead
             if self.evaluator is None or (self._stopping and not self._evaluates_last):
                 return {}
             late = f"the held-out samples after rollout {rollout_id}"

@@ -105,6 +105,12 @@ TABLE: tuple[Variable, ...] = (
         "--deterministic-mode: Transformer Engine's attention",
     ),
     Variable(
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+        ("trainer",),
+        lambda w: "1",
+        "torch.load reads plain values wherever it is called, Megatron's checkpoints and what ranks send one another included",
+    ),
+    Variable(
         "VLLM_BATCH_INVARIANT",
         ("engine",),
         _deterministic("1"),

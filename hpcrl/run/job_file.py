@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import write_atomic
 
@@ -58,10 +59,10 @@ def replace_job(root: Path, job: JobFile) -> None:
 def read_job(root: Path) -> JobFile:
     """job.json of a run directory; that of a local run where no scheduler knows it.  HpcrlError names a damaged file."""
     try:
-        return msgspec.json.decode((root / JOB).read_bytes(), type=JobFile)
+        return read_json(root / JOB, JobFile)
     except FileNotFoundError:
         return JobFile()
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, Damaged) as error:
         raise HpcrlError(
             f"{root / JOB} is damaged: {error}", "remove it, and give the run's script to the scheduler again"
         ) from error

@@ -56,6 +56,7 @@ class JobStateFile:
 
     def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
         self.root = root
+        self._written = 0.0  # by a clock that nobody sets back
         self.state = JobState("starting", 0.0, restarts=restarts, host=socket.gethostname(), pid=os.getpid(), ends=ends)
 
     @property
@@ -71,11 +72,12 @@ class JobStateFile:
         """A sign of life, and perhaps a new phase; cheap to call often."""
         if phase is not None and phase != self.phase:
             self.set(phase)
-        elif time.time() - self.state.time > BEAT:
+        elif time.monotonic() - self._written > BEAT:
             self._write()
 
     def _write(self) -> None:
         self.state = msgspec.structs.replace(self.state, time=time.time())
+        self._written = time.monotonic()
         write_state(self.root, self.state)
 
     def __enter__(self) -> JobStateFile:

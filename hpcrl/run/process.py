@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -38,6 +39,14 @@ def die_with_parent() -> None:
     if os.getppid() != parent:
         os._exit(1)
     os.environ[PARENT] = str(os.getpid())
+
+
+def raise_file_limit() -> None:
+    """Let this process, and what it starts, have as many files and connections open as the system allows."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != most:
+        with contextlib.suppress(OSError, ValueError):  # some systems call it infinite, and take less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def adopt_orphans() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import UsageError
 from hpcrl.run.rundir import write_atomic
 
@@ -44,6 +45,6 @@ def read_recipe_file(root: Path) -> RecipeFile:
     if not is_run(root):
         raise UsageError(f"--resume {root}: no run directory (it has no {RECIPE})", "name the directory that hpcrl run printed")
     try:
-        return msgspec.json.decode((root / RECIPE).read_bytes(), type=RecipeFile)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return read_json(root / RECIPE, RecipeFile)
+    except (OSError, Damaged) as error:
         raise UsageError(f"{root / RECIPE} is damaged: {error}", "start the recipe anew") from error

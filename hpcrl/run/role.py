@@ -17,8 +17,11 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.heartbeat import beating
+from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
 from hpcrl.run.engines.lives import is_added, with_added
+from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 
 
@@ -57,6 +60,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--life", type=int, default=0)
     args = parser.parse_args(argv)
+    raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
     try:
         plan = read_plan(rundir)
@@ -69,7 +73,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
 
 def say(text: str) -> None:
     """A line for the role's log."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {strip_control(text, lines=True)}", file=sys.stderr, flush=True)
 
 
 def act(
@@ -79,14 +83,17 @@ def act(
     body: Callable[[], None],
     late: Callable[[BaseException], float] = lambda _: 0.0,
     record: Callable[[str], object] | None = None,
+    beat: str = "",
 ) -> int:
     """Run `body`; record what goes wrong and return the exit status.
 
     late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.
-    record(message): in place of recording it as the attempt's error.
+    record(message): in place of recording it as the attempt's error.  beat: the name that this process gives signs of life
+    under (default: ROLE-INDEX).
     """
     try:
-        body()
+        with beating(beat or f"{role}-{index}"):
+            body()
         return 0
     except HpcrlError as error:
         message, status = str(error), error.exit_code

@@ -27,15 +27,19 @@ kept and later ones never overwrite it.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, count_of, make_parents, read_json, swappable, touch
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
 
+#: errors of a network file system, or of too many open files, that may be gone at the next look
+STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 #: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
@@ -114,13 +118,24 @@ class RunDir:
 
     @classmethod
     def create(cls, root: str | Path, folders: tuple[str, ...] = FOLDERS) -> RunDir:
-        """A new run directory with its `folders`, mode 0700.  UsageError if it is not empty, or cannot be made."""
+        """A new run directory with its `folders`, mode 0700.
+
+        UsageError if it is not empty, cannot be made, or would lie where others may put something else in its place.
+        """
         path = Path(root).resolve()
+        if Path(root).is_symlink() and not path.is_dir():
+            raise UsageError(f"--run-dir {root} is a link to {path}, which is not there", "did you make it? name the directory")
         if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.chmod(0o700)
+            make_parents(path)
+            if parent := swappable(path):
+                raise UsageError(
+                    f"--run-dir {root}: everybody may put something else in its place: {parent} is writable by all",
+                    f"choose another directory, or chmod o-w {parent}",
+                )
+            path.mkdir(exist_ok=True, mode=0o700)
+            path.chmod(0o700)  # EPERM where it is another's
             for name in folders:
                 (path / name).mkdir(mode=0o700)
         except OSError as error:
@@ -133,8 +148,8 @@ class RunDir:
         path = Path(root)
         if not (path / "options.json").is_file():
             raise UsageError(f"{root} is no run directory: it has no options.json", "name one that hpcrl run printed")
-        numbers = [int(p.name) for p in (path / "attempts").iterdir() if p.name.isdigit()]
-        return cls(path, max(numbers, default=0))
+        numbers = [count_of(name) for name in listed(path / "attempts")]
+        return cls(path, max((n for n in numbers if n is not None), default=0))
 
     def begin(self) -> None:
         """Make the directories of this attempt and point logs/latest to it."""
@@ -164,10 +179,14 @@ class RunDir:
         """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has failed."""
         path = self.here / ERROR
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Failure)
+            return read_json(path, Failure)
         except FileNotFoundError:
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except OSError as error:
+            if error.errno in STALE:  # a network file system that has forgotten it for a moment; who waits looks again
+                return None
+            raise PeerError(f"the attempt has failed, and {path} {error.strerror}", f"see the logs in {self.logs}") from error
+        except Damaged as error:
             raise PeerError(f"the attempt has failed, and {path} is damaged: {error}", f"see the logs in {self.logs}") from error
 
     def check(self) -> None:
@@ -181,14 +200,14 @@ class RunDir:
 
     def request_stop(self) -> None:
         """Ask the run to save a checkpoint and end."""
-        (self.here / "stop").touch(mode=0o600)
+        touch(self.here / "stop")
 
     def stop_requested(self) -> bool:
         return "stop" in self.signs()
 
     def request_end(self) -> None:
         """Tell every host to end its processes of this attempt now."""
-        (self.here / "end").touch(mode=0o600)
+        touch(self.here / "end")
 
     def superseded(self) -> bool:
         """Whether the run has been started again: whoever is left of this attempt, on a host cut off, must end."""
@@ -205,3 +224,7 @@ def listed(directory: Path) -> frozenset[str]:
         return frozenset(os.listdir(directory))
     except FileNotFoundError:
         return frozenset()
+    except OSError as error:
+        if error.errno in STALE:
+            return frozenset()
+        raise

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, write_atomic
 
@@ -41,10 +42,10 @@ def read_summary(directory: Path) -> Summary | None:
     """What the last attempt of a stage that came to its end has left, or None.  HpcrlError names a damaged file."""
     path = directory / SUMMARY
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
+        return read_json(path, Summary)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, Damaged) as error:
         raise HpcrlError(f"{path} is damaged: {error}", "remove it, and the stage goes on from its last checkpoint") from error
 
 

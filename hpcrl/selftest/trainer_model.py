@@ -5,10 +5,12 @@ Invariant: it is built, packed and run by the trainer's own code; only the loss 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
+from hpcrl.run.gpu_environment import Where, missing, wanted
 from hpcrl.selftest.tiny_model import VOCABULARY
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def loss_weights() -> list[torch.Tensor]:
 
 
 def load(options: Options, ranks: Any = None) -> Any:
-    """The policy with the weights of --hf-checkpoint; `ranks`: of groups that exist already."""
+    """The policy with the weights of --hf-checkpoint, in the environment of a run; `ranks`: of groups that exist already."""
+    os.environ.update(missing(wanted("trainer", Where(options)), os.environ))  # cuBLAS reads it when it is first used
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.parallel import parallel_state
 

@@ -55,13 +55,15 @@ class Crank:
         from hpcrl.trainer.parallel.collectives import make_patient
         from hpcrl.trainer.parallel.parallel_state import initialize
         from hpcrl.trainer.parallel.verify_groups import verify
+        from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
 
         self.context, self.options, self.timeline = context, context.options, timeline
         self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
+        self.store = connect(context)
         with timeline.span("meet the other ranks"):
-            self.ranks = initialize(context.options)
+            self.ranks = initialize(context.options, self.store)
         self.hooks.initialized()
         verify(context.options, self.ranks.rank)
         self.patient = make_patient(context.options)
@@ -86,10 +88,9 @@ class Crank:
         if self.turns:
             self.turns.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
-        self.stopping = False
+        self.stopping, self.waited = False, 0.0  # seconds of this step
         self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
         self.weights = self.at.version  # the policy version of the weights that this rank holds
-        self.waited = 0.0  # seconds of this step
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         self.updates = self._updates() if context.plan.engines else None
         if self.updates:
@@ -104,7 +105,7 @@ class Crank:
 
     def _updates(self) -> Updates:
         """How weights come to engines."""
-        from hpcrl.queue.auth import http_key
+        from hpcrl.queue.auth import client_keys, http_key
         from hpcrl.trainer.engine_roster import QueueRoster
         from hpcrl.trainer.parallel.collectives import broadcast_json
         from hpcrl.trainer.weight_stream import WeightExit
@@ -112,13 +113,13 @@ class Crank:
         from hpcrl.weights.updates import Updates
 
         at = self.context.plan.trainers[self.ranks.rank].at
-        self.exit = WeightExit(self.policy, self.patient, at, self.options.hf_checkpoint)
+        keys = client_keys(self.context.rundir, 0, "weights")
+        self.exit = WeightExit(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
         sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
         roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
-        key = http_key(rundir) if self.driver else ""
         together = partial(broadcast_json, group=self.patient)
-        return Updates(sender, rundir, options.engine_start_timeout, roster, key, together)
+        return Updates(sender, rundir, options.engine_start_timeout, roster, partial(http_key, rundir), together)
 
     @property
     def driver(self) -> bool:

@@ -48,7 +48,7 @@ class RolloutDriver:
         self.rollout_id: int = at["rollout_id"]
         self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
-        self.roster, self.key = QueueRoster(self.client, self.options.rollout_timeout), http_key(context.rundir)
+        self.roster = QueueRoster(self.client, self.options.rollout_timeout)
         self.log = MetricsLog(context.rundir)
         self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
@@ -82,9 +82,8 @@ class RolloutDriver:
         """Name the weights of those that are to be updated, or (waiting) of those that have come back."""
         found = self.roster.engines()[who]
         for index, life, host, port in found:
-            fleet = Fleet(
-                self.context.rundir, [FleetEngine(index, Address(host, port, self.key), life)], self.options.update_timeout
-            )
+            address = Address(host, port, http_key(self.context.rundir, index, life))
+            fleet = Fleet(self.context.rundir, [FleetEngine(index, address, life)], self.options.update_timeout)
             try:
                 fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
             except EngineLost as error:

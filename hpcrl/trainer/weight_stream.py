@@ -12,7 +12,6 @@ of the update, so that nobody waits for it in vain; nothing is pickled.
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.errors import PeerError
+from hpcrl.queue.auth import ClientKeys
 from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel.collectives import broadcast_bytes, broadcast_json
@@ -50,10 +50,14 @@ class Errand(msgspec.Struct, frozen=True):
 
 
 class WeightExit:
-    """What a rank keeps between updates.  patient: a gloo group of all ranks; host: this rank's own address."""
+    """What a rank keeps between updates.
 
-    def __init__(self, policy: Policy, patient: dist.ProcessGroup, host: str, checkpoint: str | None) -> None:
-        self.policy, self.patient, self.host = policy, patient, host
+    patient: a gloo group of all ranks; host: this rank's own address; keys: to the store where the members of an update meet;
+    checkpoint: the directory that the engines serve.
+    """
+
+    def __init__(self, policy: Policy, patient: dist.ProcessGroup, host: str, keys: ClientKeys, checkpoint: str | None) -> None:
+        self.policy, self.patient, self.host, self.keys = policy, patient, host, keys
         self.scheme: Scheme | None = scheme_of(checkpoint) if checkpoint else None
         self.own: dict[str, OwnTensor] = {}
         self.dtypes: dict[str, str] = {}
@@ -78,10 +82,10 @@ class WeightExit:
         dist.all_gather(found, mine, group=self.patient)
         return held, [place.numpy().tobytes().decode().strip() for place in found]
 
-    def join(self, errand: Errand, pieces: np.ndarray, listener: socket.socket | None) -> None:
+    def join(self, errand: Errand, pieces: np.ndarray) -> None:
         self.leave()
         meeting = errand.meeting
-        group = gloo_group.join(meeting.host, meeting.port, self.rank, meeting.world, self.host, meeting.seconds, listener)
+        group = gloo_group.join(meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds)
         post = Post(group, self.rank, meeting.ranks, meeting.seconds)
         self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit)
         self.dtypes = errand.dtypes
@@ -141,11 +145,11 @@ class WeightStream:
         self._say("describe")
         return self.exit.describe()
 
-    def join(self, errand: dict[str, Any], plan: bytes, listener: socket.socket) -> None:
+    def join(self, errand: dict[str, Any], plan: bytes) -> None:
         self._say("join", msgspec.to_builtins(errand))
         broadcast_bytes(plan, group=self.exit.patient)
         known = msgspec.convert(msgspec.to_builtins(errand), Errand)
-        self._outcome(lambda: self.exit.join(known, pieces_of(0, plan), listener))
+        self._outcome(lambda: self.exit.join(known, pieces_of(0, plan)))
 
     def prepare(self) -> None:
         self._say("prepare")
@@ -180,7 +184,7 @@ class WeightStream:
             elif word == "join":
                 plan = broadcast_bytes(None, group=self.exit.patient)
                 errand = msgspec.convert(what, Errand)
-                self._outcome(lambda errand=errand, plan=plan: self.exit.join(errand, pieces_of(self.exit.rank, plan), None))
+                self._outcome(lambda errand=errand, plan=plan: self.exit.join(errand, pieces_of(self.exit.rank, plan)))
             elif word == "send":
                 self._outcome(self.exit.send)
             elif word == "prepare":

@@ -79,7 +79,8 @@ def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> Fle
     DeadlineError or PeerError name the engine that does not come up.
     """
     peers = [wait_for(rundir, EnginePeer, index, patience) for index in range(len(plan.engines))]
-    engines = [FleetEngine(index, Address(peer.host, peer.port, http_key(rundir))) for index, peer in enumerate(peers)]
+    keys = [http_key(rundir, index, peer.life) for index, peer in enumerate(peers)]
+    engines = [FleetEngine(i, Address(peer.host, peer.port, keys[i])) for i, peer in enumerate(peers)]
     return Fleet(rundir, engines, seconds)
 
 

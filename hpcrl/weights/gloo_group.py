@@ -5,13 +5,12 @@ Trainer and engine use the same functions.  The group is apart from torch's defa
 A broadcast that is given up keeps its group, and the end of the process, waiting until gloo's own limit or until the
 peers are gone (gloo has no abort); who gives one up must let the run end.
 
-Invariants: the meeting point listens on one named address; every wait has a deadline.  Gloo itself neither encrypts nor
-asks who is there: it is for a network that only the run's allocation can reach, as NCCL is.
+Invariants: the members find one another in a store that lets in only who holds a key of the run; every wait has a deadline.
+Gloo itself neither encrypts nor asks who is there: see docs/security.md.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DeadlineError
+from hpcrl.queue.auth import ClientKeys
 
 if TYPE_CHECKING:
     import torch
@@ -35,28 +35,18 @@ class GlooGroup:
         self.group = self.store = None
 
 
-def listen(host: str) -> socket.socket:
-    """A socket on a free port of `host`, for the meeting point."""
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.bind((host, 0))
-    sock.listen()
-    return sock
-
-
-def join(
-    host: str, port: int, rank: int, world: int, own_host: str, seconds: float, meeting: socket.socket | None = None
-) -> GlooGroup:
-    """Join the group that meets at host:port; the trainer (rank 0) brings the listening socket, which becomes the store's.
+def join(host: str, port: int, keys: ClientKeys, rank: int, world: int, own_host: str, seconds: float) -> GlooGroup:
+    """Join the group that meets in the store at host:port.
 
     own_host: the address that this process's connections use.  Returns when all `world` members are there; torch raises
     its own error after `seconds`.
     """
     import torch.distributed as dist
 
+    from hpcrl.rendezvous.store import KeyedStore
+
     limit = timedelta(seconds=seconds)
-    extra = {"master_listen_fd": meeting.detach()} if meeting is not None else {}
-    store = dist.TCPStore(host, port, world, meeting is not None, limit, wait_for_workers=False, **extra)
+    store = KeyedStore(host, port, keys, limit)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
     options._timeout = limit

@@ -30,12 +30,13 @@ from hpcrl.weights.digest import cut, digest
 from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
 from hpcrl.weights.engine_http import HttpError, ask
 from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.pieces.transport import MemberFailed, PiecesTransport, Source, obstacle
+from hpcrl.weights.pieces.transport import PiecesTransport, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
 
 if TYPE_CHECKING:
     import torch
 
+NOTICED = 3.0  #: seconds within which the end of an engine shows
 RESUME = 15.0  #: seconds that putting an engine right after a failure may take
 
 
@@ -54,6 +55,7 @@ class WeightSender:
         self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
         self.manifests: list[list[dict[str, Any]]] = []
         self.expected: list[dict[str, dict[str, str]]] = []  # [engine][rank of the worker][name] -> digest
+        self._outline: tuple[Any, ...] | None = None  # what all engines that ever came have in common
 
     @property
     def may_lose(self) -> bool:
@@ -93,9 +95,11 @@ class WeightSender:
     def _agreed(self) -> dict[str, dict[str, Any]]:
         """The tensors of an update, by name; PeerError unless all engines agree on them."""
         first = self.manifests[0][0]
+        self._outline = self._outline or _outline(first)
         for engine, workers in zip(self._engines, self.manifests, strict=True):
-            if any(_outline(worker) != _outline(first) for worker in workers):
-                raise PeerError(f"{engine} holds another model, or takes weights in another way, than {self._engines[0]}")
+            if any(_outline(worker) != self._outline for worker in workers):
+                what = f"{engine} holds another model, or takes weights in another way, than the engines before it"
+                raise EngineLost(what, [engine]) if self.may_lose else PeerError(what)
         if self.options.check_weight_update_equal and first["opaque"]:
             raise UsageError(f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out")
         return first["tensors"]
@@ -253,9 +257,16 @@ class WeightSender:
             return list(error.engines)
         if isinstance(error, EngineLate):
             return [error.engine]
-        if isinstance(error, HpcrlError) and not isinstance(error, MemberFailed):
+        if isinstance(error, Differs) or (isinstance(error, HpcrlError) and not isinstance(error, PeerError)):
             return []  # it says what it is
-        return [engine for engine in self._engines if not _is_well(engine)]  # gloo's and NCCL's own words name nobody
+        return self._unwell()  # gloo's and NCCL's own words, ours or in an engine's refusal, name whoever waited for the dead one
+
+    def _unwell(self) -> list[FleetEngine]:
+        """The engines that do not say that they are well, once there are any: a server takes a moment to know that its core is dead."""
+        end = time.monotonic() + NOTICED
+        while not (found := [engine for engine in self._engines if not _is_well(engine)]) and time.monotonic() < end:
+            time.sleep(0.2)
+        return found
 
     def _give_up(self, lost: list[FleetEngine]) -> list[FleetEngine]:
         """Have all others give up the update; those that do not within RESUME seconds."""

@@ -44,7 +44,7 @@ class Roster(Protocol):
 class Updates:
     """Weight updates of one attempt.
 
-    roster, key: of the driver alone: the registry, and the HTTP key of the run.  together(value): rank 0's value, on every rank.
+    roster, key: of the driver alone: the registry, and the HTTP key of an engine (index) in a life.  together(value): rank 0's value, on every rank.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Updates:
         rundir: RunDir,
         start_timeout: float,
         roster: Roster | None,
-        key: str,
+        key: Callable[[int, int], str],
         together: Callable[[Any], Any],
     ) -> None:
         self._sender, self._rundir, self._start_timeout = sender, rundir, start_timeout
@@ -116,7 +116,7 @@ class Updates:
             return {}, []
         try:
             self._sender.connect(
-                [FleetEngine(index, Address(host, port, self._key), life) for index, life, host, port in members]
+                [FleetEngine(index, Address(host, port, self._key(index, life)), life) for index, life, host, port in members]
             )
             return self._sender.publish(tensors, version), []
         except (EngineLost, EngineLate) as error:

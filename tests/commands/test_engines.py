@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,10 +14,10 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.engines.add import command, request_of
+from hpcrl.launch.engines.add import command, request_of, script_of
 from hpcrl.launch.engines.join import LifeSign, where
 from hpcrl.launch.probe import Network, Report
-from hpcrl.launch.site import Site
+from hpcrl.launch.site import Site, from_flags
 from hpcrl.plan import Place, Plan
 from hpcrl.run.engines.lives import EngineAdded, EngineEnd, claim, is_added, record_end, with_added
 from hpcrl.run.engines.view import EngineView, write_views
@@ -105,6 +107,22 @@ def test_the_job_is_one_component_of_engines(rundir: RunDir) -> None:
     assert (component.name, component.nodes, component.slots) == ("engine", 3, 8)
     text = command(rundir, 4)
     assert text.startswith('bash -c "exec $HPCRL_STEP_0 "') and f"join {rundir.root} --attempt 0 --engines 4" in text
+
+
+def test_the_script_starts_its_step_and_nothing_else(tmp_path: Path) -> None:
+    """Run by bash, with an srun that says what it was called with."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    site = from_flags({"set": ["engine.partition=low", "engine.qos=idle", "requeue=false"], "time": "20"})
+    text = script_of(RunDir(tmp_path / "some run", 3), Options(rollout_num_gpus_per_engine=2), site, 2, 4)
+    assert {"#SBATCH --partition=low", "#SBATCH --qos=idle", "#SBATCH --nodes=2", "#SBATCH --time=20"} <= set(text.splitlines())
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = subprocess.run(
+        ["bash", "-c", text], env={"PATH": path}, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    program = ["bash", f"{tmp_path}/some run/added/launch/task.sh", "join", f"{tmp_path}/some run"]
+    assert said[-8:] == [*program, "--attempt", "3", "--engines", "4"]
 
 
 def test_a_run_that_says_nothing_any_more_is_gone(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,16 @@ import pytest
 
 from hpcrl.engine.key_guard import KEY_FILE, RunKeyGuard
 from hpcrl.errors import UsageError
+from hpcrl.queue.auth import key_of_engine
 
-KEY = "0123456789abcdef" * 4
+OF_THE_RUN = "0123456789abcdef" * 4
+KEY = key_of_engine(OF_THE_RUN.encode(), "0.0")
 
 
 @pytest.fixture
 def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "http.key"
-    path.write_text(KEY + "\n")
+    path.write_text(OF_THE_RUN + "\n")
     monkeypatch.setenv(KEY_FILE, str(path))
     return path
 

@@ -66,10 +66,13 @@ def test_a_machine_without_gpus_is_told_of_none(monkeypatch: pytest.MonkeyPatch,
 # ---- what Megatron and the CUDA libraries read
 
 
+SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+
+
 def test_one_hardware_queue_where_megatron_counts_on_it() -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     for_megatron = lambda o: wanted("trainer", Where(o))  # noqa: E731
-    assert wanted("trainer", Where(options())) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert wanted("trainer", Where(options())) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **SAFE}
     assert for_megatron(options(tensor_model_parallel_size=2))[name] == "1"
     assert for_megatron(options(context_parallel_size=2))[name] == "1"
     assert name not in for_megatron(options(pipeline_model_parallel_size=2, expert_model_parallel_size=2))
@@ -102,7 +105,7 @@ def test_what_the_user_has_set_is_said_with_the_reason_for_another_value() -> No
     ]
     assert "stays; hpcrl would set CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue" in said[0]
     left = missing(wishes, base)
-    assert left == {"NCCL_SOCKET_IFNAME": "=ib0", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert left == {"NCCL_SOCKET_IFNAME": "=ib0", "GLOO_SOCKET_IFNAME": "ib0", **SAFE}
     assert list(overruled(wishes, {})) == [] and missing(wishes, {}) == wishes
 
 

@@ -481,7 +481,7 @@ def test_who_is_gone_loses_its_seat(served: Served) -> None:
 
 
 def test_too_large_a_message_ends_only_its_connection(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MAX_FRAME", 100_000)
+    monkeypatch.setattr(sockets, "MAX_PIECE", 100_000)
     served = Served(rundir)
     with raw(served) as dealer:
         tell(dealer, hello(served))
@@ -696,20 +696,22 @@ def test_the_one_who_came_last_has_the_seat(served: Served, client: QueueClient)
 def test_keys_are_for_the_owner_alone(rundir: RunDir) -> None:
     assert stat.S_IMODE(rundir.keys.stat().st_mode) == 0o700
     files = {path.name: path for path in rundir.keys.iterdir()}
-    assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"}
+    stores = {f"{service}-{whose}.json" for service in ("ranks", "weights") for whose in ("server", "client-0")}
+    assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"} | stores
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
     server, client = auth.server_keys(rundir), auth.client_keys(rundir, 1)
     assert server.clients[1] == client.public
     assert client.server == server.public
     assert server.secret not in files["queue-client-1.json"].read_text()
     assert server.secret not in repr(server) and client.secret not in repr(client)
-    assert len(bytes.fromhex(auth.http_key(rundir))) == 32
+    keys = {auth.http_key(rundir, index, life) for index in range(3) for life in range(3)}
+    assert len(keys) == 9 and all(len(bytes.fromhex(key)) == 32 for key in keys)
 
 
 def test_new_keys_replace_all_old_ones(rundir: RunDir) -> None:
-    before = auth.http_key(rundir), auth.server_keys(rundir)
+    before = auth.http_key(rundir, 0), auth.server_keys(rundir)
     auth.make_keys(rundir, 1)
-    assert before[0] != auth.http_key(rundir)
+    assert before[0] != auth.http_key(rundir, 0)
     assert not set(before[1].clients) & set(auth.server_keys(rundir).clients)
     with pytest.raises(HpcrlError, match=r"cannot read key file .*queue-client-1.json: No such file"):
         auth.client_keys(rundir, 1)
@@ -822,3 +824,54 @@ def test_a_killed_rollout_process_is_told_as_soon_as_it_is_recorded(rundir: RunD
         client.fetch(0)
     assert time.monotonic() - begun < 2
     client.close()
+
+
+# ---- what strangers cost
+
+
+def test_who_has_not_proved_anything_costs_little_and_not_for_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq takes one frame of the handshake into memory before it knows who is there."""
+    sock = served.server._socket
+    assert sock.maxmsgsize <= 2**20
+    assert sock.handshake_ivl <= 10_000
+
+
+def test_a_call_larger_than_a_frame_arrives_whole(served: Served) -> None:
+    client = served.client()
+    text = "x" * (3 * messages.MAX_PIECE + 5)
+    assert client.call("echo", text=text) == {"got": {"text": text}}
+    client.close()
+
+
+def test_more_idle_connections_than_files_may_be_open_at_first(served: Served) -> None:
+    import resource
+    import socket
+
+    from hpcrl.run.process import raise_file_limit
+
+    peer = find(served.rundir, RolloutPeer)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    raise_file_limit()
+    idle = [socket.create_connection((peer.host, peer.port)) for _ in range(300)]
+    client = served.client()
+    assert client.call("echo") == {"got": {}}
+    client.close()
+    for one in idle:
+        one.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_refusals_are_not_logged_without_end_nor_names_kept_of_any_length(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with raw(served) as dealer:
+        for _ in range(100):
+            tell(dealer, hello(served, dp_size=99))
+            assert isinstance(hear(dealer), messages.Failed)
+        tell(dealer, hello(served, client="x" * 1000))
+        assert "not a message of the queue" in hear(dealer).what
+        for number in range(20):
+            tell(dealer, hello(served, client=f"c{number}"))
+            hear(dealer)
+    assert 1 <= capsys.readouterr().err.count("counts 99 DP ranks") <= 20

@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.report import metrics, progress
-from hpcrl.report.closing_line import closing_line, held_out
+from hpcrl.report.closing_line import closing_line, held_out, what_next
 from hpcrl.report.curves import PANELS, draw, series, smooth
 from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
@@ -134,6 +134,18 @@ def test_the_closing_line(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
     write(rundir, *STEPS)
     assert held_out(rundir.root) == [(-1, 0.25), (1, 0.75)]
     assert closing_line(rundir.root, rundir.root) == "held-out accuracy: 0.25 -> 0.75  run"
+    assert "hpcrl samples run" in what_next(rundir.root) and "hpcrl resume run --num-rollout" in what_next(rundir.root)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"), [([0.09], "held-out accuracy: 0.09  run"), ([-3.5, 2.0], "held-out mean reward: -3.50 -> 2.00  run")]
+)
+def test_one_evaluation_is_one_number_and_other_rewards_are_no_accuracy(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, values: list[float], said: str
+) -> None:
+    monkeypatch.chdir(rundir.root.parent)
+    write(rundir, *({"rollout_id": i - 1, "eval/heldout/accuracy": value} for i, value in enumerate(values)))
+    assert closing_line(rundir.root, rundir.root) == said
 
 
 def test_the_picture(rundir: RunDir) -> None:

@@ -21,7 +21,7 @@ from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Place, Plan
-from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import dispatch
 from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
 from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
@@ -34,7 +34,7 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from hpcrl.token_frames import Answer, FrameReader, frame
-from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, until_aborted
+from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
 PROMPT = np.asarray([3, 20, 21], np.int32)
@@ -53,7 +53,7 @@ class Bench:
         rundir = RunDir.create(self.path / "run")
         rundir.begin()
         make_keys(rundir, 1)
-        self.engines = [self.stack.enter_context(FakeEngine(script, http_key(rundir))) for script in scripts]
+        self.engines = [self.stack.enter_context(FakeEngine(script, keys_of(rundir))) for script in scripts]
         for index, engine in enumerate(self.engines):
             publish(rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=model_len, lean=self.lean), index)
         places = tuple(Place("node7", (i,)) for i in range(len(scripts)))

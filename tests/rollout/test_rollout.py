@@ -20,12 +20,12 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan, local_hosts, make_plan
-from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.queue.auth import make_keys
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.share_format import Share
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
-from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang
+from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of
 from tests.support.tiny import make_tokenizer
 
 pytestmark = pytest.mark.process
@@ -85,7 +85,7 @@ class Attempt:
         write_atomic(self.rundir.plan_file, msgspec.json.encode(self.plan))
         if not number:
             make_keys(self.rundir, 2)
-        self.engines = [FakeEngine(script, http_key(self.rundir)) for script in scripts]
+        self.engines = [FakeEngine(script, keys_of(self.rundir)) for script in scripts]
         for index, engine in enumerate(self.engines):
             if published:
                 publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=64), index)

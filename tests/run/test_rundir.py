@@ -133,3 +133,25 @@ def test_what_a_run_was_begun_with_and_the_job_it_is_in(rundir: RunDir, tmp_path
     write_job(rundir.root, "identity", "slurm", "8")
     job = read_job(rundir.root)
     assert (job.job_id, job.script, job.site) == ("8", None, {"name": "s"}), "only the site outlives a new start"
+
+
+def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        rundir = RunDir.create(tmp_path / "runs" / "mine" / "run")
+    finally:
+        os.umask(before)
+    made = [rundir.root, *rundir.root.parents[:2]]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o755, 0o755]
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(
+        UsageError, match=r"everybody may put something else in its place: .*/open is writable by all; .*chmod o-w"
+    ):
+        RunDir.create(tmp_path / "open" / "run")
+    (tmp_path / "open").chmod(0o1777)
+    RunDir.create(tmp_path / "open" / "run")
+    (tmp_path / "lure").symlink_to(tmp_path / "strangers" / "den")
+    with pytest.raises(UsageError, match=r"lure is a link to .*/strangers/den, which is not there"):
+        RunDir.create(tmp_path / "lure")
+    assert not (tmp_path / "strangers").exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.cli import main
@@ -159,3 +161,25 @@ def test_one_wrong_value_of_a_collective_is_found(broken: str, name: str) -> Non
     said = run_ranks(3, collectives_with, broken)
     assert said[1].startswith(f"rank 1: {name} of 1002 floats gives wrong values (round 0)")
     assert said[0] == said[2] == "6 collectives over 3 ranks, 4 times, every value right"
+
+
+@pytest.mark.process
+def test_two_hosts_make_the_checks_together_and_the_first_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of this machine play two hosts of a job."""
+    from hpcrl.selftest import job
+
+    Results(tmp_path)
+    only = ["collectives", "stream_order"]
+    (tmp_path / "job.json").write_bytes(msgspec.json.encode(job.SelftestJob(2, 1, only, "lo")))
+    each = f'for i in 1 2; do "{sys.executable}" -m hpcrl.selftest.job "$2" --host node$i & done; wait'
+    step = f'if [ "$1" = selftest ]; then {each}; else shift; exec "$@"; fi'
+    monkeypatch.setenv("HPCRL_STEP_0", shlex.join(["bash", "-c", step, "bash"]))
+    monkeypatch.setenv("HPCRL_PYTHON", sys.executable)
+    assert job.batch(tmp_path) == 0
+    found = Results(tmp_path)
+    assert {name: outcome.result for name, outcome in found.read().items()} == {
+        "collectives": "passed",
+        "stream_order": "skipped",
+    }
+    assert found.read()["collectives"].numbers == {"ranks": 2} and found.hosts() == ["node1", "node2"]
+    assert (tmp_path / "ended").exists()

@@ -1,6 +1,6 @@
 """Engines of a real run that are killed and stopped, again and again, at steps that a seed draws: nothing is lost, and nothing changes.
 
-SEED: which faults; N: how many a seed (5).
+SEED: which faults, and how weights travel (odd: gloo, even: shared memory); N: how many a seed (5).
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ def views(root: Path) -> EngineViews:
     return found
 
 
-def start(path: Path, task: Path, rollouts: int) -> Run:
+def start(path: Path, task: Path, rollouts: int, way: str) -> Run:
     path.mkdir()
     values = {"num_rollout": rollouts, "rollout_num_gpus": ENGINES, "engine_restarts": FAULTS, "engine_hang_timeout": 8}
+    values |= {"weight_transfer": way, "save_interval": None}
     root = path / "run"
     return Run(recipe(path, task, **(POLICY | values | {"rollout_timeout": 600, "run_dir": str(root)})), root=root)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_engines_end_at_drawn_times(tmp_path: Path, seed: int) -> None:
-    chance, task = random.Random(seed), make_task(tmp_path / "task")
+    chance, task, way = random.Random(seed), make_task(tmp_path / "task"), "gloo" if seed % 2 else "shm"
     rollouts = 4 * FAULTS + 4
-    run = start(tmp_path / "faults", task, rollouts)
+    run = start(tmp_path / "faults", task, rollouts, way)
     table = []
     for number in range(FAULTS):
         at, index = 4 * number + chance.randrange(4), chance.randrange(ENGINES)
@@ -88,7 +89,7 @@ def test_engines_end_at_drawn_times(tmp_path: Path, seed: int) -> None:
     status, out = run.end(900)
     assert status == 0, out + run.logs()
     assert all_gone(run.root, [])
-    untouched = start(tmp_path / "untouched", task, rollouts)
+    untouched = start(tmp_path / "untouched", task, rollouts, way)
     status, out = untouched.end(900)
     assert status == 0, out + untouched.logs()
     assert metrics(run.root) == metrics(untouched.root) and samples(run.root) == samples(untouched.root)

@@ -58,7 +58,7 @@ class Engines:
         make_keys(self.rundir, 1)
         self.rundir.options_file.write_text(self.options.model_dump_json())
         self.write(self.plan)
-        self.key, self.module = http_key(self.rundir), module
+        self.module = module
         self.processes = [self._start(i) for i in range(count)]
 
     def write(self, plan: Plan) -> None:
@@ -86,7 +86,12 @@ class Engines:
 
     def address(self, index: int = 0) -> Address:
         found = self.wait(index)
-        return Address(found.host, found.port, self.key)
+        return Address(found.host, found.port, http_key(self.rundir, index, found.life))
+
+    @property
+    def key(self) -> str:
+        """The key of the first engine."""
+        return http_key(self.rundir, 0)
 
     def pids(self, index: int = 0) -> list[int]:
         """The supervisor and everything below it."""

@@ -16,6 +16,8 @@ import numpy as np
 from aiohttp import web
 
 from hpcrl import token_frames
+from hpcrl.queue.auth import http_key
+from hpcrl.run.rundir import RunDir
 from hpcrl.token_frames import Answer
 
 #: an answer that closes the connection instead
@@ -72,11 +74,16 @@ async def until_aborted(engine: FakeEngine, count: int, body: dict[str, Any]) ->
     return partial(body, 1)
 
 
+def keys_of(rundir: RunDir) -> frozenset[str]:
+    """The keys of a run's first engines in their first lives: a fake one does not know which it is."""
+    return frozenset(http_key(rundir, index, life) for index in range(8) for life in range(8))
+
+
 class FakeEngine:
     """One server on 127.0.0.1, in a thread of its own."""
 
-    def __init__(self, script: Script | None = None, key: str | None = None) -> None:
-        self.script, self.key, self.healthy = script, key, True
+    def __init__(self, script: Script | None = None, keys: frozenset[str] | None = None) -> None:
+        self.script, self.key, self.healthy = script, keys, True
         self.bodies: list[dict[str, Any]] = []
         self.groups: list[int] = []  #: samples of each request on our own route
         self.in_flight = self.most_in_flight = 0
@@ -154,7 +161,7 @@ class FakeEngine:
         return web.json_response(good(body) if answer is CUT else answer)
 
     def _refused(self, request: web.Request) -> web.Response | None:
-        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+        if self.key is not None and request.headers.get("Authorization", "").removeprefix("Bearer ") not in self.key:
             return web.json_response({"error": "the key"}, status=401)
         return None
 

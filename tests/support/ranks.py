@@ -28,7 +28,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+}
 _zygote: subprocess.Popen[bytes] | None = None
 
 

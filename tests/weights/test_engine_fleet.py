@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.run.engines.lives import record_end
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights import engine_fleet as module
-from hpcrl.weights.engine_fleet import Fleet, FleetEngine, joined
+from hpcrl.weights import sender as senders
+from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, joined
 from hpcrl.weights.engine_http import Address, HttpError, ask
+from hpcrl.weights.sender import Differs, WeightSender
 
 KEY = "k" * 64
 Answer = Callable[[str, Any], tuple[int, Any]]
@@ -196,3 +200,41 @@ def test_the_key_is_in_no_message(stubs: list[Stub]) -> None:
         ask(stubs[0].address, "POST", "/x", 5)
     assert KEY not in str(caught.value) + repr(stubs[0].address)
     assert caught.value.status == 401
+
+
+# ---- whose end it is
+
+
+def sender(rundir: RunDir, stubs: list[Stub], **values: Any) -> WeightSender:
+    made = WeightSender(rundir, "127.0.0.1", Options(**values), is_driver=True)
+    made.fleet = fleet(rundir, stubs)
+    return made
+
+
+def test_a_refusal_that_another_engines_end_has_caused_is_laid_at_that_ones_door(
+    rundir: RunDir, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo a receiver may wait for one that is dead, and says 500 although it is well itself."""
+    monkeypatch.setattr(senders, "NOTICED", 0.3)
+
+    def refuses(*_: Any) -> tuple[int, Any]:
+        return 500, {"error": "Connection closed by peer"}
+
+    stubs += [Stub(refuses), Stub(lambda *_: (200, None), health=503)]
+    with pytest.raises(PeerError, match="engine-0 on 127.0.0.1: the update failed: .*Connection closed") as caught:
+        fleet(rundir, stubs).post("the update", "/update_weights")
+    made = sender(rundir, stubs)
+    assert [engine.index for engine in made._lost(caught.value)] == [1]
+    assert [engine.index for engine in made._lost(RuntimeError("Connection closed by peer"))] == [1]
+    assert made._lost(Differs("engine-0 holds other bits")) == [] and made._lost(KeyboardInterrupt()) == []
+    assert sender(rundir, stubs, engine_restarts=0)._lost(caught.value) == []
+    stubs[1].health = 200
+    assert made._lost(caught.value) == [], "all are well: it is what it says"
+
+
+def test_what_an_engine_said_of_its_end_comes_with_it(rundir: RunDir, stubs: list[Stub]) -> None:
+    stubs += [Stub(hang, health=503)]
+    threading.Timer(0.1, lambda: record_end(rundir, 0, "a", 0, 2, True, "out of memory")).start()
+    with pytest.raises(EngineLost, match=r"out of memory \(noticed during the update\)") as caught:
+        fleet(rundir, stubs, 15).post("the update", "/update_weights")
+    assert [engine.index for engine in caught.value.engines] == [0]

@@ -5,6 +5,7 @@ What the streams of a GPU do only a GPU can show; here CUDA and vLLM's broadcast
 
 from __future__ import annotations
 
+import base64
 import sys
 import threading
 import time
@@ -125,25 +126,17 @@ def test_a_broadcast_that_an_engine_has_left_is_not_waited_for(notes: list[Any],
 
 def test_packing_is_agreed_on_with_the_engines_at_the_start(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("nccl_common")
-    module.trainer_init = lambda common: ("group of", common["world_size"])
+    module.uid_init_process_group = lambda name, rank, world, device: ("group of", name, rank, world, device)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", module)
-    monkeypatch.setattr(nccl.gloo_group, "listen", lambda host: Socket())
+    monkeypatch.setattr(nccl, "unique_id", lambda: b"\0\xff" * 64)
     made = NcclTransport(Link(Fleet(notes), 1000, "10.0.0.1", [2, 1]))
     made.connect()
-    assert made.group == ("group of", 4)
-    common = {"master_address": "10.0.0.1", "master_port": 4711, "world_size": 4}
+    assert made.group == ("group of", b"\0\xff" * 64, 0, 4, 3)
+    common = {"nccl_unique_id_b64": base64.b64encode(b"\0\xff" * 64).decode(), "world_size": 4}
     packing = {"packed": True, "packed_buffer_size_bytes": 1000, "packed_num_buffers": 2}
     path, bodies = notes[0]
     assert path == "/init_weight_transfer_engine"
     assert bodies == [{"init_info": common | packing | {"rank_offset": offset}} for offset in (1, 3)]
-
-
-class Socket:
-    def getsockname(self) -> tuple[str, int]:
-        return "10.0.0.1", 4711
-
-    def close(self) -> None:
-        pass
 
 
 def test_what_vllm_is_handed_it_takes() -> None:
@@ -157,14 +150,16 @@ def test_what_vllm_is_handed_it_takes() -> None:
     assert asked <= set(inspect.signature(packed.packed_nccl_broadcast_producer).parameters)
     fields = {field.name for field in dataclasses.fields(common.NCCLWeightTransferInitInfo)}
     assert {
-        "master_address",
-        "master_port",
+        "nccl_unique_id_b64",
         "rank_offset",
         "world_size",
         "packed",
         "packed_buffer_size_bytes",
         "packed_num_buffers",
     } <= fields
+    assert list(inspect.signature(common.uid_init_process_group).parameters)[1:] == ["rank", "world_size", "device"]
+    wrapper = pytest.importorskip("vllm.distributed.device_communicators.pynccl_wrapper")
+    assert len(bytes(memoryview(wrapper.ncclUniqueId().internal))) == 128
 
 
 def test_work_of_another_thread_is_on_the_same_gpu(notes: list[Any]) -> None:

@@ -83,7 +83,9 @@ class Export:
 def updates(tmp_path: Path, sender: Sender, registry: Registry, seconds: float = 1.0) -> tuple[Updates, Export]:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
-    made = Updates(sender, rundir, seconds, Desk(registry), "key", lambda value: json.loads(json.dumps(value)))  # type: ignore[arg-type]
+    made = Updates(
+        sender, rundir, seconds, Desk(registry), lambda index, life: "key", lambda value: json.loads(json.dumps(value))
+    )  # type: ignore[arg-type]
     return made, Export()
 
 

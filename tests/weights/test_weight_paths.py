@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import zmq
 
 from hpcrl.errors import DeadlineError
+from hpcrl.queue.auth import ClientKeys, ServerKeys
+from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.shared_memory import Region, open_region
 from hpcrl.weights.transports.nccl import grouped
@@ -69,13 +72,14 @@ def test_nothing_else_is_opened() -> None:
 
 
 def groups(count: int, seconds: float = 20) -> list[gloo_group.GlooGroup]:
-    meeting = gloo_group.listen(HERE)
-    port = meeting.getsockname()[1]
+    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
+    keys = ClientKeys(*mine, own[0])
     with ThreadPoolExecutor(count) as pool:
-        joined = [
-            pool.submit(gloo_group.join, HERE, port, i, count, HERE, seconds, meeting if i == 0 else None) for i in range(count)
-        ]
-        return [future.result(30) for future in joined]
+        joined = [pool.submit(gloo_group.join, HERE, server.port, keys, i, count, HERE, seconds) for i in range(count)]
+        found = [future.result(30) for future in joined]
+    server.close()
+    return found
 
 
 def test_a_broadcast_reaches_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.report.timeline.names import GENERATE, JOINS
+from hpcrl.report.timeline.reading import read_stage
 from hpcrl.run.engines.view import read_views
 from tests.support.runs import POLICY, Run, all_gone, metrics, recipe
 
@@ -39,3 +42,10 @@ def test_an_engine_joins_and_the_first_one_leaves(tmp_path: Path, task: Path, ca
     steps = metrics(root)
     assert list(steps) == list(range(len(steps)))
     assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "all had the current weights"
+    tracks = {track.name: track for track in read_stage(root)}
+    busy = {span.more["engine"] for span in tracks["rollout-0"].named(GENERATE)}
+    assert busy == {0, 1} and list(tracks["joined of 127.0.0.1"].named(JOINS)[0].more["engines"]) == ["1"]
+    capsys.readouterr()
+    assert main(["bill", str(root), "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    assert sum(bill["node_hours"].values()) == pytest.approx(bill["total"]) and len(bill["allocations"]) == 1, "on its host"

@@ -116,7 +116,9 @@ def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> 
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path, how: signal.Signals) -> None:
+def test_ended_and_resumed_is_the_same_run(
+    tmp_path: Path, task: Path, uncut: Path, how: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = start(tmp_path, task, actor_num_gpus_per_node=2, **KL | {"ref_load": str(task / "model")})
     run.until(lambda: run.steps() >= 3)
     pids = run.pids()
@@ -129,6 +131,10 @@ def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Pa
     assert status == 0, out + again.logs()
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
+    assert main(["bill", str(run.root), "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    assert len(bill["allocations"]) == 2 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
+    assert (bill["node_hours"]["lost"] > 0) == (how == signal.SIGKILL), bill
 
 
 def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:

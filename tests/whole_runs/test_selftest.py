@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 def selftest(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hpcrl", "selftest", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=560, check=False)
 
 
 def test_every_check_passes_on_this_machine_and_is_not_made_twice(tmp_path: Path) -> None:

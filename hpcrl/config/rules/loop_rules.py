@@ -64,6 +64,8 @@ def _check_fully_async(o: Options) -> None:
 
 def inert_in_loop(o: Options) -> Iterator[tuple[str, str]]:
     """Options without effect in this loop, several in one string -> why."""
+    if o.takes_turns:
+        yield "engine_restarts", "with --colocate the end of an engine ends the run"
     if o.learns_labels:
         yield (
             "loop update_weights_interval stale_samples max_staleness",

@@ -12,12 +12,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.pieces.part_tensor import part_tensor
 from hpcrl.model_files.safetensors_headers import ITEM_BYTES
+from hpcrl.queue.auth import keys_in
 from hpcrl.redistribution.copies import targets
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.outbox import MEMORY
@@ -207,6 +210,7 @@ def join(invitation: Invitation, rank: str, held: Holdings) -> InboxReader:
     shapes = {tensor.name: tensor.shape for tensor in inbox.tensors}
     pieces = held.pieces
     mine = {n: (pieces[n].rows, pieces[n].columns) if n in pieces else (((0, shapes[n][0]),), None) for n in shapes}
+    keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
     own_host = os.environ.get("VLLM_HOST_IP") or meeting.host
-    group = gloo_group.join(meeting.host, meeting.port, number, meeting.world, own_host, meeting.seconds)
+    group = gloo_group.join(meeting.host, meeting.port, keys, number, meeting.world, own_host, meeting.seconds)
     return InboxReader(Post(group, number, meeting.ranks, meeting.seconds), inbox, mine)

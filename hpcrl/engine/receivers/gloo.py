@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected
+from hpcrl.queue.auth import keys_in
 from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import Bucket, views
 
@@ -47,8 +50,9 @@ class GlooReceiver(Receiver):
         config = self.parallel_config
         rank = init_info.rank_offset + getattr(config, "data_parallel_index", 0) * config.world_size + config.rank
         own, self.seconds = os.environ.get("VLLM_HOST_IP") or init_info.master_address, init_info.seconds
+        keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
         self.group = gloo_group.join(
-            init_info.master_address, init_info.master_port, rank, init_info.world_size, own, init_info.seconds
+            init_info.master_address, init_info.master_port, keys, rank, init_info.world_size, own, init_info.seconds
         )
 
     def receive_weights(self, update_info: GlooUpdate) -> None:

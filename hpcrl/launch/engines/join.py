@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -23,6 +25,8 @@ from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.launch.host import GRACE, Looks, Role, Told, devices, start
 from hpcrl.launch.probe import Report, choose, report
 from hpcrl.plan import Plan
+from hpcrl.report.timeline.names import ENDS, JOINS, ROLES
+from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.engines.lives import EngineAdded, claim, with_added
 from hpcrl.run.engines.view import read_views
 from hpcrl.run.engines.wishes import wish_removed
@@ -82,18 +86,28 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
         return start(name, index, command, rundir, gpus)
 
     roles: list[Role] = []
+    timeline = role_timeline(rundir, "joined", indexes[0], host)
+    timeline.mark(JOINS, engines={str(index): mine for index, mine in zip(indexes, slots, strict=True)})
+
+    def turn() -> None:
+        keeper.tend(roles)
+        timeline.alive()
+
+    keeper = EngineKeeper(rundir, host, options.engine_restarts, commands, begin)
     try:
-        roles += [begin("engine", index, command) for index, command in commands.items()]
-        _keep(roles, EngineKeeper(rundir, host, options.engine_restarts, commands, begin), looks, rundir, told)
+        with timeline.span(ROLES):
+            roles += [begin("engine", index, command) for index, command in commands.items()]
+            _keep(roles, keeper, turn, looks, rundir, told)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
         end_descendants(0.5)
+        timeline.mark(ENDS)
 
 
-def _keep(roles: list[Role], keeper: EngineKeeper, looks: Looks, rundir: RunDir, told: Told) -> None:
+def _keep(roles: list[Role], keeper: EngineKeeper, turn: Callable[[], None], looks: Looks, rundir: RunDir, told: Told) -> None:
     sign, leave_by = LifeSign(rundir), float("inf")
     while not looks.end() and not looks.over(at_once=False):
-        keeper.tend(roles)
+        turn()
         if sign.lost():
             raise PeerError(f"no sign of life of the run for {SILENCE:.0f} s", "its rollout process is gone, or hangs")
         ended = [role for role in roles if role.status is not None]
@@ -147,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         size = read_options(rundir).rollout_num_gpus_per_engine
         slots = [[args.first_slot + n * size + i for i in range(size)] for n in range(args.engines)]
         with Told() as told:
+            signal.signal(signal.SIGUSR1, told._note)  # with which a scheduler says that the time limit is near
             run(rundir, args.host, slots, told)
     except HpcrlError as error:
         say(f"error: host {args.host}: {error}")

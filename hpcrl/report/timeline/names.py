@@ -14,8 +14,8 @@ PREPARE, ATTEMPT, BEGINS = "prepare", "attempt", "attempt begins"
 START = "start up"
 #: the process of a host: its roles, from the first start to the last end
 ROLES = "roles"
-#: whoever brings engines to a run that is under way: which, as {number: slots} in `engines`
-JOINS = "joins"
+#: whoever brings engines to a run that is under way: which, as {number: slots} in `engines`; and when it is gone
+JOINS, ENDS = "joins", "ends"
 #: trainer.  READY and SAVED are moments, with rollout_id: where the run goes on, and up to where it is on disk
 READY, SAVED, STEP = "ready", "saved", "step"
 WAIT, TRAIN, LOGPROBS, UPDATE, PAUSED, SAVE, EVALUATE = (

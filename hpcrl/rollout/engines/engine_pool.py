@@ -106,7 +106,7 @@ class EnginePool:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self._reports = Reports(rundir)
-        self._client: aiohttp.ClientSession | None = None
+        self._clients: list[aiohttp.ClientSession] = []  # one for each life of an engine
         self._count = 0
         self.registry = Registry(options.engine_restarts, trusting=True) if registry is None else registry
         for index, place in enumerate(plan.engines):
@@ -123,8 +123,8 @@ class EnginePool:
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
-        if self._client is not None:
-            await self._client.close()
+        for client in self._clients:
+            await client.close()
 
     async def connect(self) -> None:
         """Wait until every engine of the plan has come up once, and one serves.
@@ -196,17 +196,17 @@ class EnginePool:
     def engine(self, index: int) -> PooledEngine:
         """An engine as it is reached in its last life."""
         peer, self._count = self.peers[index], self._count + 1
-        self._client = self._client or self._session()
+        self._clients.append(self._session(index, peer.life))
         host, url = self.registry.members[index].host, f"http://{_bracket(peer.host)}:{peer.port}"
         log, life = self._log(index), peer.life
-        return PooledEngine(index, host, url, self._client, log, peer.model_len, peer.lean, life, self._count)
+        return PooledEngine(index, host, url, self._clients[-1], log, peer.model_len, peer.lean, life, self._count)
 
-    def _session(self) -> aiohttp.ClientSession:
-        """Connections to all engines, as many as are needed, kept open for IDLE seconds."""
+    def _session(self, index: int, life: int) -> aiohttp.ClientSession:
+        """Connections to an engine, as many as are needed, kept open for IDLE seconds; only they know its key."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
-            headers={"Authorization": f"Bearer {http_key(self._rundir)}"},
+            headers={"Authorization": f"Bearer {http_key(self._rundir, index, life)}"},
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 

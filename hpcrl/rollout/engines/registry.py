@@ -127,7 +127,8 @@ class Registry:
             return
         member.version, member.why = None, why
         member.failed_updates += 1
-        member.state = "gone" if member.state == "draining" or self.limit == 0 else "suspect"
+        beyond_help = member.failed_updates >= FAILED_UPDATES and not member.planned
+        member.state = "gone" if member.state == "draining" or self.limit == 0 or beyond_help else "suspect"
 
     def drain(self, index: int) -> None:
         """It gets no new requests, and is let go once it has none; KeyError if there is none of this number."""

@@ -36,6 +36,8 @@ from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel.collectives import agree, device
 from hpcrl.trainer.parallel.parallel_state import Ranks
 
+ENDING = 10.0  #: seconds that a writer which has written may take to end
+
 
 @dataclass
 class PendingSave:
@@ -157,7 +159,10 @@ class CheckpointWriter:
     def hand_over(self) -> None:
         """Give Megatron what was written, as if this process had.  HpcrlError if the writer was killed."""
         heard = self._heard()
-        self.process.join()
+        self.process.join(ENDING)
+        if self.process.is_alive():  # it has said what it wrote: what it still does, nobody needs
+            self.process.kill()
+            self.process.join(ENDING)
         self.mine.close()
         if not heard:
             raise HpcrlError(f"the process that wrote it {how_it_ended(self.process.exitcode or 0)}")

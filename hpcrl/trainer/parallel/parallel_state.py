@@ -21,6 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.pickles import refuse_foreign_pickles
 from hpcrl.trainer.parallel.devices import cuda_is_there, device_index
 
 
@@ -60,8 +61,10 @@ class Ranks:
         return self.pp_rank == self.pp_size - 1
 
 
-def initialize(options: Options) -> Ranks:
+def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
+
+    store: where the ranks meet, kept by the caller (default: as torchrun's environment says, where strangers may come too).
 
     UsageError if the world is not what the options ask for, or there are GPUs that torch cannot use; HpcrlError if
     torchrun's variables are missing.
@@ -75,7 +78,9 @@ def initialize(options: Options) -> Ranks:
     else:
         torch.set_num_threads(options.trainer_threads)
     timeout = timedelta(minutes=options.distributed_timeout_minutes)
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timeout)
+    refuse_foreign_pickles()
+    store = None if store is None else dist.PrefixStore("groups", store)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,

@@ -1,17 +1,16 @@
 """Where the ranks meet: a store that listens on the address of the first trainer's host and nowhere else.
 
-torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and unpickles what it finds
-in its store.  Invariant: ours binds one address of the plan, port 0, tells the port through the run directory, and holds
-only what torch.distributed puts there.
+torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and lets anybody in.
+Invariant: ours binds one address of the plan, port 0, tells the port through the run directory, lets in who holds the
+ranks' key of this attempt, and holds only what torch.distributed puts there.
 """
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -21,6 +20,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hpcrl.errors import UsageError
+from hpcrl.queue.auth import client_keys, server_keys
+from hpcrl.rendezvous.server import StoreServer
+from hpcrl.rendezvous.store import KeyedStore
 from hpcrl.run.peers import StorePeer, publish, wait_for
 from hpcrl.run.role import RoleContext
 
@@ -28,28 +30,25 @@ BACKEND = "hpcrl"
 TIMEOUT = timedelta(minutes=10)
 
 
-def meet(context: RoleContext, first: bool) -> tuple[TCPStore, str, int]:
-    """(store, address, port): the first process opens it, the others connect to it.
-
-    UsageError if the address cannot be bound; DeadlineError if the first process does not come up in --launch-timeout,
-    counted twice, since it may still be importing torch.
-    """
-    address = context.plan.trainers[0].at
-    if not first:
-        found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
-        store = TCPStore(found.host, found.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        return store, found.host, found.port
+def open_store(context: RoleContext) -> StoreServer:
+    """Open the store, in the first process of the trainer.  UsageError if the address cannot be bound."""
     try:
-        listener = socket.create_server((address, 0), backlog=512)
-    except OSError as error:
-        raise UsageError(
-            f"trainer rank 0 cannot listen on {address}: {error.strerror}", "does the plan name this host? see --interface"
-        ) from error
-    port = listener.getsockname()[1]
-    # a descriptor that is handed over: the store closes it
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach())
-    publish(context.rundir, StorePeer(host=address, port=port))
-    return store, address, port
+        server = StoreServer(context.plan.trainers[0].at, server_keys(context.rundir, "ranks"))
+    except UsageError as error:
+        raise UsageError(f"trainer rank 0 {error.what}", error.hint) from error
+    publish(context.rundir, StorePeer(host=server.address, port=server.port))
+    return server
+
+
+def connect(context: RoleContext) -> KeyedStore:
+    """The store, seen from here.
+
+    DeadlineError if the first process does not come up in --launch-timeout, counted twice, since it may still be importing
+    torch.
+    """
+    found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
+    keys = client_keys(context.rundir, 0, "ranks")
+    return KeyedStore(found.host, found.port, keys, TIMEOUT, context.rundir.check)
 
 
 class Meeting(RendezvousHandler):
@@ -57,7 +56,8 @@ class Meeting(RendezvousHandler):
 
     def __init__(self, context: RoleContext, number: int, run_id: str) -> None:
         self.number, self.nodes, self.run_id = number, len(context.plan.trainer_hosts), run_id
-        self.store, self.host, self.port = meet(context, first=number == 0)
+        self.server = open_store(context) if number == 0 else None
+        self.store = connect(context)
 
     @property
     def use_agent_store(self) -> bool:
@@ -68,7 +68,7 @@ class Meeting(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = PrefixStore(self.run_id, self.store)
-        return RendezvousInfo(store, self.number, self.nodes, RendezvousStoreInfo(self.host, self.port))
+        return RendezvousInfo(store, self.number, self.nodes, RendezvousStoreInfo(self.store.host, self.store.port))
 
     def is_closed(self) -> bool:
         return False

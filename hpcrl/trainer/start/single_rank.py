@@ -16,24 +16,21 @@ from hpcrl.trainer.start.environment import prepare_environment
 
 
 def join(context: RoleContext) -> object:
-    """Set torchrun's variables; returns the store, which must live as long as rank 0 does."""
+    """Set torchrun's variables; returns the store's server, if it is here: it must live as long as rank 0 does."""
     rank, world = context.index, len(context.plan.trainers)
     here = context.plan.ranks_on(context.plan.trainers[rank].host)
     prepare_environment(context, here)
-    from hpcrl.trainer.start.rendezvous import meet
+    from hpcrl.trainer.start.rendezvous import open_store
 
-    store, address, port = meet(context, first=rank == 0)
+    server = open_store(context) if rank == 0 else None
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(here.index(rank)),
         LOCAL_WORLD_SIZE=str(len(here)),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # or else rank 0 would open another store, on every interface
         TORCHELASTIC_RESTART_COUNT="0",
     )
-    return store
+    return server
 
 
 def main() -> int:

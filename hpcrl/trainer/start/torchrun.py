@@ -42,7 +42,7 @@ def main() -> int:
     die_with_parent()
     context = open_role()
     ranks = context.plan.ranks_on(context.plan.trainer_hosts[context.index])
-    return act("trainer", context, ranks[0], lambda: run(context, ranks))
+    return act("trainer", context, ranks[0], lambda: run(context, ranks), beat=f"torchrun-{ranks[0]}")
 
 
 def run(context: RoleContext, ranks: tuple[int, ...]) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
+from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution
-from hpcrl.weights import gloo_group
+from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights.engine_fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.outbox import Addressee
@@ -38,7 +39,7 @@ class Source(Protocol):
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         """Who holds which part of each tensor, and the whereabouts of each rank."""
 
-    def join(self, errand: dict[str, Any], plan: bytes, meeting: Any) -> None:
+    def join(self, errand: dict[str, Any], plan: bytes) -> None:
         """Every rank meets the workers, and keeps its part of the plan."""
 
     def prepare(self) -> None:
@@ -67,6 +68,7 @@ class PiecesTransport:
     def __init__(self, fleet: Fleet, manifests: Manifests, options: Options, scheme: Scheme | None, host: str) -> None:
         self.fleet, self.manifests, self.options, self.scheme, self.host = fleet, manifests, options, scheme, host
         self.plan: Redistribution | None = None
+        self.meeting: StoreServer | None = None
         self.bytes = 0
 
     def connect(self, source: Source) -> None:
@@ -81,9 +83,10 @@ class PiecesTransport:
         plan = make(coded(held, self.scheme), self.manifests, hosts, limit, memory)
         dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
-        listener = gloo_group.listen(self.host)
+        self._leave()
+        self.meeting = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
         workers = sum(len(engine) for engine in self.manifests)
-        meeting = Meeting(self.host, listener.getsockname()[1], plan.ranks + workers, plan.ranks, self.fleet.seconds)
+        meeting = Meeting(self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds)
         bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._invitations(plan, boxes, meeting)]
         pending = self.fleet.begin("the meeting for weights", "/collective_rpc", bodies)
         errand = {
@@ -93,7 +96,7 @@ class PiecesTransport:
             "addressees": [_addressees(plan, boxes, rank) for rank in range(plan.ranks)],
             "limit": plan.limit,
         }
-        self._watched(source, lambda: source.join(errand, to_bytes(plan), listener), pending)
+        self._watched(source, lambda: source.join(errand, to_bytes(plan)), pending)
         pending.results()
         self.plan = plan
 
@@ -136,6 +139,12 @@ class PiecesTransport:
     def forget(self) -> None:
         """The next update begins with a plan and a meeting: after a failure the engines have left."""
         self.plan = None
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.meeting is not None:
+            self.meeting.close()
+            self.meeting = None
 
 
 def _addressees(plan: Redistribution, boxes: list[Inbox], rank: int) -> list[Addressee]:

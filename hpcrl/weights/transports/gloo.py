@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcrl.queue.auth import client_keys, server_keys
+from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import fill
 from hpcrl.weights.engine_fleet import joined
@@ -29,11 +31,14 @@ class GlooTransport:
         self.link, self.fleet, self.limit, self.host, self.bytes = link, link.fleet, link.limit, link.host, 0
         self.buffer: torch.Tensor | None = None
         self.group: gloo_group.GlooGroup | None = None
+        self.meeting: StoreServer | None = None
         self.tensors: Stream = iter(())
 
     def connect(self) -> None:
-        meeting = gloo_group.listen(self.host)
-        port, world, limit = meeting.getsockname()[1], 1 + sum(self.link.workers), self.fleet.seconds
+        rundir = self.fleet.rundir
+        self.meeting = StoreServer(self.host, server_keys(rundir, "weights"))
+        keys = client_keys(rundir, 0, "weights")
+        port, world, limit = self.meeting.port, 1 + sum(self.link.workers), self.fleet.seconds
         infos = [
             {"master_address": self.host, "master_port": port, "rank_offset": offset, "world_size": world, "seconds": limit}
             for offset in self.link.first_ranks()
@@ -41,7 +46,7 @@ class GlooTransport:
         pending = self.fleet.begin(
             "the weight transfer's init", "/init_weight_transfer_engine", [{"init_info": i} for i in infos]
         )
-        self.group = joined(lambda: gloo_group.join(self.host, port, 0, world, self.host, limit, meeting), pending)
+        self.group = joined(lambda: gloo_group.join(self.host, port, keys, 0, world, self.host, limit), pending)
         pending.results()
 
     def stage(self, tensors: Stream) -> None:
@@ -67,6 +72,8 @@ class GlooTransport:
     def close(self) -> None:
         if self.group is not None:
             self.group.close()
+        if self.meeting is not None:
+            self.meeting.close()
 
 
 make = GlooTransport

@@ -8,11 +8,11 @@ have ended; every wait for the GPU, which waits for the engines, looks at what t
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import Packer, dtype_name
 from hpcrl.weights.engine_fleet import PendingCalls, joined
 from hpcrl.weights.transports import Link, Site, Stream
@@ -38,16 +38,18 @@ class NcclTransport:
         self.tensors: Stream = iter(())
 
     def connect(self) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        import torch
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        meeting = gloo_group.listen(self.host)
-        port, world = meeting.getsockname()[1], 1 + sum(self.link.workers)
-        meeting.close()  # vLLM binds it itself
+        # Told over HTTP, under each engine's key: the store in which vLLM's members would meet takes what anybody puts there
+        # for a pickle of theirs.
+        name, world = unique_id(), 1 + sum(self.link.workers)
         packing = {"packed": True, "packed_buffer_size_bytes": self.limit, "packed_num_buffers": BUFFERS}
-        common = {"master_address": self.host, "master_port": port, "world_size": world}
+        common = {"nccl_unique_id_b64": base64.b64encode(name).decode(), "world_size": world}
         bodies = [{"init_info": {**common, "rank_offset": offset, **packing}} for offset in self.link.first_ranks()]
         pending = self.fleet.begin("the weight transfer's init", "/init_weight_transfer_engine", bodies)
-        self.group = joined(on_this_device(lambda: trainer_init(common)), pending)
+        device = torch.cuda.current_device()
+        self.group = joined(on_this_device(lambda: uid_init_process_group(name, 0, world, device)), pending)
         pending.results()
 
     def stage(self, tensors: Stream) -> None:
@@ -86,6 +88,15 @@ class NcclTransport:
 
 
 make = NcclTransport
+
+
+def unique_id() -> bytes:
+    """A new name for a group, 128 bytes of NCCL's, which holds where its members meet and the secret that they show there."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    with unpinned_nccl_env():
+        return bytes(memoryview(NCCLLibrary().ncclGetUniqueId().internal))
 
 
 def wait_for_gpu(pending: PendingCalls) -> None:

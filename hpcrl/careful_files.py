@@ -1,0 +1,91 @@
+"""Files that somebody else may have written: opened without following links, read within limits.
+
+A run directory may lie where others can write, and its files are read by commands that must neither hang, nor fill the
+memory, nor do to one run what was meant for another.  Invariants: only regular files are opened, and never through a link
+in a file's own place; no more is read than was allowed; whatever a file holds, one of a few errors comes of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+MOST = 1 << 26  #: bytes of a file that is read whole, unless the reader says otherwise
+
+T = TypeVar("T")
+
+
+class Damaged(ValueError):
+    """A file's bytes are not what they should be."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, to be read.  OSError if it is none, is a link, or cannot be opened; never waits for a writer."""
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return open(number, "rb")
+
+
+def read_regular(path: Path, most: int = MOST) -> bytes:
+    """All of a regular file.  OSError as `open_regular`, and for one of more than `most` bytes."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+    return data
+
+
+def read_json(path: Path, kind: type[T], *, strict: bool = True, most: int = MOST) -> T:
+    """A JSON file as `kind`.  OSError as `read_regular`; Damaged if it holds anything else, nested however deep."""
+    data = read_regular(path, most)
+    try:
+        return msgspec.json.decode(data, type=kind, strict=strict)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Damaged(f"{error}" or type(error).__name__) from error
+
+
+def parse_json(line: bytes) -> Any:
+    """A line of JSON.  Damaged if it is none, is nested too deep, or holds a number that Python refuses to read."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(str(error)) from error
+
+
+def touch(path: Path) -> None:
+    """Make an empty file of the owner's, or leave one as it is.  OSError if a link or anything else is in its place."""
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+    finally:
+        os.close(number)
+
+
+def make_parents(path: Path) -> None:
+    """Make the directories above `path` that are not there, such that nobody else can write to them whatever the umask.  OSError."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(mode=0o755, exist_ok=True)
+
+
+def swappable(path: Path) -> Path | None:
+    """The first directory from above in which every user may rename what leads to `path`, and put something else there; or None."""
+    for parent in reversed(path.parents):
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return parent
+    return None
+
+
+def count_of(name: str) -> int | None:
+    """The number that a name is, in ASCII digits and of at most 9; None if it is no such."""
+    return int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None

@@ -1,0 +1,152 @@
+"""Signs of life between processes that watch one another, such as a process that hangs cannot give.
+
+    beating = Beating(folder, "trainer-3")      # in the process: a thread that writes a new number every few seconds
+    pulse = Pulse(folder)                       # in the process that watches
+    pulse.silent(60.0)                          # -> those that were not heard of for so long
+
+A process that is stopped, or whose interpreter stands still, writes no number.  One that computes for minutes without
+letting Python go on, such as a compiler that holds the interpreter, writes none either, but uses its processor: it counts as
+alive as long as it does.  Invariants: nothing depends on the clocks of two hosts; a process that has ended is not silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.careful_files import read_regular
+
+FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: nobody watches
+EVERY = 3.0  #: seconds between two numbers
+LOOK = 5.0  #: seconds between two looks
+BUSY = 0.02  #: share of a processor that a silent process uses if it is at work
+
+
+class Beating:
+    """Writes FOLDER/NAME: the process id and a number that grows.  A context: leaving it takes the file away."""
+
+    def __init__(self, folder: str | Path, name: str, every: float = EVERY) -> None:
+        self.path, self.every = Path(folder) / name, every
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Beating:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(5)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _beat(self) -> None:
+        number = 0
+        while True:
+            with contextlib.suppress(OSError):  # a full disk is told by those who need it
+                beside = self.path.with_name(f".{self.path.name}")
+                beside.write_text(f"{os.getpid()} {number}")
+                beside.replace(self.path)
+            number += 1
+            if self._ended.wait(self.every):
+                return
+
+
+def beating(name: str) -> contextlib.AbstractContextManager[object]:
+    """A Beating where the environment says that somebody watches, else nothing."""
+    folder = os.environ.get(FOLDER)
+    return Beating(folder, name) if folder else contextlib.nullcontext()
+
+
+@dataclass
+class Silent:
+    """A process that has not been heard of.  state: the system's word for it, such as `stopped`, if it is on this host."""
+
+    name: str
+    pid: int
+    seconds: float
+    state: str = ""
+
+    def __str__(self) -> str:
+        state = f", which is {self.state}" if self.state else ""
+        return f"gives no sign of life for {self.seconds:.0f} s (process {self.pid}{state})"
+
+
+@dataclass
+class _Heard:
+    text: str
+    at: float
+    used: float = 0.0
+
+
+class Pulse:
+    """What was heard of the processes that write into a folder.
+
+    here: whether they are on this host, so that what they do can be looked up.  look: seconds between two looks.
+    clock: seconds that never go back.
+    """
+
+    def __init__(self, folder: Path, here: bool = True, look: float = LOOK, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.here, self.look, self.clock = folder, here, look, clock
+        self._heard: dict[str, _Heard] = {}
+        self._looked = float("-inf")
+
+    def silent(self, seconds: float) -> list[Silent]:
+        """Those that gave no sign for longer than `seconds`; looks at most every `look` seconds, else says none."""
+        now = self.clock()
+        if now - self._looked < self.look:
+            return []
+        if now - self._looked > 4 * self.look:  # we were asleep ourselves: everybody gets the time again
+            for heard in self._heard.values():
+                heard.at = now
+        passed, self._looked = now - self._looked, now
+        found = []
+        names = _names(self.folder)
+        self._heard = {name: heard for name, heard in self._heard.items() if name in names}
+        for name in names:
+            if (late := self._look(name, now, passed)) and late.seconds > seconds:
+                found.append(late)
+        return found
+
+    def _look(self, name: str, now: float, passed: float) -> Silent | None:
+        try:
+            text = read_regular(self.folder / name, 100).decode()
+            pid = int(text.split()[0])
+        except (OSError, ValueError, IndexError):
+            return None  # being replaced, or gone
+        heard = self._heard.setdefault(name, _Heard("", now))
+        if text != heard.text:
+            heard.text, heard.at = text, now
+            return None
+        state, used = _at_work(pid) if self.here else ("", 0.0)
+        busy = used - heard.used > BUSY * passed
+        heard.used = used
+        if state in ("gone", "dead") or (busy and state != "stopped"):
+            heard.at = now
+            return None
+        return Silent(name, pid, now - heard.at, state)
+
+
+#: what /proc/PID/stat says of a process (proc(5)) -> for a user
+STATES = {"T": "stopped", "t": "traced", "D": "waiting for a disk or a network file system", "Z": "dead", "X": "dead"}
+
+
+def _at_work(pid: int) -> tuple[str, float]:
+    """(the system's word for what a process does, "" if it is nothing special; seconds of processor that it has used)."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "gone", 0.0
+    return STATES.get(words[0], ""), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        return []

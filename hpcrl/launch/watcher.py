@@ -1,0 +1,93 @@
+"""The process that watches the launcher: a launcher that hangs would hold every host of the run until its time limit.
+
+    python -m hpcrl.launch.watcher RUN --attempt N --launcher PID --beats FOLDER --seconds S
+
+Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what it
+saw is the attempt's error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcrl.errors import HpcrlError
+from hpcrl.heartbeat import Beating, Pulse
+from hpcrl.run.job_state import STATE, JobState, write_state
+from hpcrl.run.process import PARENT, die_with_parent
+from hpcrl.run.role import say
+from hpcrl.run.rundir import RunDir
+
+
+@contextlib.contextmanager
+def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
+    """Have this process, the launcher, watched.
+
+    Not where somebody sits before it, who may have stopped it with Ctrl-Z and means to go on.
+    """
+    if os.isatty(0):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hpcrl-launcher-") as folder:
+        words = [str(rundir.root), "--attempt", str(rundir.attempt), "--launcher", str(os.getpid())]
+        command = [sys.executable, "-m", "hpcrl.launch.watcher", *words, "--beats", folder, "--seconds", str(seconds)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True
+        )
+        try:
+            with Beating(folder, "launcher", every=min(3.0, seconds / 4)):
+                yield
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+def watch(rundir: RunDir, launcher: int, folder: Path, seconds: float) -> None:
+    """Return when the launcher was silent for too long, and has been ended."""
+    pulse = Pulse(folder, look=min(5.0, seconds / 4))
+    while True:
+        for silent in pulse.silent(seconds):
+            what = f"the launcher on {socket.gethostname()} {silent}; it was ended, so that the run's hosts are free"
+            say(what)
+            with contextlib.suppress(OSError, HpcrlError):
+                rundir.fail("launcher", 0, what)
+                _last_word(rundir, what)
+            os.kill(launcher, signal.SIGKILL)  # our parent: its number cannot be another's while we live
+            return
+        time.sleep(pulse.look)
+
+
+def _last_word(rundir: RunDir, what: str) -> None:
+    """What the launcher would have written of its end, in the run directory or, of a stage, in the one above."""
+    for root in (rundir.root, rundir.root.parent):
+        if (root / STATE).is_file():
+            write_state(root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname()))
+            return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Watches the launcher; started by it.")
+    parser.add_argument("run")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--beats", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    args = parser.parse_args()
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for the launcher; we end with it
+    watch(RunDir(args.run, args.attempt), args.launcher, args.beats, args.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

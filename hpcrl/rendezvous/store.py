@@ -1,0 +1,132 @@
+"""A store of torch.distributed whose server knows its members by their keys.
+
+    store = KeyedStore(host, port, keys, timeout)
+    torch.distributed.init_process_group("gloo", store=store, rank=..., world_size=...)
+
+torch's own TCPStore takes keys and values from whoever finds its port, and where the members of a group find one another,
+an address planted there is as good as the right one.  Invariants: what this store returns was put there by a member of the
+run; every call ends within the store's timeout, or as soon as `check` says that there is nothing left to wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import zmq
+from torch.distributed import DistStoreError, Store
+
+from hpcrl.queue import auth
+from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
+from hpcrl.rendezvous.frames import Answer, Ask, Verb, to_answer, to_bytes
+
+LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
+
+
+def nothing() -> None:
+    """Know of nothing that would end a wait early."""
+
+
+class KeyedStore(Store):
+    """A member's view.  check: called now and then during a wait, may raise.  Threads share it, each with a connection of its own.
+
+    Whoever hands it to torch keeps it too, for as long as torch uses it: torch keeps the part of it alone that is torch's.
+    DistStoreError if the server does not answer, or a key does not appear, in time.
+    """
+
+    def __init__(
+        self, host: str, port: int, keys: auth.ClientKeys, timeout: timedelta, check: Callable[[], None] = nothing
+    ) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self.host, self.port, self._keys, self._check = host, port, keys, check
+        self._mine = threading.local()
+        self._context, self._pid = zmq.Context(), os.getpid()
+
+    # ---- what torch calls
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], [_data(value)])
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", [key]).values[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask("get", list(keys)).values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self._ask("set", list(keys), [_data(value) for value in values])
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", [key], amount=amount).amount
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", [key], [_data(value)])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask("swap", [key], [_data(expected), _data(desired)]).values[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)).amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", list(keys), seconds=(timeout or self.timeout).total_seconds())
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key]).amount)
+
+    def num_keys(self) -> int:
+        return self._ask("count").amount
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    # torch asks for these under the names that they have in C++
+    deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api
+
+    def clone(self) -> KeyedStore:
+        return self  # threads have connections of their own anyway
+
+    # ---- how
+
+    def _ask(
+        self, verb: Verb, keys: list[str] | None = None, values: list[bytes] | None = None, amount: int = 0, seconds: float = 0
+    ) -> Answer:
+        """Ask, and wait for the answer."""
+        seconds = seconds or self.timeout.total_seconds()
+        connection = self._connection()
+        self._mine.number = number = self._mine.number + 1
+        end = time.monotonic() + seconds
+        connection.send(to_bytes(Ask(number, verb, keys or [], values or [], amount)))
+        while True:
+            left = end - time.monotonic()
+            if connection.poll(max(0, int(1000 * min(left, LOOK)))):
+                answer = to_answer.decode(connection.recv())
+                if answer.number == number:  # else to a question that was given up
+                    return answer
+            elif left <= 0:
+                what = ", ".join((keys or [])[:3])
+                raise DistStoreError(f"the store at {self.host}:{self.port} did not answer {verb} {what} within {seconds:.0f} s")
+            else:
+                self._check()
+
+    def _connection(self) -> zmq.Socket:
+        """This thread's own; a forked process has new ones."""
+        if self._pid != os.getpid():
+            self._context, self._pid, self._mine = zmq.Context(), os.getpid(), threading.local()
+        found = getattr(self._mine, "socket", None)
+        if found is None:
+            found = self._context.socket(zmq.DEALER)
+            auth.lock_client(found, self._keys)
+            found.ipv6, found.linger = True, 1_000
+            found.heartbeat_ivl, found.heartbeat_timeout = HEARTBEAT, HEARTBEAT_TIMEOUT
+            found.connect(endpoint(self.host, self.port))
+            self._mine.socket, self._mine.number = found, 0
+        return found
+
+
+def _data(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,85 @@
+"""Every wait has a deadline: the code is walked for calls that may wait for ever, and each of those left has a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "hpcrl"
+#: methods that wait for ever if they are given no time
+WAITS = {"wait", "join", "communicate", "result", "recv", "recv_multipart", "recvfrom", "accept", "synchronize"}
+#: functions that wait for ever unless `timeout` is given
+TIMED = {"urlopen", "create_connection", "HTTPConnection", "HTTPSConnection"}
+RUNS = {"run", "call", "check_call", "check_output"}
+
+READY = "asked only of what is done, or has something to be read"
+GROUP = "torch ends it after --distributed-timeout-minutes, or the group's own limit"
+WATCHED = "who asked for it has a deadline, and ends the process"
+HERE = "a computation of this command, which waits for nobody"
+#: (file, call) -> what ends it
+ENDED = {
+    ("convert/to_fp8.py", "job.result()"): HERE,
+    ("convert/to_hf.py", "done.result()"): HERE,
+    ("doctor/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
+    ("doctor/one_node.py", "key.data.accept()"): READY,
+    ("doctor/one_node.py", "process.communicate()"): "the process was killed in the line before",
+    ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,
+    ("queue/client.py", "self._socket.recv_multipart(copy=False)"): READY,
+    ("queue/server.py", "self._socket.recv_multipart(copy=False)"): "it serves until it is closed",
+    ("rendezvous/server.py", "self._door.recv_multipart()"): READY,
+    ("rendezvous/store.py", "connection.recv()"): READY,
+    ("selftest/checks/collectives.py", "request.wait()"): WATCHED,
+    ("selftest/checks/stream_order.py", "stream.synchronize()"): WATCHED,
+    ("selftest/checks/stream_order.py", "torch.cuda.synchronize()"): WATCHED,
+    ("selftest/checks/logprob_memory.py", "torch.cuda.synchronize(device)"): WATCHED,
+    ("selftest/whole_run.py", "process.wait()"): "the process was killed in the line before",
+    ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
+    ("trainer/colocation/device_state.py", "torch.cuda.synchronize()"): GROUP,
+    ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,
+    ("trainer/megatron/host_weights.py", "torch.cuda.synchronize()"): GROUP,
+    ("selftest/checks/save_resume.py", "each.result()"): WATCHED,
+    ("trainer/main.py", "self.updates.wait()"): "its own deadline: --engine-start-timeout",
+    ("trainer/start/network_speed.py", "torch.cuda.synchronize(device)"): GROUP,
+    ("weights/engine_fleet.py", "future.result()"): READY,
+    ("weights/gloo_group.py", "work.wait()"): READY,
+}
+
+
+def endless(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, call) of every call that may wait for ever, as far as it can be seen from its arguments.
+
+    Tasks of an event loop wait for nobody but one another: what starts them has the deadline.
+    """
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    tasks = "asyncio" in modules and not modules & {"threading", "subprocess", "concurrent.futures", "multiprocessing"}
+    waits = WAITS - {"result", "wait"} if tasks else WAITS
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function, given = node.func, {keyword.arg for keyword in node.keywords}
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        of = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else ""
+        timed = bool(given & {"timeout", "seconds"})
+        if (
+            (isinstance(function, ast.Attribute) and name in waits and not timed and (not node.args or name == "synchronize"))
+            or (name in TIMED and not timed)
+            or (of == "subprocess" and name in RUNS and not timed)
+        ):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_no_call_waits_for_ever() -> None:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for line, call in endless(ast.parse(path.read_text())):
+            found[str(path.relative_to(ROOT)), call] = line
+    new = [f"{file}:{line}: {call}" for (file, call), line in found.items() if (file, call) not in ENDED]
+    assert not new, "give it a deadline, or say in ENDED what ends it"
+    assert not ENDED.keys() - found.keys(), "these are gone"
+
+
+def test_the_walk_sees_what_it_should() -> None:
+    text = "p.wait()\np.wait(3)\nt.join()\n','.join(x)\nt.join(timeout=1)\nsubprocess.run(a)\nsubprocess.run(a, timeout=1)\nurlopen(u)\n"
+    assert [line for line, _ in endless(ast.parse(text))] == [1, 3, 6, 8]
