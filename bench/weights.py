@@ -27,11 +27,14 @@ sys.path[0] = str(REPO)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import zmq  # noqa: E402
 
 from hpcrl.engine.pieces.inbox import InboxReader  # noqa: E402
 from hpcrl.models.slicing import Place  # noqa: E402
+from hpcrl.queue.auth import ClientKeys, ServerKeys  # noqa: E402
 from hpcrl.redistribution.layouts import Layouts, Part, Worker  # noqa: E402
 from hpcrl.redistribution.plan import Redistribution, redistribute  # noqa: E402
+from hpcrl.rendezvous.server import StoreServer  # noqa: E402
 from hpcrl.weights import gloo_group  # noqa: E402
 from hpcrl.weights.bucket import Bucket, fill, views  # noqa: E402
 from hpcrl.weights.pieces.numbers import Numbers, OwnTensor  # noqa: E402
@@ -53,6 +56,7 @@ class Stage:
     tensors: int
     rounds: int
     port: int
+    keys: tuple[str, str, str]
     near: bool
     barrier: Any
     results: Any
@@ -78,9 +82,9 @@ def plan_of(stage: Stage) -> Redistribution:
     return redistribute(layouts, workers, ["here"] * RANKS, BUCKET // 2)
 
 
-def member(stage: Stage, me: int, listener: Any = None) -> Post:
+def member(stage: Stage, me: int) -> Post:
     torch.set_num_threads(1)
-    group = gloo_group.join(HERE, stage.port, me, RANKS + WORKERS, HERE, 120, listener)
+    group = gloo_group.join(HERE, stage.port, ClientKeys(*stage.keys), me, RANKS + WORKERS, HERE, 120)
     return Post(group, me, RANKS, 120)
 
 
@@ -101,8 +105,8 @@ def boxes_of(plan: Redistribution) -> list[Any]:
     return inboxes(plan, dict.fromkeys(names, "bfloat16"), dict.fromkeys(names, (ROWS, COLUMNS)))
 
 
-def pieces_rank(stage: Stage, me: int, listener: Any) -> None:
-    post, plan = member(stage, me, listener), plan_of(stage)
+def pieces_rank(stage: Stage, me: int) -> None:
+    post, plan = member(stage, me), plan_of(stage)
     to = [Addressee(stage.near, box.porter, box.workers) for box in boxes_of(plan)]
     place = [Place(0, (me % 2 * ROWS // 2, (me % 2 + 1) * ROWS // 2), None, 0)]
     own = {f"w{n}": OwnTensor(own_part(n), place, 0, (ROWS, COLUMNS)) for n in range(stage.tensors)}
@@ -113,7 +117,7 @@ def pieces_rank(stage: Stage, me: int, listener: Any) -> None:
         stage.results.put(seconds)
 
 
-def pieces_worker(stage: Stage, me: int, _: Any) -> None:
+def pieces_worker(stage: Stage, me: int) -> None:
     post, plan = member(stage, me), plan_of(stage)
     held = {name: ([(0, ROWS)], ((me - RANKS) * HALF, HALF)) for name in plan.layouts.names}
     params = {name: torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for name in held}
@@ -128,8 +132,8 @@ def pieces_worker(stage: Stage, me: int, _: Any) -> None:
     assert all((tensor == value(n)).all() for n, tensor in enumerate(params.values()))
 
 
-def gathered_rank(stage: Stage, me: int, listener: Any) -> None:
-    post = member(stage, me, listener)
+def gathered_rank(stage: Stage, me: int) -> None:
+    post = member(stage, me)
     parts = [own_part(n) for n in range(stage.tensors)]
     regions: list[Region] = []
 
@@ -158,7 +162,7 @@ def gathered_rank(stage: Stage, me: int, listener: Any) -> None:
         stage.results.put(seconds)
 
 
-def gathered_worker(stage: Stage, me: int, _: Any) -> None:
+def gathered_worker(stage: Stage, me: int) -> None:
     member(stage, me)
     params = {f"w{n}": torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for n in range(stage.tensors)}
     mapped: dict[str, torch.Tensor] = {}
@@ -179,13 +183,11 @@ def gathered_worker(stage: Stage, me: int, _: Any) -> None:
 def run(rank: Callable[..., None], worker: Callable[..., None], tensors: int, rounds: int, near: bool = True) -> float:
     """Seconds of an update."""
     context = mp.get_context("fork")
-    listener = gloo_group.listen(HERE)
+    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
     count = RANKS + WORKERS
-    stage = Stage(tensors, rounds, listener.getsockname()[1], near, context.Barrier(count), context.Queue(), context.Queue())
-    processes = [
-        context.Process(target=rank if me < RANKS else worker, args=(stage, me, listener if me == 0 else None), daemon=True)
-        for me in range(count)
-    ]
+    stage = Stage(tensors, rounds, server.port, (*mine, own[0]), near, context.Barrier(count), context.Queue(), context.Queue())
+    processes = [context.Process(target=rank if me < RANKS else worker, args=(stage, me), daemon=True) for me in range(count)]
     for process in processes:
         process.start()
     seconds = stage.results.get(timeout=600)
@@ -193,6 +195,7 @@ def run(rank: Callable[..., None], worker: Callable[..., None], tensors: int, ro
         process.join(60)
         if process.exitcode:
             raise SystemExit(f"a process ended with {process.exitcode}")
+    server.close()
     return float(seconds)
 
 

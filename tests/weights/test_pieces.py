@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from hpcrl.engine.pieces.inbox import Assembly, InboxReader
 from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.models.slicing import Place
+from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.redistribution.layouts import Layouts, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.digest import cut
 from hpcrl.weights.fp8 import Scheme
@@ -27,6 +31,15 @@ from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
 
 HERE = "127.0.0.1"
+SERVERS: list[StoreServer] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Every store that a test opened is closed after it."""
+    yield
+    while SERVERS:
+        SERVERS.pop().close()
 
 
 def boxes_of(case: Case, plan: Redistribution) -> list[Inbox]:
@@ -35,10 +48,12 @@ def boxes_of(case: Case, plan: Redistribution) -> list[Inbox]:
 
 
 def members(count: int, ranks: int) -> list[Post]:
-    meeting = gloo_group.listen(HERE)
-    port = meeting.getsockname()[1]
+    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
+    SERVERS.append(server)
+    keys = ClientKeys(*mine, own[0])
     with ThreadPoolExecutor(count) as pool:
-        joined = [pool.submit(gloo_group.join, HERE, port, i, count, HERE, 20, meeting if i == 0 else None) for i in range(count)]
+        joined = [pool.submit(gloo_group.join, HERE, server.port, keys, i, count, HERE, 20) for i in range(count)]
         return [Post(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
 
 

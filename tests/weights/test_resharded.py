@@ -11,6 +11,7 @@ import torch
 
 from hpcrl.convert.to_fp8 import convert
 from hpcrl.plan import Plan
+from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.megatron.model import build, export, load_hf
 from hpcrl.trainer.parallel.collectives import make_patient
@@ -54,7 +55,7 @@ def rank_side(
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
     patient = make_patient(options)
-    way_out = WeightExit(policy, patient, "127.0.0.1", options.hf_checkpoint)
+    way_out = WeightExit(policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
         sender.connect([FleetEngine(index, address) for index, address in enumerate(addresses)])
