@@ -17,7 +17,7 @@ import psutil
 from hpcrl.careful_files import touch
 from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.chain import later
+from hpcrl.launch.restarts.chain import later
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import OVER, WORKING, Status

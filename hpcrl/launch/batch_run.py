@@ -20,9 +20,9 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DeadlineError, HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Stop
-from hpcrl.launch.chain import hand_over, later, needless, place
 from hpcrl.launch.job import Job, begin_job, finished, reopen_job, run_job, say
-from hpcrl.launch.restart_policy import BROKEN, broken_hosts, check_headway, find_broken_host, margin, note_broken_host
+from hpcrl.launch.restarts.chain import hand_over, later, needless, place
+from hpcrl.launch.restarts.restart_policy import BROKEN, broken_hosts, check_headway, find_broken_host, margin, note_broken_host
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
 from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_file import read_job, write_job

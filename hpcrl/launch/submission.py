@@ -20,10 +20,10 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.chain import later
 from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
 from hpcrl.launch.job_request import FLOOR, Request, make_request
-from hpcrl.launch.restart_policy import broken_hosts, margin
+from hpcrl.launch.restarts.chain import later
+from hpcrl.launch.restarts.restart_policy import broken_hosts, margin
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import Site, from_flags, saved_site

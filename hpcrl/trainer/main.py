@@ -91,17 +91,21 @@ class Crank:
         self.stopping, self.waited = False, 0.0  # seconds of this step
         self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
         self.weights = self.at.version  # the policy version of the weights that this rank holds
+        self._begin()
+
+    def _begin(self) -> None:
+        """Tell the rollout process where the run goes on, and wait for the engines: the run is ready then."""
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.updates = self._updates() if context.plan.engines else None
+        self.updates = self._updates() if self.context.plan.engines else None
         if self.updates:
-            with timeline.span("wait for engines"):
+            with self.timeline.span("wait for engines"):
                 self.updates.wait()
         if self.driver:
             self.log.truncate(self.at.rollout_id)
-            publish(context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
+            publish(self.context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
         self._together()
-        timeline.started()
-        timeline.mark(READY, rollout_id=self.at.rollout_id)
+        self.timeline.started()
+        self.timeline.mark(READY, rollout_id=self.at.rollout_id)
 
     def _updates(self) -> Updates:
         """How weights come to engines."""

@@ -13,10 +13,10 @@ import pytest
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import batch_run
-from hpcrl.launch.chain import hand_over, later, needless, place
 from hpcrl.launch.job import Job
 from hpcrl.launch.job_request import make_request
-from hpcrl.launch.restart_policy import broken_hosts, find_broken_host, hardware_words
+from hpcrl.launch.restarts.chain import hand_over, later, needless, place
+from hpcrl.launch.restarts.restart_policy import broken_hosts, find_broken_host, hardware_words
 from hpcrl.launch.submission import Script
 from hpcrl.plan import Place, Plan
 from hpcrl.run.job_file import JobFile, read_job, replace_job

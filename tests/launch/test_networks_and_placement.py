@@ -15,7 +15,7 @@ from hpcrl.launch.attempt import Stop
 from hpcrl.launch.batch_run import Clock
 from hpcrl.launch.host import commands
 from hpcrl.launch.probe import Network, Report, choose, gather, report, write
-from hpcrl.launch.restart_policy import FRUITLESS, check_headway, margin
+from hpcrl.launch.restarts.restart_policy import FRUITLESS, check_headway, margin
 from hpcrl.mpi.file_sync import FileSync
 from hpcrl.mpi.mpirun import mpi_command, reach
 from hpcrl.mpi.placement import place_ranks

@@ -68,6 +68,10 @@ TWINS: dict[str, tuple[str, dict[str, str], tuple[int, int, int, int]]] = {
 }
 
 
+#: what a site's profile says of nodes that are as small as the twin
+SETTINGS = {"GLM-4.5-355B, BF16 rollouts": ("trainer.gpus_per_node=2",)}
+
+
 def words(guide: str, root: Path, task: Path, model: Path) -> list[str]:
     """The guide's arguments, small."""
     given = split_flags(GUIDES[guide][0])
@@ -117,8 +121,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_twin_trains_to_its_end_under_slurm(cluster: Cluster, tmp_path: Path, tiny: Any, guide: str) -> None:
     task, model = tiny(TWINS[guide][0])
     arguments = words(guide, tmp_path, task, model)
-    memory = [item.replace("=8G", "=16G") for item in MEMORY]
-    done = hpcrl(cluster, "submit", "--run-dir", tmp_path / "run", "--set", *memory, "--", *arguments)
+    settings = [*MEMORY, "trainer.cpus_per_node=4", "engine.cpus_per_node=4", *SETTINGS.get(guide, ())]
+    done = hpcrl(cluster, "submit", "--run-dir", tmp_path / "run", "--set", *settings, "--", *arguments)
     job = Job(cluster, tmp_path / "run", int(re.search(r"job (\d+)", done.stdout)[1]))
     job.ends(seconds=500)
     finished(job.root, guide)
