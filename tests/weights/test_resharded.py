@@ -118,7 +118,7 @@ def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Pa
     answers = []
     for way in ("resharded", "gathered"):
         found = update(engines, wide, 4, [way], **TP2 | PP2)
-        answers.append(generate(engines.address(), PROMPT, 24))
+        answers.append(generate(engines.address(), PROMPT, 24, seed=7))
         total = sum(tensor.nbytes for _, tensor in Reference(wide).pairs())
         assert found[0][0]["metrics"]["perf/update_weights_bytes"] < 0.5 * total
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
