@@ -23,6 +23,7 @@ from hpcrl.careful_files import read_regular
 
 FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: nobody watches
 EVERY = 3.0  #: seconds between two numbers
+LEAST = 15.0  #: seconds without a sign that say anything: a busy machine may miss one or two
 LOOK = 5.0  #: seconds between two looks
 BUSY = 0.02  #: share of a processor that a silent process uses if it is at work
 

@@ -19,9 +19,9 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
-from hpcrl.heartbeat import Pulse
+from hpcrl.heartbeat import LEAST, Pulse
 from hpcrl.launch.host import BEATS, CLOSING, GRACE, HOST_BEAT
-from hpcrl.launch.watcher import watched
+from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
@@ -131,7 +131,7 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
     asked for and did not come in time.
     """
     rundir.begin()
-    with watched(rundir, options.hang_timeout):
+    with watched(rundir, max(options.hang_timeout, LEAST)):
         return _run(options, backend, run_id, rundir, stop, poll)
 
 
@@ -193,7 +193,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
 
 def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
     """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
-    for silent in pulse.silent(seconds + HOST_BEAT):
+    for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
         what = f"the process of host {silent.name} {silent}"
         rundir.fail("launcher", 0, what)
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")

@@ -28,7 +28,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
-from hpcrl.heartbeat import FOLDER, Beating, Pulse
+from hpcrl.heartbeat import FOLDER, LEAST, Beating, Pulse
 from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.timeline.names import ROLES
@@ -265,7 +265,7 @@ def check_alive(pulse: Pulse, seconds: float, rundir: RunDir, host: str) -> None
 
     Of the supervisor of an engine it is only said: its server serves on, and is missed by those who ask it.
     """
-    for silent in pulse.silent(seconds):
+    for silent in pulse.silent(max(seconds, LEAST)):
         what = f"on {host}: {silent.name} {silent}; if it is only slow, raise --hang-timeout"
         if silent.name.startswith("engine-"):
             say(what)

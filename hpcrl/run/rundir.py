@@ -10,6 +10,7 @@
       attempts/N/engines.json     how each engine is (engines/view.py)
       attempts/N/error.json       the first error of the attempt
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
+      attempts/N/beats/NAME       a host's sign of life, while it lives
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/remove-engine-I  exists when the user wants this engine gone (engines/wishes.py)
       attempts/N/end              exists when every process of the attempt is to end now

@@ -58,10 +58,9 @@ class Crank:
         from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
 
-        self.context, self.options, self.timeline = context, context.options, timeline
+        self.context, self.options, self.timeline, self.store = context, context.options, timeline, connect(context)
         self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
-        self.store = connect(context)
         with timeline.span("meet the other ranks"):
             self.ranks = initialize(context.options, self.store)
         self.hooks.initialized()

@@ -34,7 +34,7 @@ class RunOptions(Base):
     update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
     request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)
     hang_timeout: float = opt(
-        60.0, "seconds without a sign of life until a process of the run counts as hung, and is named", ge=5
+        60.0, "seconds without a sign of life until a process of the run counts as hung, and is named (at least 15)", gt=0
     )
     stop_timeout: float = opt(120.0, "seconds that a stopped run may take to finish its step and save", gt=0)
     distributed_timeout_minutes: float = opt(10, "minutes until a collective of the trainer gives up", "megatron", gt=0)

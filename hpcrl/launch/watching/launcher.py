@@ -1,6 +1,6 @@
 """The process that watches the launcher: a launcher that hangs would hold every host of the run until its time limit.
 
-    python -m hpcrl.launch.watcher RUN --attempt N --launcher PID --beats FOLDER --seconds S
+    python -m hpcrl.launch.watching.launcher RUN --attempt N --launcher PID --beats FOLDER --seconds S
 
 Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what it
 saw is the attempt's error.
@@ -39,7 +39,7 @@ def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="hpcrl-launcher-") as folder:
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--launcher", str(os.getpid())]
-        command = [sys.executable, "-m", "hpcrl.launch.watcher", *words, "--beats", folder, "--seconds", str(seconds)]
+        command = [sys.executable, "-m", "hpcrl.launch.watching.launcher", *words, "--beats", folder, "--seconds", str(seconds)]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True
         )
