@@ -110,6 +110,7 @@ def test_one_engine_gets_bit_for_bit_what_gathered_gives(
     assert engines.stop() == [0]
 
 
+@pytest.mark.soak
 def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank 0."""
     wide = make_family(tmp_path / "wide", "qwen3")
@@ -126,7 +127,8 @@ def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Pa
     assert engines.stop() == [0]
 
 
-@pytest.mark.parametrize("transfer", ["shm", pytest.param("gloo", marks=SOAK)])
+@pytest.mark.soak
+@pytest.mark.parametrize("transfer", ["shm", "gloo"])
 def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tmp_path: Path) -> None:
     """Two engines of two workers that hold half of every expert, from four ranks; over sockets each engine has its own porter."""
     model = make_family(tmp_path / "model", "qwen3_moe")
