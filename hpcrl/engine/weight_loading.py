@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -19,7 +19,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from hpcrl.engine.cpu_repairs import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
 from hpcrl.engine.vllm_layers import Holdings, holdings
 from hpcrl.model_files.safetensors_headers import listing
-from hpcrl.weights.bucket import Slot
+from hpcrl.weights.bucket import Slot, dtype_name
+
+if TYPE_CHECKING:
+    from hpcrl.engine.pieces.inbox import InboxReader
 
 #: of an FP8 cache of keys and values; checkpoints need not have them
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
@@ -93,6 +96,21 @@ class Receiver(WeightTransferEngine):
             raise
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def take_pieces(self, reader: InboxReader) -> None:
+        """Receive and load all pieces of an update; errors as `update_weights`."""
+        account = self._open_account()
+        try:
+            reader.receive(lambda tensors, last: self._load_complete(account, tensors, last))
+        except BaseException:
+            self.put_back()
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _load_complete(self, account: Account, tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        account.admit([Slot(name, dtype_name(tensor), tuple(tensor.shape), 0) for name, tensor in tensors])
+        self.load(tensors, last)
 
     def finish_weight_update(self) -> None:
         if self.account is not None:

@@ -14,13 +14,15 @@ from typing import Any, Self
 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from hpcrl.engine.pieces.inbox import InboxReader, join
 from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.turns.cpu_memory import give_back
 from hpcrl.engine.vllm_layers import Holdings, shown
-from hpcrl.engine.weight_loading import Receiver, stock
+from hpcrl.engine.weight_loading import Receiver, UpdateRejected, stock
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.digest import digest
+from hpcrl.weights.pieces.wire import read_invitation, whereabouts
 
 
 class WorkerExtension:
@@ -41,6 +43,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
     _weight_update_active: bool
     _hpcrl_experts: ExpertTables | None = None
+    _hpcrl_pieces: InboxReader | None = None
 
     def hpcrl_manifest(self) -> dict[str, Any]:
         """Which tensors an update must bring, and which parts of them this worker holds."""
@@ -48,10 +51,34 @@ class WorkerExtension:
         return {
             "backend": self.weight_transfer_engine.config.backend,
             "rank": self.rank,
+            "where": whereabouts(),
             "tensors": {name: piece.to_wire() for name, piece in held.pieces.items()},
             "opaque": list(held.opaque),
             "unseen": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in held.unseen.items()},
         }
+
+    def hpcrl_join(self, invitation: str) -> None:
+        """Meet the trainer's ranks and the other workers, and learn which pieces every update will bring (`Invitation`)."""
+        self._hpcrl_leave()
+        self._hpcrl_pieces = join(read_invitation(invitation), str(self.rank), self._hpcrl_held())
+
+    def hpcrl_take_pieces(self) -> dict[str, int]:
+        """Receive and load an update that was started; bytes: of tensors that had come in part, at most."""
+        engine = self.weight_transfer_engine
+        if self._hpcrl_pieces is None or not isinstance(engine, Receiver):
+            raise UpdateRejected("the plan of pieces was not made known")
+        reader = self._hpcrl_pieces
+        try:
+            engine.take_pieces(reader)
+        except BaseException:
+            self._hpcrl_leave()
+            raise
+        return {"bytes": reader.assembly.most}
+
+    def _hpcrl_leave(self) -> None:
+        if self._hpcrl_pieces is not None:
+            self._hpcrl_pieces.close()
+            self._hpcrl_pieces = None
 
     def hpcrl_check(self, expected: str) -> dict[str, Any]:
         """Compare what the model multiplies with to {rank of the worker: {name: digest of its part}}, given as JSON.
@@ -86,6 +113,7 @@ class WorkerExtension:
         Torn is also one that has all the new tensors under the old version: its samples would lie about where they come
         from.
         """
+        self._hpcrl_leave()
         engine = self.weight_transfer_engine
         if not isinstance(engine, Receiver):
             mixed = self._weight_update_active  # vLLM's own backend does not know how far it came

@@ -30,7 +30,7 @@ from hpcrl.errors import DataError, HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
-from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.plan import Host, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.report.closing_line import closing_line, what_next
 from hpcrl.report.curves import draw
@@ -147,22 +147,12 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
     for options in job.stages:
         check_routing(options)
-        startable(make_plan(options, hosts(options), "check"))
+        make_plan(options, hosts(options), "check")
     look_at(job.stages)
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
     return job
-
-
-def startable(plan: Plan) -> None:
-    """UsageError for a plan that can be made and not yet be started."""
-    for number, engine in enumerate(plan.engines):
-        if engine.also:
-            raise UsageError(
-                f"engine {number} spans {', '.join(engine.hosts)}: an engine over several hosts can be planned, not yet started",
-                "choose --rollout-num-gpus-per-engine to fit a host",
-            )
 
 
 def check_routing(options: Options) -> None:

@@ -208,7 +208,7 @@ def update_lines(update: Update) -> Iterator[str]:
     plan = update.plan
     sent, landed = plan.sent(), np.asarray([len(landing.workers) for landing in plan.landings])
     received = plan.received() / landed
-    yield "weights of one update, from whoever holds them to whoever needs them (planned; docs/weights.md)"
+    yield "weights of one update, resharded: from whoever holds them to whoever needs them (planned; docs/weights.md)"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
     if any(up >= 0 for up in plan.relays):

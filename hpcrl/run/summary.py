@@ -12,7 +12,7 @@ import msgspec
 
 from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 SUMMARY = "summary.json"  #: its name in a stage's directory
 
@@ -50,6 +50,11 @@ def read_summary(directory: Path) -> Summary | None:
 
 
 def summary_of(rundir: RunDir) -> Summary | None:
-    """What this attempt has left, or None: an older attempt's summary does not count."""
+    """What this attempt has left, or None: an older attempt's summary does not count.
+
+    For whoever waits for it: the directory is read first, since a network file system remembers for a minute that a file was absent.
+    """
+    if SUMMARY not in listed(rundir.root):
+        return None
     found = read_summary(rundir.root)
     return found if found is not None and found.attempt == rundir.attempt else None

@@ -108,12 +108,16 @@ class Crank:
 
     def _updates(self) -> Updates:
         """How weights come to engines."""
-        from hpcrl.queue.auth import http_key
+        from hpcrl.queue.auth import client_keys, http_key
         from hpcrl.trainer.engine_roster import QueueRoster
         from hpcrl.trainer.parallel.collectives import broadcast_json
+        from hpcrl.trainer.weight_stream import WeightExit
         from hpcrl.weights.sender import WeightSender
         from hpcrl.weights.updates import Updates
 
+        at = self.context.plan.trainers[self.ranks.rank].at
+        keys = client_keys(self.context.rundir, 0, "weights")
+        self.exit = WeightExit(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
         sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
         roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
@@ -219,10 +223,8 @@ class Crank:
 
     def _join(self) -> None:
         """The current weights into engines that have come, or come back."""
-        from hpcrl.trainer.megatron.model import export
-
         if self.updates:
-            self.updates.join(partial(export, self.policy), self.weights)
+            self.updates.join(self.exit.stream, self.weights)
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
         """The answer to what is answered once samples are made: the time counts as waiting for them."""
@@ -260,10 +262,8 @@ class Crank:
             self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.turns.seconds})
 
     def _send_weights(self) -> dict[str, float]:
-        from hpcrl.trainer.megatron.model import export
-
         with self.timeline.span(UPDATE, version=self.at.version):
-            metrics = self.updates.publish(partial(export, self.policy), self.at.version) if self.updates else {}
+            metrics = self.updates.publish(self.exit.stream, self.at.version) if self.updates else {}
             if "perf/update_weights_pause_time" in metrics:
                 now = self.timeline.now()
                 self.timeline.add(PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
@@ -308,6 +308,8 @@ class Crank:
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
+        if self.updates:
+            self.exit.leave()
         if self.driver:
             self.log.close()
             self.updates and self.updates.close()

@@ -64,8 +64,8 @@ def quantize_block(
         padded = band.new_zeros(tall * high, whole)
         padded[: len(band), :columns] = band
         blocks = padded.view(tall, high, scale.shape[1], wide)
-        scales = _scale(blocks.abs().amax(dim=(1, 3)), power_of_two)
-        codes = _codes(blocks, scales[:, None, :, None]).view(tall * high, whole)
+        scales = scales_for(blocks.abs().amax(dim=(1, 3)), power_of_two)
+        codes = encode(blocks, scales[:, None, :, None]).view(tall * high, whole)
         quantized[start : start + step] = codes[: len(band), :columns]
         scale[start // high : start // high + tall] = scales
     return quantized, scale
@@ -80,11 +80,11 @@ def quantize_channel(weight: torch.Tensor, power_of_two: bool = False) -> tuple[
 def quantize_tensor(weight: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(float8_e4m3fn [rows, columns], one fp32 scale [1]); errors as `quantize_block`."""
     _check(weight)
-    scale = _scale(weight.abs().amax().float().view(1), power_of_two)
+    scale = scales_for(weight.abs().amax().float().view(1), power_of_two)
     quantized = torch.empty_like(weight, dtype=FP8, memory_format=torch.contiguous_format)
     step = max(1, BAND // weight.shape[1])
     for start in range(0, len(weight), step):
-        quantized[start : start + step] = _codes(weight[start : start + step].float(), scale)
+        quantized[start : start + step] = encode(weight[start : start + step].float(), scale)
     return quantized, scale
 
 
@@ -105,7 +105,7 @@ def _check(weight: torch.Tensor) -> None:
         raise ValueError("it has infinite or undefined numbers")
 
 
-def _scale(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+def scales_for(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """fp32 scales for the largest absolute values; 1 where all are zero."""
     scale = (largest / LARGEST).clamp(min=SMALLEST)
     if power_of_two:
@@ -114,7 +114,8 @@ def _scale(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     return torch.where(largest > 0, scale, torch.ones_like(scale))
 
 
-def _codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def encode(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn codes of values under scales of a shape that broadcasts."""
     return (values / scale).clamp(-LARGEST, LARGEST).to(FP8)  # the division may round up
 
 

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.digest import cut, digest
 from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
 from hpcrl.weights.engine_http import HttpError, ask
 from hpcrl.weights.fp8 import quantized, scheme_of
+from hpcrl.weights.pieces.transport import PiecesTransport, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class WeightSender:
 
     def __init__(self, rundir: RunDir, host: str, options: Options, is_driver: bool) -> None:
         self.rundir, self.host, self.options, self.is_driver = rundir, host, options, is_driver
+        self.said: set[str] = set()
+        self.pieces: PiecesTransport | None = None
         self.fleet: Fleet | None = None
         self.transport: Transport | None = None
         self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
@@ -83,6 +87,7 @@ class WeightSender:
         for name, need in self.needs.items():
             if need["same_as"]:
                 self.ties.setdefault(need["same_as"], []).append(name)
+        self.pieces = PiecesTransport(fleet, self.manifests, self.options, self.scheme, self.host)
         transport = self._transport(self.host)
         transport.connect()
         self.transport = transport
@@ -123,16 +128,30 @@ class WeightSender:
             for _ in tensors:
                 pass
             return {}
-        assert self.fleet is not None and self.transport is not None, "connect() comes first"
+        source = self._source(tensors)
+        try:
+            return self._publish(tensors, source, version)
+        finally:
+            if source is not None:
+                source.end()
+
+    def _publish(self, tensors: Stream, source: Source | None, version: int) -> dict[str, float]:
+        assert self.fleet is not None and self.transport is not None and self.pieces is not None, "connect() comes first"
         begin = time.monotonic()
-        self.transport.stage(self._checked(quantized(tensors, self.scheme)))
+        if source is None:
+            self.transport.stage(self._checked(quantized(tensors, self.scheme)))
+        else:
+            self._stage_pieces(source)
         paused = time.monotonic()
         try:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
                 self.fleet.post("pausing", "/pause?mode=keep")
                 self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
-            self.transport.send()
+            if source is None:
+                self.transport.send()
+            else:
+                self.pieces.send(source)
             self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             self._compare()
             if not self.options.takes_turns:
@@ -146,8 +165,32 @@ class WeightSender:
         return {
             "perf/update_weights_time": end - begin,
             "perf/update_weights_pause_time": end - paused,
-            "perf/update_weights_bytes": float(self.transport.bytes),
+            "perf/update_weights_bytes": float(self.transport.bytes if source is None else self.pieces.bytes),
         }
+
+    def _source(self, tensors: Stream) -> Source | None:
+        """The ranks, if they are to send pieces; None: tensors are gathered.  UsageError if --weight-update resharded cannot be."""
+        wish = self.options.weight_update
+        if wish == "gathered":
+            return None
+        if why := obstacle(tensors, self.manifests):
+            if wish == "resharded":
+                raise UsageError(f"--weight-update resharded: {why}", "use auto or gathered")
+            if why not in self.said and isinstance(tensors, Source):
+                say(f"weight updates are gathered on rank 0: {why}")
+            self.said.add(why)
+            return None
+        assert isinstance(tensors, Source)
+        return tensors
+
+    def _stage_pieces(self, source: Source) -> None:
+        """Plan and meeting, the first time; scales of FP8; on request what every worker must have, from the whole tensors."""
+        assert self.pieces is not None
+        self.pieces.connect(source)
+        source.prepare()
+        if self.options.check_weight_update_equal:
+            for _ in self._checked(quantized(source.gathered(), self.scheme)):
+                pass
 
     def _checked(self, tensors: Stream) -> Stream:
         """The same tensors in the engines' dtypes.  HpcrlError for one that they do not have, or at the end do not get.
@@ -238,6 +281,8 @@ class WeightSender:
     def _put_right(self, error: BaseException) -> None:
         """After a failure: end the update in each engine and resume those that hold one version, whole."""
         assert self.fleet is not None
+        if self.pieces is not None:
+            self.pieces.forget()
         left = []
         for engine in self._engines:
             one = Fleet(self.fleet.rundir, [engine], RESUME)

@@ -107,3 +107,17 @@ def test_every_part_of_an_engine_over_hosts_is_started_on_its_host() -> None:
     later = make_plan(options, [Host("t", 4), Host("a", 2), Host("b", 2)], "run")
     assert later.engines[0].hosts == ("a", "b"), "whole hosts next to each other"
     assert host.Role("engine-0-node", 1, None, Path()).serves and not host.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]
+
+
+def test_whoever_waits_for_the_summary_never_asks_for_it_before_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system would remember for a minute that it was absent."""
+    from hpcrl.run import summary
+
+    rundir = RunDir.create(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "read_json", lambda *_: pytest.fail("it asked for a file that is not there"))
+        assert summary.summary_of(rundir) is None
+    summary.write_summary(rundir.root, summary.Summary("finished", rundir.attempt))
+    assert summary.summary_of(rundir).finished

@@ -92,7 +92,7 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]
     assert main([*words, "100"]) == 0
     slow = capsys.readouterr().out
-    assert "weights of one update" in slow
+    assert "weights of one update, resharded" in slow
     assert "a trainer card sends" in slow
     assert main([*words, "400"]) == 0
     fast = capsys.readouterr().out

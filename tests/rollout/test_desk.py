@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.plan import Place, Plan
-from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import desk as desks
 from hpcrl.rollout.engines.desk import EngineDesk
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -26,7 +26,7 @@ from hpcrl.run.engines.view import read_views
 from hpcrl.run.engines.wishes import wish_removed
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
-from tests.support.fake_engine import CUT, FakeEngine, Script
+from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
 
@@ -42,7 +42,7 @@ class Office:
         self.plan = Plan("test", 0, (Place("a", (0,)),), tuple(Place("a", (i,)) for i in range(len(scripts))), Place("a", ()))
 
     def engine(self, script: Script | None = None) -> FakeEngine:
-        return self.stack.enter_context(FakeEngine(script, http_key(self.rundir)))
+        return self.stack.enter_context(FakeEngine(script, keys_of(self.rundir)))
 
     def up(self, index: int, engine: FakeEngine, life: int = 0) -> None:
         publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, lean=True, life=life), index)

@@ -16,6 +16,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.report.timeline.spans import Timeline
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
@@ -170,6 +171,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
     role = SimpleNamespace(
         pool=SimpleNamespace(connect=connected),
         own_evaluator=own,
+        timeline=Timeline(None),
         evaluator=evaluator,
         options=Options(),
         work=SimpleNamespace(held_out=sets, hooks=hooks),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hpcrl.config.option_fields import Base, opt
 
 
@@ -13,6 +15,11 @@ class WeightOptions(Base):
         1, "async and fully-async: the engines get the weights after every so many rollouts", "slime", ge=1
     )
     weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
+    weight_update: Literal["auto", "resharded", "gathered"] = opt(
+        "gathered",
+        "gathered: rank 0 collects and sends whole tensors; resharded: every rank sends pieces to the workers that need them; "
+        "auto: resharded where it can be",
+    )
     check_weight_update_equal: bool = opt(
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
     )

@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.hf_reader import Files
 from hpcrl.models.family import Rule
 from hpcrl.models.slicing import CUTS, Shapes
+from hpcrl.redistribution.holdings import held_parts
+from hpcrl.redistribution.layouts import Pattern
 from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.weights.pieces.numbers import OwnTensor
+from hpcrl.weights.pieces.planning import HeldTensor
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -135,15 +140,20 @@ def _exchange(operation: Callable[..., Any], pairs: list[tuple[torch.Tensor, int
 
 @dataclass(frozen=True)
 class Held:
-    """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who sends the parts.
+    """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who holds the parts.
 
-    owners: global ranks in order of TP (of an expert's: ETP) rank, the first copy of each part.
+    copies: for each part, in order of TP (of an expert's: ETP) rank, the global ranks that hold it.
     """
 
     rule: Rule
     shape: tuple[int, ...]
     dtype: torch.dtype
-    owners: tuple[int, ...]
+    copies: tuple[tuple[int, ...], ...]
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The first that holds each part: who sends it to rank 0."""
+        return tuple(ranks[0] for ranks in self.copies)
 
 
 def _table(policy: Policy) -> list[Held]:
@@ -154,33 +164,60 @@ def _table(policy: Policy) -> list[Held]:
     ranks, mine = policy.ranks, _own(policy)
     rules = [rule for _, rule in policy.family.tensors(policy.hf_config)]
     sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
-    numbers = torch.full((len(rules), 4 + max(sizes)), -1, dtype=torch.int64)  # dtype, dimensions, rows, columns, owners
+    numbers = torch.full((len(rules), 4 + ranks.world), -1, dtype=torch.int32)  # dtype, dimensions, rows, columns, part of each
     for row, rule in zip(numbers, rules, strict=True):
         if rule.megatron not in mine:
             continue
         parameter = mine[rule.megatron][1]
         known = [DTYPES.index(parameter.dtype), parameter.dim(), *parameter.shape]
         row[: len(known)] = torch.tensor(known)
-        first, place = _copy_and_part(ranks, rule)
-        if first:
-            row[4 + place] = ranks.rank
+        row[4 + ranks.rank] = ranks.tp_rank if rule.expert is None else ranks.etp_rank
     numbers = numbers.to(ranks.device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     found = []
-    for rule, size, (dtype, dims, rows, columns, *owners) in zip(rules, sizes, numbers.tolist(), strict=True):
+    groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+    for rule, size, (dtype, dims, rows, columns, *parts) in zip(rules, sizes, numbers.tolist(), strict=True):
         if dtype < 0:
             continue
-        if -1 in owners[:size]:
-            raise HpcrlError(f"no rank holds part {owners.index(-1)} of {rule.megatron}")
-        found.append(Held(rule, (rows, columns)[:dims], DTYPES[dtype], tuple(owners[:size])))
+        key = (size, *parts)
+        if key not in groups:
+            groups[key] = tuple(tuple(rank for rank, part in enumerate(parts) if part == number) for number in range(size))
+        if () in groups[key]:
+            raise HpcrlError(f"no rank holds part {groups[key].index(())} of {rule.megatron}")
+        found.append(Held(rule, (rows, columns)[:dims], DTYPES[dtype], groups[key]))
     return found
 
 
-def _copy_and_part(ranks: Ranks, rule: Rule) -> tuple[bool, int]:
-    """Whether this rank has the first copy of its part of a parameter, and which part that is."""
-    if rule.expert is None:
-        return ranks.dp_rank == ranks.cp_rank == 0, ranks.tp_rank
-    return ranks.edp_rank == 0, ranks.etp_rank
+@torch.no_grad()
+def holdings(policy: Policy) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor]]:
+    """(who holds which part of each Hugging Face tensor, this rank's own parts), by name; collective.
+
+    A tied output layer is one more copy of the embedding.  Own parts are the parameters themselves.
+    """
+    mine, rank = _own(policy), policy.ranks.rank
+    known: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Pattern]]] = {}
+    held: dict[str, HeldTensor] = {}
+    own: dict[str, OwnTensor] = {}
+    for entry in _table(policy):
+        rule, shapes = entry.rule, _shapes(policy, entry.rule)
+        key = (rule.kind, entry.shape, entry.copies, shapes)
+        if key not in known:
+            known[key] = held_parts(rule.kind, entry.shape, shapes, entry.copies)
+        for which, (name, (shape, parts)) in enumerate(zip(rule.hf, known[key], strict=True)):
+            twin = held.get(name)
+            held[name] = HeldTensor(shape, parts if twin is None else (*twin.parts, *parts))
+            if rule.megatron in mine and name not in own:
+                part = next(number for number, ranks in enumerate(entry.copies) if rank in ranks)
+                places = CUTS[rule.kind].places(part, entry.shape, shapes)
+                own[name] = OwnTensor(mine[rule.megatron][1], places, which, shape)
+    return held, own
+
+
+def part_group(policy: Policy, expert: bool) -> dist.ProcessGroup:
+    """The ranks that hold the parts of this rank's parameters: of experts, or of all others."""
+    if expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 # ---- names

@@ -1,0 +1,218 @@
+"""The policy's weights on their way out: gathered on rank 0, or sent in pieces by every rank.
+
+    exit = WeightExit(policy, patient group, address)
+    sender.publish(exit.stream(), version)            # on every rank: rank 0 directs, the others do what it says
+
+A stream is an iterator of (name, whole tensor), valid on rank 0, as `export` gives it; on rank 0 it is a `Source` too.  The other
+ranks, which merely iterate, take part in whatever rank 0 asks for.
+
+Invariants: rank 0's word is shared before anyone acts; a rank that cannot send keeps its error until rank 0 has said what became
+of the update, so that nobody waits for it in vain; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcrl.errors import PeerError
+from hpcrl.queue.auth import ClientKeys
+from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
+from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.parallel.collectives import broadcast_bytes, broadcast_json
+from hpcrl.weights import gloo_group
+from hpcrl.weights.fp8 import Scheme, scheme_of
+from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, prepare
+from hpcrl.weights.pieces.outbox import Addressee, Outbox
+from hpcrl.weights.pieces.planning import HeldTensor, pieces_of
+from hpcrl.weights.pieces.post import Post
+from hpcrl.weights.pieces.wire import Meeting, whereabouts
+
+PLACE, TEXT = 192, 512  #: bytes of a text of whereabouts, of an error
+Word = Literal["gather", "describe", "join", "prepare", "send", "end"]
+Pairs = Iterator[tuple[str, torch.Tensor]]
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """What every rank is told when the members of an update meet."""
+
+    meeting: Meeting
+    names: list[str]
+    dtypes: dict[str, str]
+    addressees: list[list[Addressee]]
+    limit: int
+
+
+class WeightExit:
+    """What a rank keeps between updates.
+
+    patient: a gloo group of all ranks; host: this rank's own address; keys: to the store where the members of an update meet;
+    checkpoint: the directory that the engines serve.
+    """
+
+    def __init__(self, policy: Policy, patient: dist.ProcessGroup, host: str, keys: ClientKeys, checkpoint: str | None) -> None:
+        self.policy, self.patient, self.host, self.keys = policy, patient, host, keys
+        self.scheme: Scheme | None = scheme_of(checkpoint) if checkpoint else None
+        self.own: dict[str, OwnTensor] = {}
+        self.dtypes: dict[str, str] = {}
+        self.outbox: Outbox | None = None
+        self.numbers: Numbers | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.policy.ranks.rank
+
+    def stream(self) -> WeightStream:
+        """For one update."""
+        return WeightStream(self)
+
+    # ---- what every rank does at rank 0's word
+
+    def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
+        held, self.own = holdings(self.policy)
+        text = whereabouts().encode()[:PLACE].ljust(PLACE)
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.policy.ranks.world)]
+        dist.all_gather(found, mine, group=self.patient)
+        return held, [place.numpy().tobytes().decode().strip() for place in found]
+
+    def join(self, errand: Errand, pieces: np.ndarray) -> None:
+        self.leave()
+        meeting = errand.meeting
+        group = gloo_group.join(meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds)
+        post = Post(group, self.rank, meeting.ranks, meeting.seconds)
+        self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit)
+        self.dtypes = errand.dtypes
+
+    def prepare(self) -> None:
+        self.numbers = prepare(self.own, self.dtypes, self.scheme, self._agree)
+
+    def _agree(self, largest: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raise values to the largest of all ranks that hold parts of the same tensors."""
+        for expert in (False, True):
+            group = part_group(self.policy, expert)
+            mine = [values for name, values in largest if (".experts." in name) == expert]
+            if not mine or dist.get_world_size(group) == 1:
+                continue
+            flat = torch.cat([values.view(-1) for values in mine])
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+            for values, new in zip(mine, flat.split([values.numel() for values in mine]), strict=True):
+                values.copy_(new.view(values.shape))
+
+    def send(self) -> int:
+        assert self.outbox is not None and self.numbers is not None, "join() and prepare() come first"
+        return self.outbox.send(self.numbers)
+
+    def leave(self) -> None:
+        """Give up memory and group."""
+        if self.outbox is not None:
+            self.outbox.close()
+            self.outbox = None
+
+
+class WeightStream:
+    """One update.  On rank 0 also a `Source` of pieces (`hpcrl/weights/pieces/transport.py`)."""
+
+    def __init__(self, exit: WeightExit) -> None:
+        self.exit, self.ended, self.error = exit, False, None
+        self._pairs = self._directed() if exit.rank == 0 else self._following()
+
+    def __iter__(self) -> Pairs:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._pairs)
+
+    # ---- rank 0
+
+    def _directed(self) -> Pairs:
+        if not self.ended:
+            yield from self.gathered()
+            self.end()
+
+    def gathered(self) -> Pairs:
+        """Every whole tensor."""
+        self._say("gather")
+        yield from export(self.exit.policy)
+
+    def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
+        self._say("describe")
+        return self.exit.describe()
+
+    def join(self, errand: dict[str, Any], plan: bytes) -> None:
+        self._say("join", msgspec.to_builtins(errand))
+        broadcast_bytes(plan, group=self.exit.patient)
+        known = msgspec.convert(msgspec.to_builtins(errand), Errand)
+        self._outcome(lambda: self.exit.join(known, pieces_of(0, plan)))
+
+    def prepare(self) -> None:
+        self._say("prepare")
+        self.exit.prepare()
+
+    def send(self) -> int:
+        self._say("send")
+        return self._outcome(self.exit.send)
+
+    def abort(self) -> None:
+        """From another thread: have what is under way here fail."""
+        self.exit.leave()
+
+    def end(self) -> None:
+        """Let the other ranks go on; nothing more is asked of them."""
+        if not self.ended:
+            self.ended = True
+            self._say("end")
+
+    def _say(self, word: Word, what: Any = None) -> None:
+        broadcast_json([word, what], group=self.exit.patient)
+
+    # ---- the others
+
+    def _following(self) -> Pairs:
+        while True:
+            word, what = broadcast_json(None, group=self.exit.patient)
+            if word == "end":
+                return
+            if word == "gather":
+                yield from export(self.exit.policy)
+            elif word == "join":
+                plan = broadcast_bytes(None, group=self.exit.patient)
+                errand = msgspec.convert(what, Errand)
+                self._outcome(lambda errand=errand, plan=plan: self.exit.join(errand, pieces_of(self.exit.rank, plan)))
+            elif word == "send":
+                self._outcome(self.exit.send)
+            elif word == "prepare":
+                self.exit.prepare()
+            else:
+                self.exit.describe()
+
+    def _outcome(self, work: Callable[[], int | None]) -> int:
+        """Do it; rank 0 learns whether all did: bytes of all together, or the error of the first that failed.
+
+        The others raise nothing: rank 0 says how it goes on.
+        """
+        sent, error = 0, None
+        try:
+            sent = work() or 0
+        except Exception as caught:  # noqa: BLE001  (told to rank 0)
+            error = caught
+            self.exit.leave()  # whoever waits for us waits no more
+        text = f"trainer rank {self.exit.rank}: {error}".encode()[: TEXT - 8] if error is not None else b""
+        told = torch.frombuffer(bytearray(struct.pack("<q", sent) + text.ljust(TEXT - 8)), dtype=torch.uint8)
+        all_told = [torch.empty_like(told) for _ in range(self.exit.policy.ranks.world)]
+        dist.all_gather(all_told, told, group=self.exit.patient)
+        found = [one.numpy().tobytes() for one in all_told]
+        texts = [one[8:].decode(errors="replace").strip() for one in found]
+        if any(texts):
+            self.exit.leave()
+        if self.exit.rank == 0 and error is not None:
+            raise error
+        if self.exit.rank == 0 and any(texts):
+            raise PeerError(next(filter(None, texts)))
+        return sum(struct.unpack("<q", one[:8])[0] for one in found)

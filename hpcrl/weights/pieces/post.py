@@ -1,0 +1,99 @@
+"""Messages between members of an update: sends and receives of a gloo group, each waited for with a deadline.
+
+Invariant: nothing waits longer than `seconds`; what a pending transfer reads or writes is kept until it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.weights.gloo_group import GlooGroup
+
+LEAVING = 99  #: a kind of message that nobody sends
+LATE = ("timed out", "timeout")  #: gloo's words
+
+
+@dataclass
+class Transfer:
+    """One send or receive under way; what: for the error."""
+
+    work: Any
+    tensor: torch.Tensor
+    what: str
+    seconds: float
+
+    def wait(self) -> torch.Tensor:
+        """Its tensor, once it has ended.  DeadlineError or PeerError say who did not take part."""
+        with _named(self.what, self.seconds):
+            self.work.wait(timedelta(seconds=self.seconds))
+        return self.tensor
+
+
+@contextlib.contextmanager
+def _named(what: str, seconds: float) -> Iterator[None]:
+    """gloo's errors as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        if any(word in text.lower() for word in LATE):
+            raise DeadlineError(f"{what} did not end within {seconds:.0f} s") from error
+        raise PeerError(f"{what} failed: {text}") from error
+
+
+@dataclass
+class Post:
+    """The members of an update as one of them sees them: member number `me` of a group."""
+
+    group: GlooGroup
+    me: int
+    ranks: int
+    seconds: float
+    _token: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.uint8))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Begin to send a contiguous uint8 tensor."""
+        what = f"sending weights to {self._name(to)}"
+        with _named(what, self.seconds):
+            return Transfer(self.group.group.send([tensor], to, tag), tensor, what, self.seconds)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Begin to receive one into `tensor`."""
+        what = f"receiving weights from {self._name(source)}"
+        with _named(what, self.seconds):
+            return Transfer(self.group.group.recv([tensor], source, tag), tensor, what, self.seconds)
+
+    def tell(self, to: int, tag: int) -> Transfer:
+        """Begin to send a word without content."""
+        return self.send(self._token, to, tag)
+
+    def hear(self, source: int, tag: int) -> Transfer:
+        """Begin to receive one."""
+        return self.receive(torch.zeros(1, dtype=torch.uint8), source, tag)
+
+    def show(self, name: str, text: str) -> None:
+        """Let all members read a text under a name."""
+        self.group.store.set(name, text)
+
+    def read(self, name: str) -> str:
+        """What a member shows under a name, once it does."""
+        return self.group.store.get(name).decode()
+
+    def _name(self, member: int) -> str:
+        return f"trainer rank {member}" if member < self.ranks else f"engine worker {member - self.ranks}"
+
+    def close(self) -> None:
+        """Leave the group: what is under way here fails, and whoever waits for us hears of it."""
+        if self.group.group is None:
+            return
+        other = 0 if self.me else 1
+        with contextlib.suppress(RuntimeError):  # a wait that comes to its end has gloo close all connections of a member
+            self.group.group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
+        self.group.close()

@@ -1,0 +1,287 @@
+"""Pieces from trainer ranks to workers over real gloo groups and real shared memory, with ranks and workers as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from hpcrl.engine.pieces.inbox import Assembly, InboxReader
+from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.models.slicing import Place
+from hpcrl.queue.auth import ClientKeys, ServerKeys
+from hpcrl.redistribution.layouts import Layouts, Worker, whole
+from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.rendezvous.server import StoreServer
+from hpcrl.weights import gloo_group
+from hpcrl.weights.digest import cut
+from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, largest_values, prepare
+from hpcrl.weights.pieces.outbox import Addressee, Outbox
+from hpcrl.weights.pieces.planning import HeldTensor, coded, inboxes, layouts_of, pieces_of, to_bytes
+from hpcrl.weights.pieces.post import Post
+from hpcrl.weights.pieces.wire import Inbox, Invitation, Meeting, known, read_invitation
+from tests.support.families import SIZES
+from tests.support.layouts import Case, random_case
+
+HERE = "127.0.0.1"
+SERVERS: list[StoreServer] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Every store that a test opened is closed after it."""
+    yield
+    while SERVERS:
+        SERVERS.pop().close()
+
+
+def boxes_of(case: Case, plan: Redistribution) -> list[Inbox]:
+    names = case.layouts.names
+    return inboxes(plan, dict.fromkeys(names, "float32"), {n: tuple(case.tensors[n].shape) for n in names})
+
+
+def members(count: int, ranks: int) -> list[Post]:
+    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
+    SERVERS.append(server)
+    keys = ClientKeys(*mine, own[0])
+    with ThreadPoolExecutor(count) as pool:
+        joined = [pool.submit(gloo_group.join, HERE, server.port, keys, i, count, HERE, 20) for i in range(count)]
+        return [Post(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
+
+
+def rank_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post) -> tuple[Outbox, Numbers]:
+    to = [
+        Addressee(case.hosts[post.me] == landing.host, box.porter, box.workers)
+        for landing, box in zip(plan.landings, boxes, strict=True)
+    ]
+    own = {
+        name: OwnTensor(torch.from_numpy(part).float(), places, which, tuple(case.tensors[name].shape))
+        for (rank, name), (part, places, which) in case.parts.items()
+        if rank == post.me
+    }
+    numbers = prepare(own, dict.fromkeys(case.layouts.names, "float32"), None, lambda _: None)
+    return Outbox(post, pieces_of(post.me, to_bytes(plan)), case.layouts.names, to, plan.limit), numbers
+
+
+def worker_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post) -> InboxReader:
+    worker = post.me - plan.ranks
+    inbox = next(box for box in boxes if post.me in box.workers)
+    held = {name: span for (number, name), span in case.spans.items() if number == worker}
+    return InboxReader(post, inbox, held)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
+    chance = Random(f"pieces {family}")
+    case = random_case(family, chance)
+    while len(case.hosts) + len(case.workers) > 14:
+        case = random_case(family, chance)
+    near = dict(zip(sorted({w.host for w in case.workers}), ["t0", "x", "y", "z"], strict=False))
+    case.workers = [Worker(w.engine, near.get(w.host, w.host)) for w in case.workers]
+    plan = redistribute(case.layouts, case.workers, case.hosts, chance.choice([2048, 8192]))
+    boxes, ranks = boxes_of(case, plan), len(case.hosts)
+    posts = members(ranks + len(case.workers), ranks)
+    got: dict[tuple[int, str], torch.Tensor] = {}
+
+    def rank(post: Post) -> int:
+        outbox, numbers = rank_side(case, plan, boxes, post)
+        first = outbox.send(numbers)
+        for tensor in {id(o.parameter): o.parameter for o in numbers.own.values()}.values():
+            tensor.add_(1)
+        assert outbox.send(numbers) == first
+        assert outbox.memory.size <= 2 * plan.limit
+        return first
+
+    def worker(post: Post) -> None:
+        reader = worker_side(case, plan, boxes, post)
+        calls: list[bool] = []
+
+        def load(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+            calls.append(last)
+            got.update({(post.me - ranks, name): tensor for name, tensor in tensors})
+
+        reader.receive(load)
+        for key in [key for key in got if key[0] == post.me - ranks]:
+            del got[key]
+        calls.clear()
+        reader.receive(load)
+        assert calls[-1]
+        assert not any(calls[:-1])
+        assert reader.memory is None or reader.memory.size <= max(1, 2 * plan.limit)
+
+    with ThreadPoolExecutor(len(posts)) as pool:
+        sent = [pool.submit(rank, post) for post in posts[:ranks]]
+        taken = [pool.submit(worker, post) for post in posts[ranks:]]
+        for future in taken:
+            future.result(60)
+        assert sum(future.result(60) for future in sent) == plan.sent().sum()
+    for (number, name), (rows, columns) in case.spans.items():
+        expected = cut(torch.from_numpy(case.tensors[name]).float() + 1, rows, columns)
+        if expected.numel():
+            found = got[number, name]
+            found = found.part if isinstance(found, PartTensor) else found
+            assert torch.equal(found, expected), name
+
+
+def simple(engines: int = 1) -> tuple[Case, Redistribution]:
+    layouts, case = Layouts(), Case(["t"], [Worker(i, f"e{i}") for i in range(engines)])
+    for number in range(4):
+        name = f"w{number}"
+        case.tensors[name] = np.arange(64, dtype=np.int32).reshape(8, 8) + 100 * number
+        parts = [layouts.pattern([whole((8, 8), range(count))]) for count in (1, engines)]
+        layouts.add(name, (8, 8), 4, *parts)
+        case.parts[0, name] = case.tensors[name], [Place(0, (0, 8), None, 0)], 0
+        for worker in range(engines):
+            case.spans[worker, name] = [(0, 8)], None
+    case.layouts = layouts
+    return case, redistribute(layouts, case.workers, case.hosts, 256)
+
+
+def test_engines_hand_on_what_they_got() -> None:
+    case, plan = simple(engines=3)
+    assert plan.relays == (-1, 0, 1)
+    boxes, posts = boxes_of(case, plan), members(4, 1)
+    got: list[dict[str, torch.Tensor]] = [{} for _ in range(3)]
+
+    def worker(post: Post) -> None:
+        worker_side(case, plan, boxes, post).receive(lambda tensors, last: got[post.me - 1].update(tensors))
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(worker, post) for post in posts[1:]]
+        outbox, numbers = rank_side(case, plan, boxes, posts[0])
+        assert outbox.send(numbers) == 4 * 64 * 4, "once, for three engines"
+        for future in taken:
+            future.result(30)
+    assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
+
+
+def test_a_member_that_leaves_ends_the_update_for_the_others() -> None:
+    case, plan = simple(engines=2)
+    boxes, posts = boxes_of(case, plan), members(3, 1)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(worker_side(case, plan, boxes, posts[1]).receive, lambda tensors, last: None)
+        outbox, numbers = rank_side(case, plan, boxes, posts[0])
+        sending = pool.submit(outbox.send, numbers)
+        posts[2].close()
+        with pytest.raises(PeerError, match="weights .* failed"):
+            waiting.result(15)
+
+        def again() -> None:
+            for _ in range(3):  # what is small may have been sent before
+                sending.result(15)
+                outbox.send(numbers)
+
+        with pytest.raises(PeerError, match="weights .* engine worker 0 failed"):
+            again()
+
+
+def test_a_plan_that_does_not_bring_everything_is_refused() -> None:
+    case, plan = simple()
+    [box] = boxes_of(case, plan)
+    Assembly(box, {"w0": ([(0, 8)], None)})
+    less = Inbox(box.porter, box.workers, box.limit, box.tensors, box.rounds[1:])
+    with pytest.raises(ValueError, match=r"of w0 \d+ elements would come, this worker needs 64"):
+        Assembly(less, {"w0": ([(0, 8)], None)})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"float32"', '"object"', "w0 is object"),
+        ('"shape":[8,8]', '"shape":[8,4]', r"w\d has no \["),
+        ('"half":0', '"half":7', "a message of"),
+        ('"ranks":1', '"ranks":"x"', "malformed plan"),
+        ('"porter"', '"other"', "malformed plan"),
+    ],
+)
+def test_what_is_wrong_on_the_wire_is_refused(before: str, after: str, message: str) -> None:
+    case, plan = simple()
+    text = known(Invitation(Meeting(HERE, 1, 2, 1, 5.0), tuple(boxes_of(case, plan)), {"0": (1, 0)}))
+    assert read_invitation(text).inboxes[0].porter == 1
+    with pytest.raises(ValueError, match=message):
+        read_invitation(text.replace(before, after))
+
+
+# ---- parts of tensors
+
+
+def test_a_part_is_narrowed_like_the_whole_and_never_made_up() -> None:
+    full = torch.arange(96.0).view(12, 8)
+    mine = part_tensor((12, 8), torch.cat([full[2:4], full[8:10]]), [(2, 2), (8, 2)], None)
+    assert isinstance(mine, PartTensor)
+    assert mine.shape == (12, 8)
+    assert torch.equal(mine.narrow(0, 2, 2), full[2:4])
+    assert torch.equal(mine.narrow(0, 6, 6).narrow(0, 2, 2), full[8:10]), "as loaders of fused matrices do"
+    assert torch.equal(mine[8:10, 3:5], full[8:10, 3:5])
+    target = torch.zeros(4, 8)
+    for missing in (mine, mine.narrow(0, 1, 4)):
+        with pytest.raises((PartMissing, RuntimeError)):
+            target[: missing.shape[0]].copy_(missing)
+    with pytest.raises(PartMissing):
+        mine + 1
+    columns = part_tensor((12, 8), full[:, 4:6].contiguous(), [(0, 12)], (4, 2))
+    assert torch.equal(columns.narrow(1, 4, 2), full[:, 4:6])
+    assert torch.equal(columns.unsqueeze(0)[0].narrow(1, 4, 2), full[:, 4:6])
+    assert [torch.equal(x.narrow(1, 5, 1), full[:, 5:6]) for x in columns.unsqueeze(0)] == [True]
+    assert part_tensor((12, 8), full, [(0, 12)], (0, 8)) is full
+
+
+# ---- FP8 in pieces
+
+
+@pytest.mark.parametrize(
+    "scheme", [Scheme("block", (16, 32)), Scheme("block", (16, 32), True), Scheme("channel"), Scheme("tensor")]
+)
+@pytest.mark.parametrize("columns", [False, True])
+def test_codes_and_scales_of_parts_are_those_of_the_whole(scheme: Scheme, columns: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    full = torch.randn(40, 72, generator=generator).bfloat16()
+    full[3] = 0
+    name = "x.up_proj.weight"
+    halves = [(0, 36), (36, 72)] if columns else [(0, 20), (20, 40)]
+    own = []
+    for begin, end in halves:
+        place = Place(0, (0, 40), (begin, end), 0) if columns else Place(0, (begin, end), None, 0)
+        own.append(OwnTensor(full[place.index].clone(), [place], 0, (40, 72)))
+    largest = torch.maximum(*(largest_values(tensor, scheme) for tensor in own))
+    whole_codes, whole_scales = scheme.quantize(name, full)
+
+    def agree(values: list[tuple[str, torch.Tensor]]) -> None:
+        values[0][1].copy_(largest)
+
+    dtypes = {name: "float8_e4m3fn", scheme.scale_name(name): "float32"}
+    for tensor, (begin, end) in zip(own, halves, strict=True):
+        numbers = prepare({name: tensor}, dtypes, scheme, agree)
+        area = (5, 33, begin + 3, end - 1) if columns else (begin + 3, end - 1, 5, 60)
+        codes = torch.empty(area[1] - area[0], area[3] - area[2], dtype=torch.float8_e4m3fn)
+        numbers.write(name, area, codes)
+        wanted = whole_codes[area[0] : area[1], area[2] : area[3]]
+        assert torch.equal(codes.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        scales = torch.empty(whole_scales.view(len(whole_scales), -1).shape)
+        numbers.write(scheme.scale_name(name), (0, scales.shape[0], 0, scales.shape[1]), scales)
+        assert torch.equal(scales.view(whole_scales.shape), whole_scales)
+
+
+def test_what_only_one_side_has_is_an_error() -> None:
+    held = {"a": HeldTensor((4, 4), (whole((4, 4), (0,)),))}
+    assert set(coded({"a.up_proj.weight": held["a"]}, Scheme())) == {"a.up_proj.weight", "a.up_proj.weight_scale_inv"}
+
+    def manifest(**shapes: tuple[int, ...]) -> list[list[dict[str, object]]]:
+        fields = {"dtype": "float32", "columns": None, "same_as": None}
+        tensors = {name: {"shape": list(s), "rows": [[0, s[0]]], **fields} for name, s in shapes.items()}
+        return [[{"rank": 0, "where": "e", "tensors": tensors, "opaque": [], "unseen": {}}]]
+
+    assert layouts_of(held, manifest(a=(4, 4))).shapes == [(4, 4)]
+    for shapes, message in (({}, "the trainer's a is no tensor"), ({"a": (4, 4), "b": (1,)}, "has not 1 tensors .* b")):
+        with pytest.raises(HpcrlError, match=message):
+            layouts_of(held, manifest(**shapes, **({} if shapes else {"c": (1,)})))
+    with pytest.raises(HpcrlError, match=r"shape \[4, 4\], the engines need \[4, 5\]"):
+        layouts_of(held, manifest(a=(4, 5)))

@@ -1,0 +1,151 @@
+"""Resharded updates between real trainer ranks and real engines: bit for bit what gathered ones bring, over the layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.convert.to_fp8 import convert
+from hpcrl.plan import Plan
+from hpcrl.queue.auth import client_keys
+from hpcrl.run.rundir import RunDir
+from hpcrl.trainer.megatron.model import build, export, load_hf
+from hpcrl.trainer.parallel.collectives import make_patient
+from hpcrl.trainer.parallel.parallel_state import initialize
+from hpcrl.trainer.weight_stream import WeightExit
+from hpcrl.weights.digest import digest
+from hpcrl.weights.engine_fleet import FleetEngine
+from hpcrl.weights.engine_http import Address
+from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.sender import WeightSender
+from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate
+from tests.support.forked_engines import Nursery
+from tests.support.ranks import run_ranks
+from tests.support.tiny import make_family
+
+pytestmark = pytest.mark.vllm
+PROMPT = list(range(20, 44))
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    found = Nursery()
+    yield found
+    found.close()
+
+
+def change(policy: Any, seed: int) -> None:
+    """Other weights, the same on all copies of a part: each is scaled by what only its name and `seed` decide."""
+    with torch.no_grad():
+        for module in policy.modules:
+            for value in module.state_dict(keep_vars=True).values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    value.mul_(1 + seed / 16)
+
+
+def rank_side(
+    root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: list[str]
+) -> list[dict[str, Any]]:
+    """One trainer rank: an update for each word of `updates`, of weights that differ each time; metrics and digests of each."""
+    ranks = initialize(options)
+    policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
+    load_hf(policy, wide)
+    patient = make_patient(options)
+    way_out = WeightExit(policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint)
+    sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
+    if ranks.rank == 0:
+        sender.connect([FleetEngine(index, address) for index, address in enumerate(addresses)])
+    found = []
+    for version, update in enumerate(updates, 1):
+        change(policy, version)
+        sender.options = options.model_copy(update={"weight_update": update})
+        metrics = sender.publish(way_out.stream(), version)
+        tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
+        largest = way_out.outbox.memory.size if way_out.outbox else 0
+        found.append({"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.fleet and sender.pieces.plan})
+    way_out.leave()
+    sender.close()
+    return [{**entry, "sent": entry["sent"] and entry["sent"].sent().tolist()} for entry in found]
+
+
+def update(engines: Engines, wide: Path, world: int, updates: list[str], **layout: Any) -> list[list[dict[str, Any]]]:
+    values = {"actor_num_gpus_per_node": world, **layout}
+    options = engines.options.model_copy(update=values)
+    addresses = [engines.address(index) for index in range(len(engines.processes))]
+    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, wide, updates, timeout=240)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+SOAK = pytest.mark.soak
+CASES = [
+    pytest.param("qwen3", True, [(4, TP2 | PP2)], id="qwen3"),
+    pytest.param("qwen3_moe", False, [(4, TP2 | EP2 | PP2)], id="qwen3_moe"),
+    pytest.param("qwen3", False, [(2, TP2), (2, PP2)], id="qwen3-untied", marks=SOAK),
+    pytest.param("glm4", False, [(4, TP2 | {"context_parallel_size": 2})], id="glm4", marks=SOAK),
+    pytest.param("qwen3_moe", False, [(2, EP2)], id="qwen3_moe-ep", marks=SOAK),
+    pytest.param("glm4_moe", False, [(2, TP2 | EP2)], id="glm4_moe", marks=SOAK),
+]
+
+
+@pytest.mark.parametrize(("name", "tied", "layouts"), CASES)
+def test_one_engine_gets_bit_for_bit_what_gathered_gives(
+    name: str, tied: bool, layouts: list[tuple[int, dict[str, Any]]], nursery: Nursery, tmp_path: Path
+) -> None:
+    """--check-weight-update-equal compares what the model multiplies with to the tensors that rank 0 gathers."""
+    model = make_family(tmp_path / "model", name, tied)
+    engines = nursery.engines(tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL)
+    for world, layout in layouts:
+        found = update(engines, model, world, ["resharded", "gathered", "auto"], **layout)
+        driver = found[0]
+        assert driver[0]["tensors"] != driver[1]["tensors"] != driver[2]["tensors"]
+        assert driver[2]["metrics"]["perf/update_weights_bytes"] == sum(driver[2]["sent"])
+        assert all(sent > 0 for sent in driver[0]["sent"]), "every rank sends"
+        assert max(entry[0]["memory"] for entry in found) <= SMALL
+    assert engines.stop() == [0]
+
+
+def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank 0."""
+    wide = make_family(tmp_path / "wide", "qwen3")
+    convert(wide, tmp_path / "fp8", Scheme("block", (32, 32)))
+    engines = nursery.engines(tmp_path / "run", tmp_path / "fp8", update_weight_buffer_size=SMALL)
+    answers = []
+    for way in ("resharded", "gathered"):
+        found = update(engines, wide, 4, [way], **TP2 | PP2)
+        answers.append(generate(engines.address(), PROMPT, 24, seed=7))
+        total = sum(tensor.nbytes for _, tensor in Reference(wide).pairs())
+        assert found[0][0]["metrics"]["perf/update_weights_bytes"] < 0.5 * total
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+    assert answers[0]["logprobs"] == answers[1]["logprobs"]
+    assert engines.stop() == [0]
+
+
+@pytest.mark.parametrize("transfer", ["shm", pytest.param("gloo", marks=SOAK)])
+def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tmp_path: Path) -> None:
+    """Two engines of two workers that hold half of every expert, from four ranks; over sockets each engine has its own porter."""
+    model = make_family(tmp_path / "model", "qwen3_moe")
+    workers = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "weight_transfer": transfer}
+    engines = Engines(tmp_path / "run", model, 2, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **workers)
+    try:
+        for index in range(2):
+            engines.wait(index)
+        found = update(engines, model, 4, ["resharded", "resharded"], **TP2 | PP2 | {"sequence_parallel": True})
+        reference = Reference(model)
+        sent = found[0][1]["metrics"]["perf/update_weights_bytes"]
+        once = sum(t.nbytes for _, t in reference.pairs())
+        assert sent == once or (transfer == "gloo" and sent == 2 * once), "once to each host; over sockets to each engine"
+        with torch.no_grad():
+            for tensor in (*reference.model.parameters(), *reference.model.buffers()):
+                if tensor.is_floating_point():
+                    tensor.mul_(1 + 1 / 16).mul_(1 + 2 / 16)
+        for index in range(2):
+            answer = generate(engines.address(index), PROMPT, 24)
+            assert reference.distance(PROMPT, answer) < 1e2 * CLOSE
+    finally:
+        assert engines.stop() == [0, 0]
