@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
@@ -44,10 +43,10 @@ def read_options(rundir: RunDir) -> Options:
 def read_plan(rundir: RunDir) -> Plan:
     """Who runs where in this attempt.  HpcrlError if the launcher has left no whole plan."""
     try:
-        return msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+        return read_json(rundir.plan_file, Plan)
     except FileNotFoundError:
         raise HpcrlError(f"{rundir.plan_file} is not there", "does this host see the run directory?") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, Damaged) as error:
         raise HpcrlError(f"{rundir.plan_file} is damaged, or of another version of hpcrl: {error}") from error
 
 
