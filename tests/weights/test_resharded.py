@@ -142,10 +142,9 @@ def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tm
         sent = found[0][1]["metrics"]["perf/update_weights_bytes"]
         once = sum(t.nbytes for _, t in reference.pairs())
         assert sent == once or (transfer == "gloo" and sent == 2 * once), "once to each host; over sockets to each engine"
-        with torch.no_grad():
-            for tensor in (*reference.model.parameters(), *reference.model.buffers()):
-                if tensor.is_floating_point():
-                    tensor.mul_(1 + 1 / 16).mul_(1 + 2 / 16)
+        with torch.no_grad():  # what a checkpoint holds; the frequencies of the positions stay
+            for tensor in reference.model.parameters():
+                tensor.mul_(1 + 1 / 16).mul_(1 + 2 / 16)
         for index in range(2):
             answer = generate(engines.address(index), PROMPT, 24)
             assert reference.distance(PROMPT, answer) < 1e2 * CLOSE
