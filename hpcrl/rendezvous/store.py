@@ -43,8 +43,7 @@ class KeyedStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self.host, self.port, self._keys, self._check = host, port, keys, check
-        self._mine = threading.local()
-        self._context, self._pid = zmq.Context(), os.getpid()
+        self._mine, self._pid = threading.local(), os.getpid()
 
     # ---- what torch calls
 
@@ -114,12 +113,16 @@ class KeyedStore(Store):
                 self._check()
 
     def _connection(self) -> zmq.Socket:
-        """This thread's own; a forked process has new ones."""
+        """This thread's own; a forked process has new ones.
+
+        All are in the process's one context: that of a store would end with it, and where the store is part of a cycle of garbage
+        wait without end for connections that are collected after it.
+        """
         if self._pid != os.getpid():
-            self._context, self._pid, self._mine = zmq.Context(), os.getpid(), threading.local()
+            self._pid, self._mine = os.getpid(), threading.local()
         found = getattr(self._mine, "socket", None)
         if found is None:
-            found = self._context.socket(zmq.DEALER)
+            found = zmq.Context.instance().socket(zmq.DEALER)
             auth.lock_client(found, self._keys)
             found.ipv6, found.linger = True, 1_000
             found.heartbeat_ivl, found.heartbeat_timeout = HEARTBEAT, HEARTBEAT_TIMEOUT
