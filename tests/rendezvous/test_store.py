@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -157,3 +158,20 @@ def test_it_listens_on_one_address_or_says_why_not() -> None:
         StoreServer("0.0.0.0", ServerKeys(*own, ()))
     with pytest.raises(UsageError, match="cannot listen on 192.0.2.1: "):
         StoreServer("192.0.2.1", ServerKeys(*own, ()))
+
+
+def test_a_store_in_a_cycle_of_garbage_is_collected_at_once(meeting: Meeting) -> None:
+    """Collection clears what knows a context's connections before it ends the context: one that is a store's own would wait for them."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.store, self.itself = meeting.member(), self
+
+    gone = []
+    for _ in range(3):
+        Holder().store.set("x", "1")
+        collect = threading.Thread(target=gc.collect, daemon=True)
+        collect.start()
+        collect.join(20)
+        gone.append(not collect.is_alive())
+    assert all(gone)
