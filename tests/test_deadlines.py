@@ -16,6 +16,7 @@ RUNS = {"run", "call", "check_call", "check_output"}
 READY = "asked only of what is done, or has something to be read"
 GROUP = "torch ends it after --distributed-timeout-minutes, or the group's own limit"
 WATCHED = "who asked for it has a deadline, and ends the process"
+OWN = "a Transfer waits no longer than its own deadline"
 HERE = "a computation of this command, which waits for nobody"
 #: (file, call) -> what ends it
 ENDED = {
@@ -24,6 +25,9 @@ ENDED = {
     ("doctor/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
     ("doctor/one_node.py", "key.data.accept()"): READY,
     ("doctor/one_node.py", "process.communicate()"): "the process was killed in the line before",
+    ("engine/pieces/inbox.py", "arriving[turn % HALVES][place].wait()"): OWN,
+    ("engine/pieces/inbox.py", "self.post.hear(self._source(message), READY).wait()"): OWN,
+    ("engine/pieces/inbox.py", "transfer.wait()"): OWN,
     ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,
     ("queue/client.py", "self._socket.recv_multipart(copy=False)"): READY,
     ("queue/server.py", "self._socket.recv_multipart(copy=False)"): "it serves until it is closed",
@@ -43,6 +47,8 @@ ENDED = {
     ("trainer/start/network_speed.py", "torch.cuda.synchronize(device)"): GROUP,
     ("weights/engine_fleet.py", "future.result()"): READY,
     ("weights/gloo_group.py", "work.wait()"): READY,
+    ("weights/pieces/outbox.py", "transfer.wait()"): OWN,
+    ("weights/pieces/transport.py", "future.result()"): READY,
 }
 
 
