@@ -49,7 +49,7 @@ class Cluster:
         node: str = HEAD,
         *,
         check: bool = True,
-        timeout: float = 60.0,
+        timeout: float = 240.0,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         stdin: str | None = None,

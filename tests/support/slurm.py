@@ -16,7 +16,7 @@ ENV = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": "/tmp"
 MEMORY = ["trainer.mem=8G", "engine.mem=8G", "rollout.mem=4G"]
 
 
-def hpcrl(cluster: Cluster, *words: str | Path, node: str = "head", check: bool = True, timeout: float = 60, **more: Any) -> Any:
+def hpcrl(cluster: Cluster, *words: str | Path, node: str = "head", check: bool = True, timeout: float = 240, **more: Any) -> Any:
     """The command on a node; the finished process."""
     return cluster.run([sys.executable, "-m", "hpcrl", *words], node, check=check, timeout=timeout, env=ENV, **more)
 
