@@ -37,6 +37,8 @@ PLAIN = {
     "traceback": {"FrameSummary", "StackSummary"},
     "types": {"SimpleNamespace"},
 }
+#: under which names torch, and newer versions of Megatron-core, pickle a tensor's memory
+STORAGES = {("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")}
 #: where records (dataclasses, enumerations, named tuples) are plain data too
 RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
 #: where errors come from that one rank tells another
@@ -51,7 +53,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Reads a pickle of plain values.  Refused for any other; what a damaged one raises, pickle says."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in STORAGES:
             return _storage
         if name in PLAIN.get(module, ()):
             return super().find_class(module, name)

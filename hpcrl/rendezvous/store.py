@@ -11,6 +11,7 @@ run; every call ends within the store's timeout, or as soon as `check` says that
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
 from hpcrl.rendezvous.frames import Answer, Ask, Verb, to_answer, to_bytes
 
 LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
+KNOCK = 1.0  #: seconds that a look at the server's port may take; between two of them pass LOOK, twice that, four times, ...
 
 
 def nothing() -> None:
@@ -98,7 +100,7 @@ class KeyedStore(Store):
         seconds = seconds or self.timeout.total_seconds()
         connection = self._connection()
         self._mine.number = number = self._mine.number + 1
-        end = time.monotonic() + seconds
+        end, knock, pause = time.monotonic() + seconds, time.monotonic(), LOOK
         connection.send(to_bytes(Ask(number, verb, keys or [], values or [], amount)))
         while True:
             left = end - time.monotonic()
@@ -111,6 +113,21 @@ class KeyedStore(Store):
                 raise DistStoreError(f"the store at {self.host}:{self.port} did not answer {verb} {what} within {seconds:.0f} s")
             else:
                 self._check()
+                if time.monotonic() > knock:
+                    pause, knock = 2 * pause, time.monotonic() + 2 * pause
+                    self._knock(verb)
+
+    def _knock(self, verb: Verb) -> None:
+        """DistStoreError if nobody listens at the server's port any more: it ended, and no answer will ever come.
+
+        ZeroMQ alone would connect again and again, and torchrun on all hosts but the server's wait for minutes as they end.
+        """
+        try:
+            socket.create_connection((self.host, self.port), KNOCK).close()
+        except ConnectionRefusedError:
+            raise DistStoreError(f"the store at {self.host}:{self.port} ended before it answered {verb}") from None
+        except OSError:
+            pass  # a network that fails for a while is waited for
 
     def _connection(self) -> zmq.Socket:
         """This thread's own; a forked process has new ones.

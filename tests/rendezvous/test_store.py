@@ -175,3 +175,11 @@ def test_a_store_in_a_cycle_of_garbage_is_collected_at_once(meeting: Meeting) ->
         collect.join(20)
         gone.append(not collect.is_alive())
     assert all(gone)
+
+
+def test_a_server_that_has_ended_is_not_waited_for(meeting: Meeting) -> None:
+    store = meeting.member(seconds=300)
+    store.set("x", "1")
+    threading.Timer(0.1, meeting.server.close).start()
+    with pytest.raises(dist.DistStoreError, match="ended before it answered"):
+        store.wait(["never"])
