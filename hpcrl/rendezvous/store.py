@@ -123,7 +123,7 @@ class KeyedStore(Store):
         ZeroMQ alone would connect again and again, and torchrun on all hosts but the server's wait for minutes as they end.
         """
         try:
-            socket.create_connection((self.host, self.port), KNOCK).close()
+            socket.create_connection((self.host, self.port), timeout=KNOCK).close()
         except ConnectionRefusedError:
             raise DistStoreError(f"the store at {self.host}:{self.port} ended before it answered {verb}") from None
         except OSError:
