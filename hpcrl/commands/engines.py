@@ -83,8 +83,7 @@ def _add(argv: list[str]) -> int:
     run = find_run(args.run)
     stage, _ = _of(run)
     name = shorten_path(str(run.root))
-    if (phase := look_at_run(run).phase) not in WORKING:
-        raise HpcrlError(f"{name} is not running: it is {phase}", "engines come and go in a run that runs")
+    _check_runs(run, name)
     assert stage.attempt is not None
     rundir = RunDir(stage.root, stage.attempt)
     if read_options(rundir).takes_turns:
@@ -107,6 +106,11 @@ def _positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _check_runs(run: Run, name: str) -> None:
+    if (phase := look_at_run(run).phase) not in WORKING:
+        raise HpcrlError(f"{name} is not running: it is {phase}", "engines come and go in a run that runs")
 
 
 def _site(args: argparse.Namespace, run: Run) -> Site | None:
@@ -132,8 +136,7 @@ def _remove(argv: list[str]) -> int:
     run = find_run(args.run)
     stage, views = _of(run)
     name = shorten_path(str(run.root))
-    if (phase := look_at_run(run).phase) not in WORKING:
-        raise HpcrlError(f"{name} is not running: it is {phase}", "engines come and go in a run that runs")
+    _check_runs(run, name)
     there = {view.index: view for view in views.engines if view.state != "gone"}
     if args.index not in there:
         raise UsageError(f"{name} has no engine {args.index}", f"it has {', '.join(map(str, sorted(there))) or 'none'}")

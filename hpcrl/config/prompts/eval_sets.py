@@ -22,6 +22,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.prompts.prompt_words import KINDS, PromptWord, read_word
 from hpcrl.config.reward_names import RewardWord, needing_labels, own_reward, read_words
+from hpcrl.config.rules.yaml_file import read_yaml
 from hpcrl.config.unknown_names import nearest
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
@@ -193,14 +194,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read --eval-config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--eval-config {path} is not YAML: {' '.join(str(error).split())}") from error
+    found = read_yaml(path, "--eval-config")
     if not isinstance(found, dict) or not isinstance(found.get("eval"), dict):
         raise UsageError(f"--eval-config {path} has no table `eval`", "it holds eval.defaults and eval.datasets")
     for key in found:

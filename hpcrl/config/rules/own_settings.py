@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.rules.yaml_file import read_yaml
 from hpcrl.errors import UsageError
 
 
@@ -30,15 +31,8 @@ def with_own_settings(values: Mapping[str, Any], known: Mapping[str, Any]) -> di
 
 
 def _read(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    import yaml
-
-    shown = f"--custom-config-path {path}"
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {shown}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{shown} is not YAML: {' '.join(str(error).split())}") from error
+    flag = "--custom-config-path"
+    found, shown = read_yaml(path, flag), f"{flag} {path}"
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise UsageError(f"{shown} is no table of names and values")
     for key in found:
