@@ -30,7 +30,16 @@ def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, t
     values = {"num_rollout": 100000, "save_interval": None, "actor_num_nodes": 1, "actor_num_gpus_per_node": 1}
     job = submit(cluster, recipe(tmp_path, task, **(POLICY | values)), tmp_path / "run")
     job.until(lambda: job.steps() >= 1)
-    more = ["--time", "20", "--set", "engine.partition=low", "--set", "requeue=false"]
+    more = [
+        "--time",
+        "20",
+        "--set",
+        "engine.partition=low",
+        "--set",
+        "requeue=false",
+        "--set",
+        "exclusive=true",
+    ]  # a node of its own
     said = hpcrl(cluster, "engines", "add", job.root, *more).stdout
     number = int(re.match(r"job (\d+)", said)[1])
     job.until(lambda: states(job) == ["serving", "serving"])
