@@ -15,8 +15,10 @@ that rank comes from the key it holds, never from what it says.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import os
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -94,9 +96,14 @@ def make_engine_keys(folder: Path) -> None:
     """Keys for engines that serve one run after another, unless `folder` has them: http.key, and the store's of weights."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    if not (folder / HTTP_KEY).exists():
-        _make(folder, "weights", 1)
-        write_atomic(folder / HTTP_KEY, secrets.token_hex(32).encode())
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(at, fcntl.LOCK_EX)  # several may be served at once
+        if not (folder / HTTP_KEY).exists():
+            _make(folder, "weights", 1)
+            write_atomic(folder / HTTP_KEY, secrets.token_hex(32).encode())
+    finally:
+        os.close(at)
 
 
 def lend_keys(folder: Path, address: str, to: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,9 @@ def test_an_engine_that_no_run_has_started_serves_one_after_another(tmp_path: Pa
     file = recipe(tmp_path, task, **(POLICY | values))
     engine = serve(file, address, keys, log)
     try:
+        while not (keys / "http.key").exists():
+            assert engine.poll() is None, log.read_text()
+            time.sleep(0.1)
         run = Run(file, root=root)
         run.until(lambda: run.steps() >= 2, 240)
         with pytest.raises(HttpError, match="401"):

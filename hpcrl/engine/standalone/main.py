@@ -8,6 +8,7 @@ Invariants: those of an engine of a run (`engine/main.py`); DIR, which is of thi
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import sys
 
@@ -49,6 +50,8 @@ def run(context: RoleContext) -> None:
 def main() -> int:
     adopt_orphans()
     context = open_role()
+    for number in (signal.SIGTERM, signal.SIGINT):  # until it is supervised, there is nothing to end
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
         return act("engine", context, 0, lambda: run(context), record=lambda _: None)
     finally:
