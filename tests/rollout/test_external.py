@@ -187,6 +187,12 @@ def test_keys_that_are_not_there_are_missed_by_name(tmp_path: Path) -> None:
     assert borrow(context.rundir, Plan("run", 0, (HERE,), (HERE,), HERE), context.options) is None
 
 
+def test_an_engine_elsewhere_is_refused_where_it_could_not_reach_the_trainer(tmp_path: Path) -> None:
+    context = run_with(tmp_path, "10.0.0.5:8100")
+    with pytest.raises(UsageError, match="10.0.0.5:8100: the run is on this machine alone and listens on 127.0.0.1"):
+        borrow(context.rundir, context.plan, context.options)
+
+
 def test_engines_that_are_added_come_after_these(tmp_path: Path) -> None:
     context = run_with(tmp_path, "127.0.0.1:8100")
     assert claim(context.rundir, context.plan, EngineAdded(host="b", slots=(3,))) == 2

@@ -61,6 +61,7 @@ def serve(argv: list[str]) -> int:
     return os.execv(sys.executable, [sys.executable, "-m", PROGRAM, str(rundir.root), "--attempt", "0"])
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: what a recipe may say of its run, which is none here
 _NOWHERE = {"run": "{run}", "prepared": "{run}/prepared"}
 
@@ -105,6 +106,12 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
     """
     if not plan.external:
         return None
+    away = next((text for text in plan.external if split_address(text)[0] not in _LOOPBACK), None)
+    if away and plan.trainers[0].at in _LOOPBACK:
+        raise UsageError(
+            f"{ADDRS} {away}: the run is on this machine alone and listens on {plan.trainers[0].at}, which that engine cannot reach",
+            "start the run with hpcrl submit or hpcrl launch, or serve the engine here, at 127.0.0.1",
+        )
     folder = Path(options.rollout_external_engine_keys or "").expanduser()
     try:
         lock = (folder / HTTP_KEY).open("rb")
