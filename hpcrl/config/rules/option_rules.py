@@ -272,6 +272,11 @@ def _weights(o: Options) -> None:
             f"--weight-transfer {o.weight_transfer} is no way of transfer",
             f"did you mean {close}?" if close else f"there are {', '.join(ways)}",
         )
+    if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
+        raise UsageError(
+            f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
+            "leave one of them out",
+        )
 
 
 # ---- what would have no effect
