@@ -18,7 +18,7 @@ from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
-from hpcrl.config.rules.external_rules import check_external, inert_in_external
+from hpcrl.config.rules.engine_rules import check_engines, check_external, inert_in_external
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
@@ -37,7 +37,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, _engines, check_sharing, check_external), options)
+    layout = failures((_layout, _virtual_stages, check_engines, check_sharing, check_external), options)
     wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
@@ -93,22 +93,6 @@ def _layout(o: Options) -> None:
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
     expert_layout(o)
-
-
-def _engines(o: Options) -> None:
-    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
-    if gpus % each:
-        raise UsageError(
-            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
-        )
-    parts = o.engine_data_parallel_size
-    if parts < 1 or each % parts:
-        raise UsageError(
-            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
-        )
-    if o.needs_engines and gpus < 1 and not o.rollout_external_engine_addrs:
-        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
-        raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
 def expert_layout(o: Options) -> None:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from hpcrl.config.rules.external_rules import ADDRS, KEYS, split_address
+from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE

@@ -22,7 +22,7 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
-from hpcrl.config.rules.external_rules import ADDRS, KEYS, split_address
+from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plan import Place, Plan

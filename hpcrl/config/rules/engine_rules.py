@@ -1,6 +1,6 @@
-"""What engines that somebody else has started need: pure functions of the resolved options.
+"""How many engines there are, and what those need that somebody else has started: pure functions of the resolved options.
 
-Invariant: an address that passes is HOST:PORT, and stands once.
+Invariant: the GPUs of engines divide into whole ones; an address that passes is HOST:PORT, and stands once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,23 @@ def split_address(text: str, flag: str = ADDRS) -> tuple[str, int]:
     if found is None or not 0 < int(found[3]) < 65536:
         raise UsageError(f"{flag} {text}: that is no address of an engine", "write HOST:PORT, such as 10.0.0.5:8100")
     return found[1] or found[2], int(found[3])
+
+
+def check_engines(o: Options) -> None:
+    """UsageError for GPUs that make no whole engines, or none where some are needed."""
+    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
+    if gpus % each:
+        raise UsageError(
+            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
+        )
+    parts = o.engine_data_parallel_size
+    if parts < 1 or each % parts:
+        raise UsageError(
+            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
+        )
+    if o.needs_engines and gpus < 1 and not o.rollout_external_engine_addrs:
+        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
+        raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
 def check_external(o: Options) -> None:
