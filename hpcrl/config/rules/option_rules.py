@@ -271,7 +271,7 @@ _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval
 
 def inert(o: Options) -> dict[str, str]:
     """Options that do nothing in this combination -> why."""
-    return {name: why for names, why in _inert(o) for name in names.split()}
+    return {name: why for names, why in (*_inert(o), *inert_in_external(o)) for name in names.split()}
 
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
@@ -332,7 +332,6 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
     yield from inert_in_sharing(o)
-    yield from inert_in_external(o)
     yield from _inert_beside_own(o)
     yield from _inert_in_training(o)
 
