@@ -81,6 +81,10 @@ class Faults:
             index = next((view.index for view in self.views() if view.state != "serving"), index)
         before = self.views()[index].state
         hit = self.cut(self.hosts[index]) if kind == "cut off" else self.signal(index, kind)
+        until = time.monotonic() + 15
+        while not hit and time.monotonic() < until:  # between two lives
+            time.sleep(0.2)
+            hit = self.signal(index, kind)
         self.done.append({"fault": kind, "when": when, "engine": index, "state": before, "hit": hit, "at": time.monotonic()})
         print(json.dumps(self.done[-1] | {"step": self.job.steps()}), flush=True)
 
