@@ -84,13 +84,13 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
     try:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
-    except Stopped as stopped:
+    except Stopped as end:
         if clock.due:
-            _requeue(job, allocation, stopped.what)
+            _requeue(job, allocation, end.what)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
-            _requeue(job, allocation, f"preempted; {stopped.what}")
-        say(str(stopped))
-        return {"status": "stopped", "message": str(stopped)}
+            _requeue(job, allocation, f"preempted; {end.what}")
+        say(str(end))
+        return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
@@ -154,6 +154,11 @@ def final_summary(job: Job) -> dict[str, Any]:
     return {} if summary is None else msgspec.to_builtins(summary)
 
 
+def stopped(summary: dict[str, Any]) -> bool:
+    """Whether what `run_in_job` returns is of a run that saved and ended early."""
+    return summary.get("status") == "stopped"
+
+
 def _requeue(job: Job, allocation: Allocation, why: str) -> None:
     """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses."""
     if (job.root / CANCEL).exists():
@@ -195,8 +200,7 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
             job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes())
         write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
         allocation.mark(job.identity)
-        run_in_job(job, allocation)
+        return Stopped.exit_code if stopped(run_in_job(job, allocation)) else 0
     except HpcrlError as error:
         print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return 0

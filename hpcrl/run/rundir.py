@@ -35,7 +35,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, count_of, make_parents, read_json, swappable, touch
+from hpcrl.careful_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
 
@@ -74,7 +74,7 @@ class RunDir:
     """Paths of one attempt of one run, and the marks by which its processes tell one another how it stands."""
 
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
-        self.root, self.attempt = Path(root).resolve(), attempt
+        self.root, self.attempt = as_given(root), attempt
 
     # ---- paths
 
@@ -123,14 +123,16 @@ class RunDir:
 
         UsageError if it is not empty, cannot be made, or would lie where others may put something else in its place.
         """
-        path = Path(root).resolve()
-        if Path(root).is_symlink() and not path.is_dir():
-            raise UsageError(f"--run-dir {root} is a link to {path}, which is not there", "did you make it? name the directory")
+        path = as_given(root)
+        if path.is_symlink() and not path.is_dir():
+            raise UsageError(
+                f"--run-dir {root} is a link to {path.resolve()}, which is not there", "did you make it? name the directory"
+            )
         if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         try:
             make_parents(path)
-            if parent := swappable(path):
+            if parent := swappable(path) or swappable(path.resolve()):
                 raise UsageError(
                     f"--run-dir {root}: everybody may put something else in its place: {parent} is writable by all",
                     f"choose another directory, or chmod o-w {parent}",
