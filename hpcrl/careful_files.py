@@ -92,7 +92,8 @@ def as_given(path: str | os.PathLike[str]) -> Path:
     Where a link leads may be known to this machine alone, such as the place of a home directory on a login node.  The link of
     another user, who could let it lead elsewhere later, is followed now, and so is whatever stands before a `..`.
     """
-    whole = _here() / path
+    whole = Path(path)
+    whole = whole if whole.is_absolute() else _here() / whole
     if ".." in whole.parts or any(map(_of_another, (whole, *whole.parents))):
         return whole.resolve()
     return whole

@@ -72,10 +72,10 @@ def all_runs() -> list[Path]:
     """The runs that the registry knows, and those in ./runs."""
     roots = {path.resolve(): path for path in known()}
     with contextlib.suppress(OSError):
-        for path in Path("runs").iterdir():
+        for path in as_given("runs").iterdir():
             with contextlib.suppress(OSError):
                 if is_run(path):
-                    roots.setdefault(path.resolve(), as_given(path))
+                    roots.setdefault(path.resolve(), path)
     return sorted(roots.values())
 
 
