@@ -33,6 +33,7 @@ from hpcrl.run.summary import read_summary
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
+RETREAT = 20.0  #: seconds before the time limit that an attempt which does not save in time is ended
 PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
 
 
@@ -68,7 +69,13 @@ class Clock:
         needed = margin(rundir, self.floor) if rundir else self.floor
         if (self.ends is None and nudged) or (self.ends is not None and now > self.ends - needed):
             self.due = self.due or not stop.requests
-            stop.ask("the time limit is near", needed)
+            stop.ask("the time limit is near", needed if self.ends is None else _before(self.ends - now))
+
+
+def _before(left: float) -> float:
+    """Seconds that a run may take to save, of those that are `left`: enough remains to end it ourselves, and queue the job again,
+    before the scheduler ends it all for good."""
+    return max(left - RETREAT, left / 2, 1.0)
 
 
 def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
