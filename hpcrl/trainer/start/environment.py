@@ -12,7 +12,8 @@ from hpcrl.config.options import Options
 from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
 from hpcrl.run.role import RoleContext, say
 
-#: where torch's flight recorder puts what it has recorded (the rank's number is added), by its name and its elder one
+#: where torch's flight recorder puts what it knows of NCCL's collectives when one takes too long (the rank's number is added), by its
+#: name and its elder one
 DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
@@ -24,7 +25,7 @@ def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
     for line in overruled(wishes, base):
         say(line)
     os.environ.update(missing(wishes, base) | compile_caches(base))
-    if not base.keys() & DUMPS:  # what NCCL's flight recorder knew when a collective took too long: a node's /tmp may go with the job
+    if not base.keys() & DUMPS:  # a node's /tmp may go with the job
         os.environ[DUMPS[0]] = str(context.rundir.logs / "nccl-trace-rank-")
     os.environ.update(context.options.train_env_vars)
 
