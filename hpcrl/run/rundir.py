@@ -14,6 +14,7 @@
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/remove-engine-I  exists when the user wants this engine gone (engines/wishes.py)
       attempts/N/end              exists when every process of the attempt is to end now
+      attempts/N/over             exists when summary.json has what came of the attempt
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
@@ -41,6 +42,7 @@ from hpcrl.run.failure import ERROR, Failure
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+OVER = "over"  #: name of a mark in attempts/N
 #: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
