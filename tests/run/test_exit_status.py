@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.exit_status import how_it_ended, signal_name
-from hpcrl.run.memory_limit import killed_at_limit
+from hpcrl.run.exit_status import how_it_ended, killed_at_limit, signal_name
 
 
 @pytest.mark.parametrize(
