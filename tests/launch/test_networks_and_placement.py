@@ -21,8 +21,8 @@ from hpcrl.mpi.mpirun import mpi_command, reach
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
-from hpcrl.run.rundir import RunDir
-from hpcrl.run.summary import summary_of
+from hpcrl.run.rundir import OVER, RunDir
+from hpcrl.run.summary import Summary, summary_of, write_summary
 from hpcrl.slurm.srun import HetGroup, SrunHosts, _alone, read_groups
 
 
@@ -176,9 +176,9 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
         here.check()
     here.fail("engine", 0, "later")
     assert there.failure().message == "broken"
-    (here.root / "summary.json").write_text(json.dumps({"attempt": 0, "status": "finished"}))
+    write_summary(here.root, Summary("finished", here.attempt))
     two.put(one.new())
-    assert summary_of(there).finished
+    assert summary_of(there).finished and OVER in there.signs(), "by which its hosts know"
 
 
 @pytest.mark.parametrize(
