@@ -64,7 +64,7 @@ class Stop:
             self.requests += 1
 
     def ask(self, why: str, seconds: float = 0.0) -> None:
-        """Ask to save and end, once.  seconds: that the run may take for it, if that is more than --stop-timeout."""
+        """Ask to save and end, once.  seconds: that the run may take for it, instead of --stop-timeout; 0: no other."""
         if not self.requests:
             self.requests, self.why, self.seconds = 1, why, seconds
 
@@ -183,7 +183,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             )
         if stop.requests and stop_by == float("inf"):
             rundir.request_stop()
-            patience = max(options.stop_timeout, stop.seconds)
+            patience = stop.seconds or options.stop_timeout
             stop_by = now + patience
         if stop.requests > 1:
             raise Interrupted("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
