@@ -16,6 +16,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.batch_assembly import Rollout, check_staleness
+from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.ledger import packed
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.held import Held, fit
@@ -25,7 +26,6 @@ from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
-from hpcrl.rollout.samplers.single_turn import _begun
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 
@@ -614,6 +614,6 @@ def test_columns_of_a_response_are_cut_with_it_and_go_on_with_it() -> None:
     found, _ = fit(Held(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
     (part,) = found.begun[0]
     assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
-    begun = _begun(Asked(group(), 0, 0, 5, begun=(part,)))
-    assert begun is not None and begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
+    begun = completion_of(part)
+    assert begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
     assert begun.tokens.tolist() == part.tokens[2:].tolist() and begun.status == ABORTED
