@@ -124,7 +124,7 @@ class Crank:
         keys = client_keys(self.context.rundir, 0, "weights")
         self.exit = WeightExit(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
-        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
+        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written)
         roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
         return Updates(sender, rundir, options.engine_start_timeout, roster, partial(http_key, rundir), together)
 
