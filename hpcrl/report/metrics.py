@@ -65,8 +65,8 @@ class MetricsLog:
         self._purge = first + 1
 
     def evaluated(self, rollout_id: int) -> bool:
-        """Whether an evaluation after `rollout_id` is logged."""
-        return any(row["rollout_id"] == rollout_id and any(k.startswith("eval/") for k in row) for row in read_metrics(self.path))
+        """Whether an evaluation after `rollout_id`, or a later one, is logged."""
+        return any(row["rollout_id"] >= rollout_id and any(k.startswith("eval/") for k in row) for row in read_metrics(self.path))
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Add one record; a number that is not finite is written as null.  HpcrlError when it cannot be written."""
