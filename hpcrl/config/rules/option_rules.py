@@ -20,6 +20,7 @@ from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorit
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
+from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
 from hpcrl.config.unknown_names import nearest
@@ -37,7 +38,8 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
     layout = failures((_layout, _virtual_stages, _engines, check_sharing), options)
-    wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong = failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong += failures((check_passed_through, check_engine_settings), options)
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
@@ -74,6 +76,12 @@ def _needed(o: Options) -> None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
     if o.num_rollout == 0 and o.eval_interval is None:
         raise UsageError("--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only")
+
+
+def _saving(o: Options) -> None:
+    kept, each = o.save_retain_interval, o.save_interval
+    if kept and each and kept % each:
+        raise UsageError(f"--save-retain-interval {kept} is no multiple of --save-interval {each}", "change one of them")
 
 
 def check_run_dir(template: str) -> None:
