@@ -42,7 +42,7 @@ SMALL = {
     "save-interval": "2",
     "custom-rm-path": "tests.support.runs.odd_tokens",
     "rollout-max-context-len": "64",
-    "engine-start-timeout": "300",
+    "engine-start-timeout": "600",
     "check-weight-update-equal": "",
     "deterministic-mode": "",
     "no-bf16": "",
@@ -125,7 +125,7 @@ def test_a_twin_trains_to_its_end_under_slurm(cluster: Cluster, tmp_path: Path, 
     settings = [*MEMORY, "trainer.cpus_per_node=4", "engine.cpus_per_node=4", *SETTINGS.get(guide, ())]
     done = hpcrl(cluster, "submit", "--run-dir", tmp_path / "run", "--set", *settings, "--", *arguments)
     job = Job(cluster, tmp_path / "run", int(re.search(r"job (\d+)", done.stdout)[1]))
-    job.ends(seconds=500)
+    job.ends(seconds=800)
     finished(job.root, guide)
 
 
@@ -134,5 +134,5 @@ def test_a_twin_trains_to_its_end_under_mpirun(cluster: Cluster, tmp_path: Path,
     task, model = tiny(TWINS[guide][0])
     nodes, ranks = TWINS[guide][2][:2]
     hosts = cluster.hostfile("openmpi", cluster.nodes[:nodes], path=tmp_path / "hosts", slots=4 if nodes == 2 else ranks // nodes)
-    launch(cluster, "openmpi", hosts, "--run-dir", tmp_path / "run", "--", *words(guide, tmp_path, task, model), timeout=500)
+    launch(cluster, "openmpi", hosts, "--run-dir", tmp_path / "run", "--", *words(guide, tmp_path, task, model), timeout=800)
     finished(tmp_path / "run", guide)
