@@ -13,6 +13,9 @@ import pytest
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: torch's own threads would only be in each other's way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if TYPE_CHECKING:
     from tests.support.forked_engines import Nursery
 
