@@ -6,6 +6,7 @@ of 0 alone proves nothing: srun, for one, returns it after a node failure); what
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -29,6 +30,7 @@ from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
+from hpcrl.run.trouble.storage import trouble
 
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
@@ -214,7 +216,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
     rundir.check()
     assert gone[0].status is not None
     how = how_it_ended(gone[0].status)
-    message = f"{gone[0].name} {how} before the run was over; a host may have failed; its log is {gone[0].log}"
+    why = trouble(rundir.here) or f"a host may have failed; its log is {gone[0].log}"
+    message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)
 
@@ -222,7 +225,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
 def _part(members: list[Watched], rundir: RunDir, poll: Callable[[], None]) -> None:
     """End the attempt everywhere: hosts are told through the run directory, what is left after that is ended here."""
     if any(m.status is None for m in members):
-        rundir.request_end()
+        with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why the attempt has ended
+            rundir.request_end()
     deadline = time.monotonic() + PARTING
     while any(m.status is None for m in members) and time.monotonic() < deadline:
         poll()

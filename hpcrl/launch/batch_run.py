@@ -18,7 +18,7 @@ import msgspec
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
-from hpcrl.errors import DeadlineError, HpcrlError, Stopped, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.attempt import Stop
 from hpcrl.launch.job import Job, begin_job, finished, reopen_job, run_job, say
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
@@ -89,6 +89,11 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
             _requeue(job, allocation, stopped.what)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
             _requeue(job, allocation, f"preempted; {stopped.what}")
+        elif not any(
+            (job.root / name).exists() for name in ("stop", CANCEL)
+        ):  # a signal: the scheduler shall not call it completed
+            say(str(stopped))
+            raise SystemExit(stopped.exit_code) from None
         say(str(stopped))
         return {"status": "stopped", "message": str(stopped)}
     except HpcrlError as error:
@@ -98,24 +103,37 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
             _requeue(job, allocation, f"preempted ({error})")
         elif broken := _broken_host(job):
             _start_elsewhere(job, allocation, *broken)
-        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
-            _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault
+        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:  # all: not the hosts' fault
+            why = f"no answer from {', '.join(lost)}: is it up, and its network? (first seen as: {error.what})"
+            _correct(job, why)
+            _requeue(job, allocation, why)
+            raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
     return final_summary(job)
 
 
+def _correct(job: Job, why: str) -> None:
+    """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
+    if (rundir := _last_attempt(job)) is not None:
+        rundir.correct(why)
+
+
 def _broken_host(job: Job) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
-    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
-    if stage is None or not (job.directory(stage) / "options.json").is_file():
-        return None
-    rundir = RunDir.latest(job.directory(stage))
-    if not rundir.plan_file.is_file():
+    rundir = _last_attempt(job)
+    if rundir is None or not rundir.plan_file.is_file():
         return None
     if found := find_broken_host(rundir, read_plan(rundir)):
         note_broken_host(job.root, *found)
         say(f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}")
     return found
+
+
+def _last_attempt(job: Job) -> RunDir | None:
+    """Of the stage at work; None if it has not begun."""
+    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
+    begun = stage is not None and (job.directory(stage) / "options.json").is_file()
+    return RunDir.latest(job.directory(stage)) if stage is not None and begun else None
 
 
 def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> None:

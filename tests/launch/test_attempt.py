@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import Recipe
+from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.launch import attempt, batch_run
 from hpcrl.launch.attempt import Stop
@@ -67,7 +67,10 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
     monkeypatch.setattr(batch_run, "PARTING", 0.0)
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
     allocation = Allocation(preempts)
-    if isinstance(error, Stopped):
+    if isinstance(error, Stopped) and not preempts and not user:  # told by a signal alone: no completed job
+        with pytest.raises(SystemExit, match="143"):
+            batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    elif isinstance(error, Stopped):
         assert batch_run.run_in_job(job, allocation)["status"] == "stopped"  # type: ignore[arg-type]
     else:
         with pytest.raises(PeerError, match="told to end"):
@@ -90,3 +93,27 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not allocation.preempted()
     with pytest.raises(HpcrlError, match="no good"):
         SlurmAllocation({"SLURM_JOB_ID": "7"})
+
+
+def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to be seen is a peer's broken connection; the host that cannot start a task any more is the cause."""
+    rundir = RunDir.create(tmp_path / "run")
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    (rundir.root / "options.json").write_text("{}")
+    rundir.begin()
+
+    def ended(*_: Any) -> int:
+        rundir.fail("trainer", 0, "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
+        rundir.check()
+        raise AssertionError
+
+    monkeypatch.setattr(batch_run, "run_job", ended)
+    monkeypatch.setattr(batch_run, "PARTING", 0.0)
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
+    allocation = Allocation(preempts=False)
+    monkeypatch.setattr(allocation.backend, "silent", staticmethod(lambda seconds: ["node2"]))
+    with pytest.raises(PeerError, match=r"^no answer from node2: .*first seen as: trainer-0: RuntimeError: Connection closed"):
+        batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    assert allocation.requeued == 1
+    failure = rundir.failure()
+    assert failure is not None and str(failure).startswith("no answer from node2")

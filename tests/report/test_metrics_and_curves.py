@@ -19,6 +19,7 @@ from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.trouble import storage
 
 REPO = Path(__file__).parents[2]
 
@@ -117,6 +118,7 @@ def test_a_number_that_is_none_is_still_json(rundir: RunDir) -> None:
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
 def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 0.0)
     if full == "metrics.jsonl":
         rundir.metrics_file.symlink_to("/dev/full")
     else:
@@ -124,7 +126,7 @@ def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatc
         monkeypatch.setattr(
             Path, "open", lambda path, mode="r": plain(Path("/dev/full") if "tfevents" in path.name else path, mode)
         )
-    with pytest.raises(HpcrlError, match=f"cannot write .*{full}: No space left on device; free space"):
+    with pytest.raises(HpcrlError, match=f"cannot write .*{full}: .*full .No space left on device.*; free space"):
         MetricsLog(rundir).append(0, {"train/loss": 1.0})
 
 

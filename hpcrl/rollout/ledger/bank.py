@@ -21,6 +21,7 @@ from hpcrl.rollout.ledger.held import Held
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.trouble.storage import PATIENCE
 from hpcrl.sample import Sample
 
 SUFFIX = ".group"
@@ -88,7 +89,7 @@ class Bank:
                 say(f"group {held.number} is not kept for a restart: {text}")
             return False
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(self.path(held.number), data)
+        write_atomic(self.path(held.number), data, patience=PATIENCE)
         return True
 
     def read(self, group: Group) -> Held | None:

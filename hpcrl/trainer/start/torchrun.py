@@ -14,6 +14,7 @@ from hpcrl.errors import PeerError
 from hpcrl.run.exit_status import how_it_ended, signal_name
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.trainer.start.environment import prepare_environment
 
 
@@ -55,6 +56,7 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     from hpcrl.trainer.start.rendezvous import register
 
     register(context, context.index)
+    memory = MemoryWatch()
     try:
         torchrun(command(context))
     except SignalException as error:
@@ -63,7 +65,7 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         place = context.plan.trainers[rank].host
-        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode)}"
+        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode, memory)}"
         say(message)
         context.rundir.fail("trainer", rank, message)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
