@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 from hpcrl.careful_files import Damaged, open_regular, parse_json
 from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
-from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.trouble.storage import mend, patiently, words
 
@@ -52,6 +52,12 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     return row if known else None
 
 
+def _note(text: str) -> None:
+    """For the log of whoever writes."""
+    with contextlib.suppress(OSError):
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
 class MetricsLog:
     """The writer of a run's metrics."""
 
@@ -73,8 +79,8 @@ class MetricsLog:
         self._size = self.path.stat().st_size
         self._purge = first + 1
         if lacking := set(range(rollout_id)) - {row["rollout_id"] for row in kept}:
-            say(
-                f"note: {self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, {min(lacking)} the first: {GONE}"
+            _note(
+                f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, {min(lacking)} the first: {GONE}"
             )
 
     def evaluated(self, rollout_id: int) -> bool:
@@ -102,7 +108,7 @@ class MetricsLog:
         try:
             size = os.fstat(number).st_size
             if size < self._size:
-                say(f"note: {self.path} was removed or cut while the run wrote it: {GONE}")
+                _note(f"{self.path} was removed or cut while the run wrote it: {GONE}")
             self._size = size
             try:
                 while line:

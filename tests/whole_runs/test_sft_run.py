@@ -221,13 +221,19 @@ def test_another_runs_checkpoints_are_not_taken_for_our_own(tmp_path: Path, task
 
 
 def test_a_damaged_checkpoint_and_an_unwritable_directory_are_named(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, num_rollout=2)
+    run = start(tmp_path, task, num_rollout=4)
     assert run.end()[0] == 0
+    whole = metrics(run.root)
     (run.root / "summary.json").unlink()
-    shard = next((run.root / "checkpoints" / "iter_0000002").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:100])
+    shard = next((run.root / "checkpoints" / "iter_0000004").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
     status, out = Run("--resume", run.root, root=run.root).end(60)
-    assert status == 1 and f"{shard} is truncated: 100 bytes" in out, out
+    assert status == 1 and f"{shard} is damaged" in out and "hpcrl resume RUN --ckpt-step 2" in out, out
+    command = [sys.executable, "-m", "hpcrl", "resume", str(run.root), "--ckpt-step", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and metrics(run.root) == whole, done.stderr
     (tmp_path / "file").touch()
     (tmp_path / "b").mkdir()
     other = start(tmp_path / "b", task, save=str(tmp_path / "file" / "x"))

@@ -24,8 +24,8 @@ from tools.cluster import control
 from tools.cluster.layout import HEAD
 
 PLACES = ("tmp", "dev/shm")
-#: what Slurm, ssh and MPI keep on a host between jobs
-THEIRS = re.compile(r"^(hpcrl$|ompi\.|openmpi-sessions|prte|pmix|slurm|munge|\.)")
+#: what Slurm, ssh and MPI keep on a host between jobs, and caches of what was compiled there
+THEIRS = re.compile(r"^(hpcrl$|hpcrl-cache-|torchinductor_|ompi\.|openmpi-sessions|prte|pmix|slurm|munge|\.)")
 
 COMMAND = {"openmpi": "mpirun.openmpi", "mpich": "mpiexec.mpich"}
 
