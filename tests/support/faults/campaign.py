@@ -180,8 +180,8 @@ class Campaign:
             if not self.bed.at_work() and not self.bed.finished():
                 record.wrong.append(f"it has ended: {self.bed.said()[-600:]}")
         record.wrong += wrong_in(root, self.reference)
-        if not self.bed.at_work():
-            record.wrong += [f"{name} is left" for name in self.bed.left()] if "KILL" not in kind.name else []
+        if kind.orderly and not self.bed.at_work():
+            record.wrong += [f"{name} is left" for name in self.bed.left()]
 
     def _over(self, attempt: int) -> bool:
         """Whether nobody works on with what was struck: the run has ended, or a later attempt has begun."""

@@ -109,7 +109,7 @@ def common() -> list[Kind]:
         *kinds,
         Kind("SIGKILL of two", kill_two),
         Kind("link cut for 3 s", link_cut(3.0), ends=False, weight=1.5),
-        Kind("hpcrl stop", stop_command, says="stopped", weight=0.5),
+        Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
     ]
 
 

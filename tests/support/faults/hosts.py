@@ -6,6 +6,7 @@ Invariant: what is left is looked for on every host that has power, in its own /
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -47,7 +48,13 @@ class HostsBed(Bed):
             return set()  # without power, as its tmpfs is
 
     def left(self) -> list[str]:
-        found = {(host, name) for host in self.cluster.hosts for name in self._listed(host) - self.before[host]}
+        """What killed processes have left goes when a host is used again: only the last attempt's hosts are looked at."""
+        try:
+            plan = json.loads((self.root / "attempts" / str(self.attempt) / "plan.json").read_text())
+        except (OSError, ValueError):
+            return []
+        used = {HEAD, *(place["host"] for place in plan["trainers"]), plan["rollout"]["host"]}
+        found = {(host, name) for host in used for name in self._listed(host) - self.before[host]}
         return [f"{host}: {name}" for host, name in sorted(found) if not THEIRS.match(name.rpartition("/")[2])]
 
     def processes(self) -> list[Process]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -47,7 +47,8 @@ class Struck:
 class Kind:
     """strike: does it, once the moment has come.  ends: whether the run's attempt ends of it.  weight: how often it is drawn.
 
-    says: what the words of the end must match.  seconds: until the end.  early: whether it may come while the run starts.
+    says: what the words of the end must match.  seconds: until the end.  early: whether it may come while the run starts.  orderly:
+    whether nobody has to be killed, so that nothing may be left on disks, where else it goes at the next start.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Kind:
     says: str = ""
     seconds: float = ENDS
     early: bool = True
-    tags: frozenset[str] = field(default_factory=frozenset)
+    orderly: bool = False
 
 
 def victim(bed: Bed, chance: random.Random, word: str) -> Process:
@@ -181,9 +182,9 @@ def local_kinds() -> list[Kind]:
         Kind("SIGKILL of two", kill_two),
         Kind("SIGKILL of the launcher", kill_launcher, weight=2),
         Kind("SIGKILL of the launcher's watcher", kill("hpcrl.launch.watching.launcher"), ends=False, weight=0.5),
-        Kind("SIGTERM", told(signal.SIGTERM), says="stopped", weight=1.5),
+        Kind("SIGTERM", told(signal.SIGTERM), says="stopped", weight=1.5, orderly=True),
         Kind("SIGINT, twice", told(signal.SIGINT, signal.SIGINT), says="stopped|ended at once"),
-        Kind("hpcrl stop", stop_command, says="stopped", weight=0.5),
+        Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
         Kind("SIGHUP and SIGUSR1", told(signal.SIGUSR1), says="stopped", weight=0.5),
         Kind("full disk", full_disk, says=r"no space left|full", weight=1.5),
     ]
