@@ -30,6 +30,7 @@ from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
+from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.run.trouble.storage import trouble
 
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
@@ -72,11 +73,15 @@ class Stop:
 
 @dataclass
 class Member:
-    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step."""
+    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step.
+
+    memory: what the kernel had killed before, where the process and what it stands for are on this host.
+    """
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
+    memory: MemoryWatch | None = None
 
     @property
     def status(self) -> int | None:
@@ -94,6 +99,7 @@ class Watched(Protocol):
 
     name: str
     log: Path
+    memory: MemoryWatch | None
 
     @property
     def status(self) -> int | None: ...
@@ -215,7 +221,7 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
         time.sleep(0.05)
     rundir.check()
     assert gone[0].status is not None
-    how = how_it_ended(gone[0].status)
+    how = how_it_ended(gone[0].status, gone[0].memory)
     why = trouble(rundir.here) or f"a host may have failed; its log is {gone[0].log}"
     message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)

@@ -67,12 +67,12 @@ class Campaign:
 
     def run(self) -> list[Record]:
         """All of it; the records."""
-        chance = random.Random(f"{self.name} {self.seed}")
+        chance, until = random.Random(f"{self.name} {self.seed}"), time.monotonic() + self.most
         try:
-            until = time.monotonic() + self.most
             for _ in range(10 * self.count):  # some find nobody to strike
                 if len(self.records) < self.count and time.monotonic() < until:
-                    self._fault(random.Random(chance.random()))
+                    drawn = random.Random(chance.random())
+                    self._fault(drawn.choices(self.kinds, [kind.weight for kind in self.kinds])[0], drawn)
             if self.running:
                 self._to_the_end()
         finally:
@@ -80,10 +80,20 @@ class Campaign:
                 self.bed.close()
         return self.records
 
+    def each(self) -> list[Record]:
+        """Every kind once, in order, on one run to its end; the records."""
+        chance = random.Random(self.seed)
+        try:
+            for kind in self.kinds:
+                self._fault(kind, chance)
+            self._to_the_end()
+        finally:
+            self.bed.close()
+        return self.records
+
     # ---- one fault
 
-    def _fault(self, chance: random.Random) -> None:
-        kind = chance.choices(self.kinds, [kind.weight for kind in self.kinds])[0]
+    def _fault(self, kind: Kind, chance: random.Random) -> None:
         self._be_at_work()
         record = Record(len(self.records), self.name, self.seed, kind.name)
         try:
