@@ -24,7 +24,7 @@ from tests.support.faults.checks import Reference, wrong_in
 from tests.support.faults.kinds import Kind, Struck
 
 START, STEP = 240.0, 300.0  #: seconds until a run trains; until a run that is at work has trained another step
-EARLY = 0.45  #: share of the faults that come while the run starts
+EARLY = 0.55  #: share of the faults that come while the run starts
 GOES_ON = 600.0  #: seconds that a run may take to its end without further faults
 
 

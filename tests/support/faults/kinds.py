@@ -158,12 +158,21 @@ def full_disk(bed: Bed, chance: random.Random) -> Struck:
     return Struck(str(filler), heal=filler.unlink)
 
 
-def full_for_a_moment(bed: Bed, chance: random.Random) -> Struck:
-    """Full for less time than a step with its save takes, or a little more: the run goes on, or ends and says why."""
-    struck = full_disk(bed, chance)
-    time.sleep(chance.uniform(0.1, 1.0))
-    struck.heal()
-    return Struck(struck.victim)
+def all_asleep(bed: Bed, chance: random.Random) -> Struck:
+    """Everything of the run stands still, as on a host that is suspended or starved."""
+    found = bed.processes()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        time.sleep(chance.uniform(0.5, 3) if number == signal.SIGSTOP else 0)
+    return Struck(f"{len(found)} processes")
+
+
+def state_removed(bed: Bed, chance: random.Random) -> Struck:
+    """The launcher's word is gone; it says it again."""
+    (bed.root / "state.json").unlink(missing_ok=True)
+    return Struck("state.json")
 
 
 def local_kinds() -> list[Kind]:
@@ -172,7 +181,7 @@ def local_kinds() -> list[Kind]:
         Kind(f"SIGKILL of {who}", kill(word), says=says, weight=2 if who == "a trainer rank" else 1)
         for who, (word, says) in WHO.items()
     ]
-    kinds += [Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False, weight=0.6) for who, (word, _) in WHO.items()]
+    kinds += [Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False) for who, (word, _) in WHO.items()]
     kinds += [
         Kind(f"SIGSTOP of {who} for ever", sleep(word, None), says="sign of life", seconds=LONG, weight=0.12, early=False)
         for who, (word, _) in WHO.items()
@@ -182,10 +191,12 @@ def local_kinds() -> list[Kind]:
         Kind("SIGKILL of two", kill_two),
         Kind("SIGKILL of the launcher", kill_launcher, weight=2),
         Kind("SIGKILL of the launcher's watcher", kill("hpcrl.launch.watching.launcher"), ends=False, weight=0.5),
+        Kind("SIGSTOP of all for up to 3 s", all_asleep, ends=False, weight=2),
+        Kind("state.json removed", state_removed, ends=False, weight=0.5),
         Kind("SIGTERM", told(signal.SIGTERM), says="stopped", weight=1.5, orderly=True),
         Kind("SIGINT, twice", told(signal.SIGINT, signal.SIGINT), says="stopped|ended at once"),
         Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
-        Kind("SIGHUP and SIGUSR1", told(signal.SIGUSR1), says="stopped", weight=0.5),
+        Kind("SIGUSR1", told(signal.SIGUSR1), says="stopped", weight=0.5),
         Kind("full disk", full_disk, says=r"no space left|full", weight=1.5),
     ]
 
