@@ -39,6 +39,9 @@ define pip
 	@$(BIN)/python -m pip install --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
+# The tests that start no processes: a few workers beside each other, each test file whole in one of them.
+FAST := -m "not process and not vllm and not cluster and not soak" -n auto --maxprocesses 4 --dist loadfile
+
 ENV := $(HPCRL_VENV)/.installed
 $(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
@@ -66,7 +69,7 @@ quickstart: $(ENV)
 # lost nodes, silence), so it runs beside the second; its output is shown when both are done.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
 test: $(ENV) packages
-	$(BIN)/python -m pytest -m "not process and not vllm and not cluster and not soak"
+	$(BIN)/python -m pytest $(FAST)
 	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
 	@$(BIN)/python -m pytest -m "cluster and not soak" > $(CLUSTER_LOG) 2>&1 & cluster=$$!; \
 	$(BIN)/python -m pytest -m "(process or vllm) and not cluster and not soak"; processes=$$?; \
@@ -77,14 +80,14 @@ soak: $(ENV)
 	SEED="$(SEED)" N="$(N)" $(BIN)/python -m pytest -m soak -rP $(if $(SOAK),-k "$(SOAK)")
 
 fast: $(ENV)
-	$(BIN)/python -m pytest -m "not process and not vllm and not cluster and not soak"
+	$(BIN)/python -m pytest $(FAST)
 
 # Megatron-core follows Python: what pip takes on 3.12 is three minor releases ahead of what it takes on 3.11.
 env-312:
 	@$(MAKE) --no-print-directory env PYTHON=$(PYTHON312) HPCRL_VENV=.venv-312
 
 fast-312: env-312
-	.venv-312/bin/python -m pytest -m "not process and not vllm and not cluster and not soak"
+	.venv-312/bin/python -m pytest $(FAST)
 
 trainer-312: env-312
 	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert

@@ -1,13 +1,14 @@
-"""A weight update gathered on rank 0 beside one in pieces, and beside a plain copy, in one run on one host.
+"""Weight updates side by side in one run: gathered on rank 0, in pieces from all ranks, of what has changed, and a plain copy.
 
-    python bench/weights.py [--megabytes 256] [--rounds 5] [--quick]
+    python bench/weights.py [--megabytes 256] [--rounds 5] [--rate 200] [--quick] [--no-hosts]
 
-Four trainer ranks (TP 2, two copies; rows are cut) and one engine of two workers (columns are cut), each a process with one
-thread.  Gathered: rank 0 collects the parts of every tensor over gloo and fills shared buckets, as --weight-update gathered with
---weight-transfer shm does, and the workers copy their half out.  Pieces, in memory and over sockets: the outbox of every rank and
-the inbox of every worker, as --weight-update resharded does with --weight-transfer shm and gloo.  vLLM's loaders are left out of
-all three.  memcpy: one process copies as many bytes once.  Best of the rounds after one to warm up; writes
-bench/results/weights.md; the last line printed is one JSON object.
+One host: four trainer ranks (TP 2, two copies) and one engine of two workers, a process each (bench/weights_roles/members.py),
+over shared memory and over sockets; memcpy: one process copies as many bytes once.  Six hosts: four of a rank each and two of an
+engine each, as network namespaces on a bridge with links of --rate Mbit/s in each direction (root and tc; weights_roles/hosts.py).
+There the least possible is the time in which the busiest link of the plan carries its bytes.  Best of the rounds after one to warm
+up.  Engines would stand still for all of an update, but for gathered over shared memory, where it is what the workers take.
+
+Writes bench/results/weights.md with the machine's load beside; the last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
+import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,223 +28,138 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[0] = str(REPO)
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 import zmq  # noqa: E402
 
-from hpcrl.engine.pieces.inbox import InboxReader  # noqa: E402
-from hpcrl.models.slicing import Place  # noqa: E402
-from hpcrl.queue.auth import ClientKeys, ServerKeys  # noqa: E402
-from hpcrl.redistribution.layouts import Layouts, Part, Worker  # noqa: E402
-from hpcrl.redistribution.plan import Redistribution, redistribute  # noqa: E402
+from bench.weights_roles.hosts import BRIDGE, Host, switch  # noqa: E402
+from bench.weights_roles.members import BYTES, COLUMNS, LIMIT, RANKS, ROWS, Stage, member, plan_of  # noqa: E402
+from hpcrl.queue.auth import ServerKeys  # noqa: E402
 from hpcrl.rendezvous.server import StoreServer  # noqa: E402
-from hpcrl.weights import gloo_group  # noqa: E402
-from hpcrl.weights.bucket import Bucket, fill, views  # noqa: E402
-from hpcrl.weights.pieces.numbers import Numbers, OwnTensor  # noqa: E402
-from hpcrl.weights.pieces.outbox import Addressee, Outbox  # noqa: E402
-from hpcrl.weights.pieces.planning import inboxes, pieces_of, to_bytes  # noqa: E402
-from hpcrl.weights.pieces.post import Post  # noqa: E402
-from hpcrl.weights.shared_memory import Region, open_region  # noqa: E402
 
-HERE, RANKS, WORKERS, ROWS, COLUMNS = "127.0.0.1", 4, 2, 1024, 4096
-BYTES = 2  #: of bf16
+HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
-HALF = COLUMNS // WORKERS
+ONE_HOST = (("gathered", True), ("resharded", True), ("delta", True), ("gathered", False), ("resharded", False), ("delta", False))
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What all processes of one way share."""
+class Result:
+    """seconds: best of an update; busy: processor's seconds of all processes together; loads: of the machine when it ended."""
 
-    tensors: int
-    rounds: int
-    port: int
-    keys: tuple[str, str, str]
-    near: bool
-    barrier: Any
-    results: Any
-    regions: Any
+    seconds: float
+    busy: float
+    load: float
 
 
-def value(number: int) -> float:
-    return float(number % 97)
-
-
-def own_part(number: int) -> torch.Tensor:
-    return torch.full((ROWS // 2, COLUMNS), value(number), dtype=torch.bfloat16)
-
-
-def plan_of(stage: Stage) -> Redistribution:
-    layouts = Layouts()
-    halves = [Part((i * ROWS // 2, (i + 1) * ROWS // 2), (0, COLUMNS), (i, i + 2)) for i in range(2)]
-    held = layouts.pattern(halves)
-    needed = layouts.pattern([Part((0, ROWS), (i * HALF, (i + 1) * HALF), (i,)) for i in range(WORKERS)])
-    for number in range(stage.tensors):
-        layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
-    workers = [Worker(0, "here" if stage.near else "there")] * WORKERS
-    return redistribute(layouts, workers, ["here"] * RANKS, BUCKET // 2)
-
-
-def member(stage: Stage, me: int) -> Post:
-    torch.set_num_threads(1)
-    group = gloo_group.join(HERE, stage.port, ClientKeys(*stage.keys), me, RANKS + WORKERS, HERE, 120)
-    return Post(group, me, RANKS, 120)
-
-
-def timed(stage: Stage, work: Callable[[], None]) -> float:
-    """Best seconds of all processes' work."""
-    found = []
-    for _ in range(stage.rounds + 1):
-        stage.barrier.wait()
-        begin = time.perf_counter()
-        work()
-        stage.barrier.wait()
-        found.append(time.perf_counter() - begin)
-    return min(found[1:])
-
-
-def boxes_of(plan: Redistribution) -> list[Any]:
-    names = plan.layouts.names
-    return inboxes(plan, dict.fromkeys(names, "bfloat16"), dict.fromkeys(names, (ROWS, COLUMNS)))
-
-
-def pieces_rank(stage: Stage, me: int) -> None:
-    post, plan = member(stage, me), plan_of(stage)
-    to = [Addressee(stage.near, box.porter, box.workers) for box in boxes_of(plan)]
-    place = [Place(0, (me % 2 * ROWS // 2, (me % 2 + 1) * ROWS // 2), None, 0)]
-    own = {f"w{n}": OwnTensor(own_part(n), place, 0, (ROWS, COLUMNS)) for n in range(stage.tensors)}
-    numbers = Numbers(own, dict.fromkeys(own, "bfloat16"), None, {})
-    outbox = Outbox(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit)
-    seconds = timed(stage, lambda: outbox.send(numbers) and None)
-    if me == 0:
-        stage.results.put(seconds)
-
-
-def pieces_worker(stage: Stage, me: int) -> None:
-    post, plan = member(stage, me), plan_of(stage)
-    held = {name: ([(0, ROWS)], ((me - RANKS) * HALF, HALF)) for name in plan.layouts.names}
-    params = {name: torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for name in held}
-    [box] = boxes_of(plan)
-    reader = InboxReader(post, box, held)
-
-    def load(tensors: list[tuple[str, Any]], last: bool) -> None:
-        for name, tensor in tensors:
-            params[name].copy_(tensor.part)
-
-    timed(stage, lambda: reader.receive(load))
-    assert all((tensor == value(n)).all() for n, tensor in enumerate(params.values()))
-
-
-def gathered_rank(stage: Stage, me: int) -> None:
-    post = member(stage, me)
-    parts = [own_part(n) for n in range(stage.tensors)]
-    regions: list[Region] = []
-
-    def whole() -> Any:
-        for number, part in enumerate(parts):
-            other = torch.empty_like(part)
-            post.receive(other.view(-1).view(torch.uint8), 1, 5).wait()
-            yield f"w{number}", torch.cat([part, other])
-
-    def room(number: int, size: int) -> torch.Tensor:
-        if number == len(regions):
-            regions.append(Region(size))
-        return regions[number].buffer
-
-    def work() -> None:
-        if me == 1:
-            for part in parts:
-                post.send(part.view(-1).view(torch.uint8), 0, 5).wait()
-        if me == 0:
-            buckets = [bucket.to_wire() for bucket, _, _ in fill(whole(), BUCKET, room)]
-            for _ in range(WORKERS):
-                stage.regions.put([buckets, [region.to_wire() for region in regions]])
-
-    seconds = timed(stage, work)
-    if me == 0:
-        stage.results.put(seconds)
-
-
-def gathered_worker(stage: Stage, me: int) -> None:
-    member(stage, me)
-    params = {f"w{n}": torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for n in range(stage.tensors)}
-    mapped: dict[str, torch.Tensor] = {}
-
-    def work() -> None:
-        buckets, regions = stage.regions.get()
-        for bucket, wire in zip(buckets, regions, strict=True):
-            key = json.dumps(wire)
-            if key not in mapped:
-                mapped[key] = open_region(wire)
-            for name, tensor in views(mapped[key], Bucket.from_wire(bucket)):
-                params[name].copy_(tensor.narrow(1, (me - RANKS) * HALF, HALF))
-
-    timed(stage, work)
-    assert all((tensor == value(n)).all() for n, tensor in enumerate(params.values()))
-
-
-def run(rank: Callable[..., None], worker: Callable[..., None], tensors: int, rounds: int, near: bool = True) -> float:
-    """Seconds of an update."""
+def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...] = (), bucket: int = BUCKET) -> Result:
+    """One way.  SystemExit if a process fails."""
     context = mp.get_context("fork")
     own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
-    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
-    count = RANKS + WORKERS
-    stage = Stage(tensors, rounds, server.port, (*mine, own[0]), near, context.Barrier(count), context.Queue(), context.Queue())
-    processes = [context.Process(target=rank if me < RANKS else worker, args=(stage, me), daemon=True) for me in range(count)]
+    store = BRIDGE if hosts else HERE
+    servers = [StoreServer(store, ServerKeys(*own, (mine[0],))) for _ in range(2)]
+    engines = 2 if hosts else 1
+    count = RANKS + 2 * engines
+    shared = (context.Barrier(count), context.Queue(), context.Queue())
+    ports = (servers[0].port, servers[1].port)
+    stage = Stage(way, tensors, rounds, engines, store, ports, (*mine, own[0]), near, bucket, hosts, *shared)
+    processes = [context.Process(target=member, args=(stage, me), daemon=True) for me in range(count)]
     for process in processes:
         process.start()
-    seconds = stage.results.get(timeout=600)
+    told = [stage.results.get(timeout=10 * LIMIT) for _ in range(count)]
     for process in processes:
         process.join(60)
         if process.exitcode:
-            raise SystemExit(f"a process ended with {process.exitcode}")
-    server.close()
-    return float(seconds)
+            raise SystemExit(f"{way}: a process ended with {process.exitcode}")
+    for server in servers:
+        server.close()
+    return Result(min(next(found for me, found, _ in told if me == 0)), sum(busy for *_, busy in told), os.getloadavg()[0])
 
 
-def memcpy(size: int, rounds: int) -> float:
+def memcpy(size: int, rounds: int) -> Result:
     source, target = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
-    found = []
+    found, used = [], []
     for _ in range(rounds + 1):
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         np.copyto(target, source)
         found.append(time.perf_counter() - begin)
-    return min(found[1:])
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return Result(min(found[1:]), min(used[1:]), os.getloadavg()[0])
+
+
+def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
+    """In a process of its own: seconds of each way, and the least that the plan's busiest link needs."""
+    switch()
+    hosts = tuple(Host(number, rate) for number in range(RANKS + 2))
+    found: dict[str, Any] = {}
+    for way in ("gathered", "resharded", "delta"):
+        found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
+    plan = plan_of(Stage("resharded", tensors, 1, 2, "", (0, 0), ("", "", ""), False, BUCKET // 4, hosts, None, None, None))
+    busiest = max(plan.crossing().max(), plan.arriving().max(), plan.handed_on().max())
+    found["least"] = Result(float(busiest) * 8 / (rate * 1e6), 0.0, 0.0)
+    answers.put(found)
+
+
+def in_own_process(*arguments: Any) -> dict[str, Result]:
+    context = mp.get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=over_hosts, args=(*arguments, answers))
+    process.start()
+    while process.is_alive() and answers.empty():
+        time.sleep(0.1)
+    if answers.empty():
+        raise SystemExit("the part over hosts failed: it needs root, ip and tc")
+    found = answers.get()
+    process.join()
+    return dict(found)
+
+
+def table(rows: dict[str, Result], total: int, limit: str, gathered: dict[str, str]) -> list[str]:
+    """limit: the row that the others are compared with; gathered: of each row, the one of gathered to compare with."""
+    lines = [f"| | seconds | GB/s | {limit} / this | of gathered | processor's seconds | load |", "|---|---|---|---|---|---|---|"]
+    for name, row in rows.items():
+        beside = f"{row.seconds / rows[gathered[name]].seconds:.2f}" if name in gathered else ""
+        rate = total / row.seconds / 1e9
+        lines.append(
+            f"| {name} | {row.seconds:.3f} | {rate:.2f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
+            f"| {row.busy:.2f} | {row.load:.1f} |"
+        )
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rate", type=int, default=200, help="Mbit/s of a host's link")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-hosts", action="store_true")
     asked = parser.parse_args()
     rounds, size = (2, 64) if asked.quick else (asked.rounds, asked.megabytes)
     tensors = max(4, size * 2**20 // (ROWS * COLUMNS * BYTES))
     total = tensors * ROWS * COLUMNS * BYTES
-    seconds = {
-        "memcpy": memcpy(total, rounds),
-        "gathered, shared memory": run(gathered_rank, gathered_worker, tensors, rounds),
-        "pieces, shared memory": run(pieces_rank, pieces_worker, tensors, rounds),
-        "pieces, sockets": run(pieces_rank, pieces_worker, tensors, rounds, near=False),
+    rows, beside = {"memcpy": memcpy(total, rounds)}, {}
+    for way, near in ONE_HOST:
+        where = "shared memory" if near else "sockets"
+        rows[f"{way}, {where}"] = run(way, near, tensors, rounds)
+        beside[f"{way}, {where}"] = f"gathered, {where}"
+    lines = ["# Weight updates", "", f"{total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host of {os.cpu_count()} cores.", ""]
+    lines += table(rows, total, "memcpy", beside)
+    pieces = rows["resharded, shared memory"]
+    last = {
+        "resharded_of_gathered": pieces.seconds / rows["gathered, shared memory"].seconds,
+        "resharded_rate_of_memcpy": rows["memcpy"].seconds / pieces.seconds,
     }
-    lines = [f"# Weight updates of {total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host", ""]
-    lines += ["| | seconds | GB/s | of memcpy | of gathered |", "|---|---|---|---|---|"]
-    for name, took in seconds.items():
-        beside = seconds["memcpy"] / took
-        lines.append(
-            f"| {name} | {took:.3f} | {total / took / 1e9:.2f} | {beside:.2f} | {took / seconds['gathered, shared memory']:.2f} |"
-        )
+    if not asked.no_hosts:
+        few = max(4, tensors // 4)
+        part = few * ROWS * COLUMNS * BYTES
+        over = in_own_process(few, max(2, rounds // 2), asked.rate)
+        lines += ["", f"{part / 2**20:.0f} MiB, 4 hosts of a rank to 2 hosts of an engine, links of {asked.rate} Mbit/s.", ""]
+        lines += table(over, part, "least", dict.fromkeys(over, "gathered"))
+        last["hosts_resharded_of_least"] = over["resharded"].seconds / over["least"].seconds
+        last["hosts_resharded_of_gathered"] = over["resharded"].seconds / over["gathered"].seconds
     print("\n".join(lines))
     if not asked.quick:
         (REPO / "bench" / "results" / "weights.md").write_text("\n".join(lines) + "\n")
-    pieces = seconds["pieces, shared memory"]
-    print(
-        json.dumps(
-            {
-                "pieces_of_gathered": pieces / seconds["gathered, shared memory"],
-                "pieces_rate_of_memcpy": seconds["memcpy"] / pieces,
-            }
-        )
-    )
+    print(json.dumps(last))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: torch's own threads would only be in each other's way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if TYPE_CHECKING:
+    from tests.support.forked_engines import Nursery
 
 # a loaded machine is slow, not wrong; and an example that failed is printed, on whatever machine
 hypothesis.settings.register_profile("hpcrl", deadline=None, print_blob=True)
@@ -22,6 +30,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.runs import make_task
 
     return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where vLLM servers are forked."""
+    from tests.support.forked_engines import Nursery
+
+    found = Nursery()
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -97,11 +97,11 @@ class Receiver(WeightTransferEngine):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def take_pieces(self, reader: InboxReader) -> None:
-        """Receive and load all pieces of an update; errors as `update_weights`."""
+    def take_pieces(self, reader: InboxReader, changes: bool) -> None:
+        """Receive and load all pieces of an update, or what has changed of them; errors as `update_weights`."""
         account = self._open_account()
         try:
-            reader.receive(lambda tensors, last: self._load_complete(account, tensors, last))
+            reader.receive(lambda tensors, last: self._load_complete(account, tensors, last), changes)
         except BaseException:
             self.put_back()
             raise

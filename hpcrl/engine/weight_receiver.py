@@ -62,14 +62,14 @@ class WorkerExtension:
         self._hpcrl_leave()
         self._hpcrl_pieces = join(read_invitation(invitation), str(self.rank), self._hpcrl_held())
 
-    def hpcrl_take_pieces(self) -> dict[str, int]:
-        """Receive and load an update that was started; bytes: of tensors that had come in part, at most."""
+    def hpcrl_take_pieces(self, what: str = "all") -> dict[str, int]:
+        """Receive and load an update that was started; what: all, or changes; bytes: of tensors that had come in part, at most."""
         engine = self.weight_transfer_engine
         if self._hpcrl_pieces is None or not isinstance(engine, Receiver):
             raise UpdateRejected("the plan of pieces was not made known")
         reader = self._hpcrl_pieces
         try:
-            engine.take_pieces(reader)
+            engine.take_pieces(reader, what == "changes")
         except BaseException:
             self._hpcrl_leave()
             raise
@@ -92,6 +92,13 @@ class WorkerExtension:
             if wanted.pop(name, None) != digest(tensor):
                 different.append(name)
         return {"rank": self.rank, "compared": compared, "different": different, "unknown": sorted(wanted)}
+
+    def hpcrl_check_kept(self, expected: str) -> dict[str, Any]:
+        """As `hpcrl_check`, with what was put together out of pieces and changes and is kept for the next update."""
+        wanted: dict[str, str] = json.loads(expected)[str(self.rank)]
+        found = self._hpcrl_pieces.assembly.digests() if self._hpcrl_pieces is not None else {}
+        different = [name for name, mine in found.items() if wanted.pop(name, None) != mine]
+        return {"rank": self.rank, "compared": len(found), "different": different, "unknown": sorted(wanted)}
 
     def hpcrl_see_experts(self) -> None:
         """From now on keep the experts of the requests that ask for them; a second call does nothing."""

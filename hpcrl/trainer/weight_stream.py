@@ -47,6 +47,7 @@ class Errand(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]
     addressees: list[list[Addressee]]
     limit: int
+    keep: bool
 
 
 class WeightExit:
@@ -87,7 +88,7 @@ class WeightExit:
         meeting = errand.meeting
         group = gloo_group.join(meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds)
         post = Post(group, self.rank, meeting.ranks, meeting.seconds)
-        self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit)
+        self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit, errand.keep)
         self.dtypes = errand.dtypes
 
     def prepare(self) -> None:
@@ -105,9 +106,9 @@ class WeightExit:
             for values, new in zip(mine, flat.split([values.numel() for values in mine]), strict=True):
                 values.copy_(new.view(values.shape))
 
-    def send(self) -> int:
+    def send(self, changes: bool) -> int:
         assert self.outbox is not None and self.numbers is not None, "join() and prepare() come first"
-        return self.outbox.send(self.numbers)
+        return self.outbox.send(self.numbers, changes)
 
     def leave(self) -> None:
         """Give up memory and group."""
@@ -155,9 +156,9 @@ class WeightStream:
         self._say("prepare")
         self.exit.prepare()
 
-    def send(self) -> int:
-        self._say("send")
-        return self._outcome(self.exit.send)
+    def send(self, changes: bool) -> int:
+        self._say("send", changes)
+        return self._outcome(lambda: self.exit.send(changes))
 
     def abort(self) -> None:
         """From another thread: have what is under way here fail."""
@@ -186,7 +187,7 @@ class WeightStream:
                 errand = msgspec.convert(what, Errand)
                 self._outcome(lambda errand=errand, plan=plan: self.exit.join(errand, pieces_of(self.exit.rank, plan)))
             elif word == "send":
-                self._outcome(self.exit.send)
+                self._outcome(lambda changes=what: self.exit.send(changes))
             elif word == "prepare":
                 self.exit.prepare()
             else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
@@ -26,7 +25,7 @@ from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import dtype_name
-from hpcrl.weights.digest import cut, digest
+from hpcrl.weights.comparison import Comparison, Differs
 from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
 from hpcrl.weights.engine_http import HttpError, ask
 from hpcrl.weights.fp8 import quantized, scheme_of
@@ -54,7 +53,8 @@ class WeightSender:
         self.transport: Transport | None = None
         self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
         self.manifests: list[list[dict[str, Any]]] = []
-        self.expected: list[dict[str, dict[str, str]]] = []  # [engine][rank of the worker][name] -> digest
+        self.comparison: Comparison | None = None
+        self.changes = 0  #: updates that brought what had changed
         self._outline: tuple[Any, ...] | None = None  # what all engines that ever came have in common
 
     @property
@@ -114,7 +114,9 @@ class WeightSender:
         limit = self.options.update_weight_buffer_size
         # of data-parallel parts vLLM asks all, and hands on what the first has said
         workers = [self.options.engine_data_parallel_size * len(found) for found in self.manifests]
-        return make_transport(self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers))
+        return make_transport(
+            self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers, self.options.update_weight_disk_dir)
+        )
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
@@ -138,8 +140,11 @@ class WeightSender:
     def _publish(self, tensors: Stream, source: Source | None, version: int) -> dict[str, float]:
         assert self.fleet is not None and self.transport is not None and self.pieces is not None, "connect() comes first"
         begin = time.monotonic()
+        self.comparison = Comparison(
+            self.manifests, self.ties, self.options.check_weight_update_equal, source is not None and self._is_due()
+        )
         if source is None:
-            self.transport.stage(self._checked(quantized(tensors, self.scheme)))
+            self.transport.stage(self._checked(quantized(tensors, self.scheme)), version)
         else:
             self._stage_pieces(source)
         paused = time.monotonic()
@@ -153,7 +158,8 @@ class WeightSender:
             else:
                 self.pieces.send(source)
             self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
-            self._compare()
+            if self.comparison:
+                self.comparison.compare(self.fleet)
             if not self.options.takes_turns:
                 self.fleet.post("resuming", "/resume")
         except BaseException as error:
@@ -174,8 +180,8 @@ class WeightSender:
         if wish == "gathered":
             return None
         if why := obstacle(tensors, self.manifests):
-            if wish == "resharded":
-                raise UsageError(f"--weight-update resharded: {why}", "use auto or gathered")
+            if wish != "auto":
+                raise UsageError(f"--weight-update {wish}: {why}", "use auto or gathered")
             if why not in self.said and isinstance(tensors, Source):
                 say(f"weight updates are gathered on rank 0: {why}")
             self.said.add(why)
@@ -183,12 +189,18 @@ class WeightSender:
         assert isinstance(tensors, Source)
         return tensors
 
+    def _is_due(self) -> bool:
+        """Whether what the workers have put together is to be compared after this update."""
+        assert self.pieces is not None
+        self.changes += self.pieces.current
+        return self.pieces.current and self.changes % self.options.weight_update_check_interval == 0
+
     def _stage_pieces(self, source: Source) -> None:
         """Plan and meeting, the first time; scales of FP8; on request what every worker must have, from the whole tensors."""
         assert self.pieces is not None
         self.pieces.connect(source)
         source.prepare()
-        if self.options.check_weight_update_equal:
+        if self.comparison:
             for _ in self._checked(quantized(source.gathered(), self.scheme)):
                 pass
 
@@ -200,7 +212,6 @@ class WeightSender:
         import torch
 
         missing = {name for name, need in self.needs.items() if not need["same_as"]} | self.unseen.keys()
-        self.expected = [{} for _ in self.manifests]
         for name, tensor in tensors:
             need = self.needs.get(name) or self.unseen.get(name)
             if need is None and (self.unseen or not name.startswith(self.opaque or "\0")):
@@ -216,38 +227,12 @@ class WeightSender:
                 if "float8" in f"{tensor.dtype}{need['dtype']}" and dtype_name(tensor) != need["dtype"]:
                     raise HpcrlError(f"the trainer's {name} is {dtype_name(tensor)}, the engines need {need['dtype']}")
                 tensor = tensor.detach().to(getattr(torch, need["dtype"]))
-                if self.options.check_weight_update_equal:
-                    self._expect(name, tensor)
+                if self.comparison:
+                    self.comparison.note(name, tensor)
             missing.discard(name)
             yield name, tensor
         if missing:
             raise HpcrlError(f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}")
-
-    def _expect(self, name: str, tensor: torch.Tensor) -> None:
-        """Note what each worker must have of a tensor, under its own name and those of the tensors tied to it."""
-        known: dict[str, str] = {}  # most workers hold the same parts
-        for workers, expected in zip(self.manifests, self.expected, strict=True):
-            for worker in workers:
-                for other in (name, *self.ties.get(name, ())):
-                    held = worker["tensors"][other]
-                    part = json.dumps([held["rows"], held["columns"]])
-                    if part not in known:
-                        known[part] = digest(cut(tensor, held["rows"], held["columns"]))
-                    expected.setdefault(str(worker["rank"]), {})[other] = known[part]
-
-    def _compare(self) -> None:
-        """With --check-weight-update-equal: Differs names the tensors that an engine does not hold as they were sent."""
-        if not self.options.check_weight_update_equal:
-            return
-        assert self.fleet is not None
-        bodies = [{"method": "hpcrl_check", "args": [json.dumps(expected)]} for expected in self.expected]
-        answers = self.fleet.begin("comparing", "/collective_rpc", bodies).results()
-        for engine, answer in zip(self._engines, answers, strict=True):
-            for worker in answer["results"]:
-                if wrong := [*worker["different"], *worker["unknown"]]:
-                    raise Differs(
-                        f"{engine}: after the update {len(wrong)} tensors are not what was sent: {', '.join(wrong[:5])}"
-                    )
 
     def _lost(self, error: BaseException) -> list[FleetEngine]:
         """The engines whose end an error tells of, if the run may go on without them."""
@@ -321,7 +306,3 @@ def _is_well(engine: FleetEngine) -> bool:
     except HttpError:
         return False
     return True
-
-
-class Differs(PeerError):
-    """An engine holds other bits than were sent."""

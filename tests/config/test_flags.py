@@ -419,7 +419,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key pred: --rm-type dapo returns acc, score"),
         (
             {"weight_transfer": "gluu"},
-            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, gloo, nccl, shm)",
+            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, disk, gloo, nccl, shm)",
         ),
         ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
@@ -460,6 +460,9 @@ def test_what_differs_from_the_defaults() -> None:
             "--advantage-estimator grpo needs several responses to each prompt",
         ),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
+        ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
+        ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
+        ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),
     ],
 )
 def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:

@@ -20,13 +20,6 @@ from tests.support.tiny import make_family
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery()
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def side(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> Iterator[Side]:
     """A fresh engine for the family that the test's parameter names, and the sender to it; every update is compared."""

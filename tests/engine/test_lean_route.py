@@ -36,13 +36,6 @@ def endless(count: int, **fields: Any) -> Sampling:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def side(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
     """One engine that samples from likely tokens only, which the log-probs must not show."""
     root = tmp_path_factory.mktemp("lean")

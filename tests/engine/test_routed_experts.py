@@ -7,7 +7,6 @@ those of a dense model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,6 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [np.arange(20, 20 + n, dtype=np.int32) for n in (24, 9, 1, 40)]
 EACH, TOKENS = 3, 32
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery()
-    yield found
-    found.close()
 
 
 def near_ties(directory: Path) -> Path:

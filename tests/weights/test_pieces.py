@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 import zmq
 
-from hpcrl.engine.pieces.inbox import Assembly, InboxReader
+from hpcrl.engine.pieces.assembly import Assembly
+from hpcrl.engine.pieces.inbox import InboxReader
 from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.models.slicing import Place
 from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.redistribution.layouts import Layouts, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.redistribution.rounds import padded
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.digest import cut
@@ -58,7 +61,7 @@ def members(count: int, ranks: int) -> list[Post]:
         return [Post(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
 
 
-def rank_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post) -> tuple[Outbox, Numbers]:
+def rank_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post, keep: bool = False) -> tuple[Outbox, Numbers]:
     to = [
         Addressee(case.hosts[post.me] == landing.host, box.porter, box.workers)
         for landing, box in zip(plan.landings, boxes, strict=True)
@@ -69,14 +72,14 @@ def rank_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post) 
         if rank == post.me
     }
     numbers = prepare(own, dict.fromkeys(case.layouts.names, "float32"), None, lambda _: None)
-    return Outbox(post, pieces_of(post.me, to_bytes(plan)), case.layouts.names, to, plan.limit), numbers
+    return Outbox(post, pieces_of(post.me, to_bytes(plan)), case.layouts.names, to, plan.limit, keep), numbers
 
 
-def worker_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post) -> InboxReader:
+def worker_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post, keep: bool = False) -> InboxReader:
     worker = post.me - plan.ranks
     inbox = next(box for box in boxes if post.me in box.workers)
     held = {name: span for (number, name), span in case.spans.items() if number == worker}
-    return InboxReader(post, inbox, held)
+    return InboxReader(post, inbox, held, keep)
 
 
 def with_cost(family: str) -> Any:
@@ -84,7 +87,7 @@ def with_cost(family: str) -> Any:
     return pytest.param(family, marks=pytest.mark.process) if family.endswith("_moe") else family
 
 
-@pytest.mark.parametrize("family", map(with_cost, SIZES))
+@pytest.mark.parametrize("family", [*map(with_cost, SIZES)])
 def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
     chance = Random(f"pieces {family}")
     case = random_case(family, chance)
@@ -135,6 +138,72 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
             found = got[number, name]
             found = found.part if isinstance(found, PartTensor) else found
             assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", with_cost("glm4_moe")])
+def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
+    """All, a few, none, all, and one: each update leaves with the workers exactly what the ranks have."""
+    chance = Random(f"changes {family}")
+    case = random_case(family, chance)
+    while len(case.hosts) + len(case.workers) > 12:
+        case = random_case(family, chance)
+    near = dict(zip(sorted({w.host for w in case.workers}), ["t0", "x", "y", "z"], strict=False))
+    case.workers = [Worker(w.engine, near.get(w.host, w.host)) for w in case.workers]
+    plan = redistribute(case.layouts, case.workers, case.hosts, 4096)
+    boxes, ranks = boxes_of(case, plan), len(case.hosts)
+    posts = members(ranks + len(case.workers), ranks)
+    truth = {name: torch.from_numpy(tensor).float() for name, tensor in case.tensors.items()}
+    rounds = [0.0, 0.05, 0.0, 1.0, 0.01]
+    turns = [
+        {name: torch.rand(t.shape, generator=_seed(name, turn)) < share for name, t in truth.items()}
+        for turn, share in enumerate(rounds)
+    ]
+
+    def rank(post: Post) -> list[int]:
+        outbox, numbers = rank_side(case, plan, boxes, post, keep=True)
+        sent = []
+        for number, turn in enumerate(turns):
+            for name, tensor in numbers.own.items():
+                for place in tensor.places:
+                    if place.tensor == tensor.which:
+                        tensor.parameter[place.inside] *= 1 - 2 * turn[name][place.index].float()
+            sent.append(outbox.send(numbers, changes=number > 0))
+        return sent
+
+    def worker(post: Post) -> list[dict[str, torch.Tensor]]:
+        reader, found = worker_side(case, plan, boxes, post, keep=True), []
+        for number in range(len(turns)):
+            got: dict[str, torch.Tensor] = {}
+            reader.receive(lambda tensors, last, got=got: got.update(tensors), number > 0)
+            found.append({n: (t.part if isinstance(t, PartTensor) else t).clone() for n, t in got.items()})
+        return found
+
+    with ThreadPoolExecutor(len(posts)) as pool:
+        sent = [pool.submit(rank, post) for post in posts[:ranks]]
+        taken = [pool.submit(worker, post) for post in posts[ranks:]]
+        got = [future.result(60) for future in taken]
+        whole_, few, none, all_, one = (sum(column) for column in zip(*(future.result(60) for future in sent), strict=True))
+    assert none == 0 < one <= few < 0.5 * whole_
+    assert whole_ == plan.sent().sum() <= all_ <= padded(plan.nbytes).sum()
+    for number, turn in enumerate(turns):
+        for name in truth:
+            truth[name] = truth[name] * (1 - 2 * turn[name].float())
+        for (worker_, name), (rows, columns) in case.spans.items():
+            expected = cut(truth[name], rows, columns)
+            if expected.numel():
+                assert torch.equal(got[worker_][number][name], expected), (number, name)
+
+
+def _seed(name: str, turn: int) -> torch.Generator:
+    return torch.Generator().manual_seed(crc32(f"{name} {turn}".encode()))
+
+
+def test_changes_without_what_they_change_are_refused() -> None:
+    case, plan = simple()
+    posts = members(2, 1)
+    reader = worker_side(case, plan, boxes_of(case, plan), posts[1], keep=True)
+    with pytest.raises(ValueError, match="has not kept what they change"):
+        reader.receive(lambda tensors, last: None, changes=True)
 
 
 def simple(engines: int = 1) -> tuple[Case, Redistribution]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,17 @@ pytestmark = pytest.mark.vllm
 PROMPT = list(range(20, 44))
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery()
-    yield found
-    found.close()
-
-
-def change(policy: Any, seed: int) -> None:
-    """Other weights, the same on all copies of a part: each is scaled by what only its name and `seed` decide."""
+def change(policy: Any, seed: int, every: int) -> None:
+    """Other weights, the same on all copies of a part: every so many elements of each are scaled by what only `seed` decides."""
     with torch.no_grad():
         for module in policy.modules:
             for value in module.state_dict(keep_vars=True).values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    value.mul_(1 + seed / 16)
+                    value.view(-1)[::every] *= 1 + seed / 16
 
 
 def rank_side(
-    root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: list[str]
+    root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: list[str], every: int
 ) -> list[dict[str, Any]]:
     """One trainer rank: an update for each word of `updates`, of weights that differ each time; metrics and digests of each."""
     ranks = initialize(options)
@@ -56,12 +48,13 @@ def rank_side(
     load_hf(policy, wide)
     patient = make_patient(options)
     way_out = WeightExit(policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint)
+    options = options.model_copy(update={"weight_update": updates[0]})
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
         sender.connect([FleetEngine(index, address) for index, address in enumerate(addresses)])
     found = []
     for version, update in enumerate(updates, 1):
-        change(policy, version)
+        change(policy, version, every)
         sender.options = options.model_copy(update={"weight_update": update})
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
@@ -72,11 +65,13 @@ def rank_side(
     return [{**entry, "sent": entry["sent"] and entry["sent"].sent().tolist()} for entry in found]
 
 
-def update(engines: Engines, wide: Path, world: int, updates: list[str], **layout: Any) -> list[list[dict[str, Any]]]:
+def update(
+    engines: Engines, wide: Path, world: int, updates: list[str], every: int = 1, **layout: Any
+) -> list[list[dict[str, Any]]]:
     values = {"actor_num_gpus_per_node": world, **layout}
     options = engines.options.model_copy(update=values)
     addresses = [engines.address(index) for index in range(len(engines.processes))]
-    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, wide, updates, timeout=240)
+    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, wide, updates, every, timeout=240)
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -107,7 +102,17 @@ def test_one_engine_gets_bit_for_bit_what_gathered_gives(
         assert driver[2]["metrics"]["perf/update_weights_bytes"] == sum(driver[2]["sent"])
         assert all(sent > 0 for sent in driver[0]["sent"]), "every rank sends"
         assert max(entry[0]["memory"] for entry in found) <= SMALL
+        check_changes(engines, model, world, layout)
     assert engines.stop() == [0]
+
+
+def check_changes(engines: Engines, model: Path, world: int, layout: dict[str, Any]) -> None:
+    """--weight-update delta: first everything, then what has changed; every second one is compared with what was put together."""
+    found = update(engines, model, world, ["delta"] * 4, every=64, weight_update_check_interval=2, **layout)
+    whole, *later = (entry["metrics"]["perf/update_weights_bytes"] for entry in found[0])
+    assert whole == sum(found[0][0]["sent"])
+    assert 0 < max(later) < 0.15 * whole
+    assert len({str(entry["tensors"]) for entry in found[0]}) == 4
 
 
 @pytest.mark.soak

@@ -272,6 +272,11 @@ def _weights(o: Options) -> None:
             f"--weight-transfer {o.weight_transfer} is no way of transfer",
             f"did you mean {close}?" if close else f"there are {', '.join(ways)}",
         )
+    if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
+        raise UsageError(
+            f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
+            "leave one of them out",
+        )
 
 
 # ---- what would have no effect
@@ -302,11 +307,15 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
-            "weight_transfer weight_update check_weight_update_equal vllm",
+            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm",
             _NO_ENGINE,
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
+    if o.weight_transfer != "disk":
+        yield "update_weight_disk_dir", f"--weight-transfer is {o.weight_transfer}"
+    if o.weight_update != "delta":
+        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
     if not o.apply_chat_template:
         yield "apply_chat_template_kwargs tool_key eval_tool_key", "--apply-chat-template is not given"
     if o.custom_rm_path is None:

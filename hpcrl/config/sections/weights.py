@@ -14,11 +14,19 @@ class WeightOptions(Base):
     update_weights_interval: int = opt(
         1, "async and fully-async: the engines get the weights after every so many rollouts", "slime", ge=1
     )
-    weight_transfer: str = opt("auto", "shm, gloo or nccl; auto: nccl with CUDA, else shm on one host, gloo over several")
-    weight_update: Literal["auto", "resharded", "gathered"] = opt(
+    weight_transfer: str = opt("auto", "shm, gloo, nccl or disk; auto: nccl with CUDA, else shm on one host, gloo over several")
+    update_weight_disk_dir: str | None = opt(
+        None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"
+    )
+    weight_update: Literal["auto", "resharded", "delta", "gathered"] = opt(
         "gathered",
         "gathered: rank 0 collects and sends whole tensors; resharded: every rank sends pieces to the workers that need them; "
-        "auto: resharded where it can be",
+        "delta: as resharded, and from the second update on only what has changed; auto: resharded where it can be",
+    )
+    weight_update_check_interval: int = opt(
+        100,
+        "delta: after every so many updates compare by digest what the workers have put together with the trainer's weights",
+        ge=1,
     )
     check_weight_update_equal: bool = opt(
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"

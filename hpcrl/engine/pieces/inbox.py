@@ -3,26 +3,25 @@
 What comes over sockets comes to one worker of the host, the porter, in memory that the others map; what a trainer rank of the same
 host has lies in that rank's memory.  While a round is loaded, the next one arrives.
 
-Invariants: everything that this worker needs comes exactly once, which is checked before anything is received; memory beside
-the model is two rounds for each host, the tensors that have come in part, and what vLLM keeps of a layer until it is complete.
+Invariant: memory beside the model is two rounds for each host, what has come in part (`assembly.py`), and what vLLM keeps of a
+layer until it is complete.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hpcrl.engine.key_guard import KEY_FILE
-from hpcrl.engine.pieces.part_tensor import part_tensor
-from hpcrl.model_files.safetensors_headers import ITEM_BYTES
+from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
 from hpcrl.queue.auth import keys_in
-from hpcrl.redistribution.copies import targets
 from hpcrl.weights import gloo_group
+from hpcrl.weights.pieces.changes import WHOLE
 from hpcrl.weights.pieces.outbox import MEMORY
 from hpcrl.weights.pieces.post import Post, Transfer
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Inbox, Invitation, Message
@@ -31,83 +30,14 @@ from hpcrl.weights.shared_memory import Region, open_region
 if TYPE_CHECKING:
     from hpcrl.engine.vllm_layers import Holdings
 
-Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, length), columns or None for all
 Load = Callable[[list[tuple[str, torch.Tensor]], bool], None]
-
-
-class Assembly:
-    """The parts of tensors that have come so far.
-
-    held: what this worker holds of each tensor that it needs, by name.  ValueError if the inbox does not bring all of it once.
-    """
-
-    def __init__(self, inbox: Inbox, held: Mapping[str, Held]) -> None:
-        self.inbox, self.held = inbox, held
-        self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
-        self.missing: dict[str, int] = {}
-        self.parts: dict[str, torch.Tensor] = {}
-        self.most = self.bytes = 0
-        self.mine: dict[int, list[tuple[int, ...]]] = {}
-        coming = dict.fromkeys(self.size, 0)
-        for number, message in enumerate(inbox.messages()):
-            for piece in message.pieces:
-                tensor = inbox.tensors[piece[0]]
-                if tensor.name in self.size and (count := self._in(tensor.name, piece)):
-                    coming[tensor.name] += count
-                    self.mine.setdefault(number, []).append(piece)
-        if wrong := [name for name, count in coming.items() if count != self.size[name]]:
-            raise ValueError(f"of {wrong[0]} {coming[wrong[0]]} elements would come, this worker needs {self.size[wrong[0]]}")
-
-    def _tensors(self) -> dict[str, Any]:
-        return {t.name: t for t in self.inbox.tensors if t.name in self.held and self._count(t.name, t.shape)}
-
-    def _count(self, name: str, shape: Sequence[int]) -> int:
-        rows, columns = self.held[name]
-        return sum(length for _, length in rows) * (columns[1] if columns is not None else (shape[1] if len(shape) > 1 else 1))
-
-    def _in(self, name: str, piece: Sequence[int]) -> int:
-        """How many elements of a piece this worker needs."""
-        places = targets(*self.held[name], (piece[1], piece[2], piece[3], piece[4]))
-        return sum((own[0].stop - own[0].start) * (own[1].stop - own[1].start) for own, _ in places)
-
-    def begin(self) -> None:
-        """A new update."""
-        self.missing, self.parts, self.bytes, self.most = dict(self.size), {}, 0, 0
-
-    def take(self, number: int, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them."""
-        complete = []
-        for index, top, bottom, left, right, offset in self.mine.get(number, ()):
-            tensor = self.inbox.tensors[index]
-            rows, columns = self.held[tensor.name]
-            if tensor.name not in self.parts:
-                shape = (sum(length for _, length in rows), columns[1] if columns is not None else (*tensor.shape, 1)[1])
-                self.parts[tensor.name] = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
-                self.bytes += self.parts[tensor.name].nbytes
-                self.most = max(self.most, self.bytes)
-            part = self.parts[tensor.name]
-            end = offset + (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
-            piece = buffer[offset:end].view(part.dtype).view(bottom - top, right - left)
-            for own, inside in targets(rows, columns, (top, bottom, left, right)):
-                part[own] = piece[inside]
-                self.missing[tensor.name] -= piece[inside].numel()
-            if not self.missing[tensor.name]:
-                done = self.parts.pop(tensor.name)
-                self.bytes -= done.nbytes
-                flat = done if len(tensor.shape) > 1 else done.view(-1)
-                complete.append((tensor.name, part_tensor(tensor.shape, flat, rows, columns)))
-        return complete
-
-    def complete(self) -> bool:
-        """Whether everything has come."""
-        return not any(self.missing.values())
 
 
 class InboxReader:
     """One worker, member `post.me`, of the landing whose inbox this is."""
 
-    def __init__(self, post: Post, inbox: Inbox, held: Mapping[str, Held]) -> None:
-        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held)
+    def __init__(self, post: Post, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
+        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held, keep)
         self.porter = post.me == inbox.porter
         self.mates = [worker for worker in inbox.workers if worker != post.me] if self.porter else []
         self.memory: Region | None = None
@@ -119,32 +49,35 @@ class InboxReader:
             self.maps[post.me] = self.memory.buffer, half
             post.show(f"{MEMORY}{post.me}", json.dumps(self.memory.to_wire() | {"half": half}))
 
-    def receive(self, load: Load) -> None:
-        """One update; load(tensors, last) is given what is complete after each round.
+    def receive(self, load: Load, changes: bool = False) -> None:
+        """One update; load(tensors, last) is given what is complete after each round; changes: it brings what differs from the last.
 
         PeerError or DeadlineError name the member that did not take part, ValueError what is wrong with what came; whatever fails,
         this member leaves, so that nobody waits for it.
         """
         try:
-            self._receive(load)
+            self._receive(load, changes)
         except BaseException:
             self.close()
             raise
 
-    def _receive(self, load: Load) -> None:
+    def _receive(self, load: Load, changes: bool) -> None:
+        if changes and not self.assembly.current:
+            raise ValueError("changes were to come, and this worker has not kept what they change")
         self.assembly.begin()
         number, last = 0, len(self.inbox.rounds) - 1
-        arriving = [self._expect(turn) for turn in range(min(HALVES, len(self.inbox.rounds)))]
+        arriving = [self._expect(turn, changes) for turn in range(min(HALVES, len(self.inbox.rounds)))]
         for turn, messages in enumerate(self.inbox.rounds):
             handed: list[Transfer] = []
             complete: list[tuple[str, torch.Tensor]] = []
             for place, message in enumerate(messages):
                 if not message.near and self.porter:
-                    arriving[turn % HALVES][place].wait()
-                    handed += self._hand_on(message)
+                    letter = self._arrived(message, arriving[turn % HALVES][place], changes)
+                    handed += self._hand_on(message, letter)
                 else:
-                    self.post.hear(self._source(message), READY).wait()
-                complete += self.assembly.take(number + place, self._bytes(message))
+                    heard = self.post.hear(self._source(message), READY, len(message.pieces) if changes else 0).wait()
+                    letter = self._letter(message, heard) if changes else None
+                complete += self.assembly.take(number + place, self._bytes(message), letter)
                 if message.near or not self.porter:
                     handed.append(self.post.tell(self._source(message), DONE))
             number += len(messages)
@@ -153,25 +86,49 @@ class InboxReader:
             for transfer in handed:
                 transfer.wait()
             if turn + HALVES <= last:
-                arriving[turn % HALVES] = self._expect(turn + HALVES)
+                arriving[turn % HALVES] = self._expect(turn + HALVES, changes)
         if not self.assembly.complete():
             raise ValueError("the last round was taken and something is missing")
         load(complete, True)
+        self.assembly.current = self.assembly.keep
 
-    def _expect(self, turn: int) -> dict[int, Transfer]:
-        """Begin to receive what comes over sockets in a round."""
+    def _expect(self, turn: int, changes: bool) -> dict[int, Transfer]:
+        """Begin to receive what comes over sockets in a round: its bytes, or of changes the letters, which say how many bytes follow."""
         if not self.porter:
             return {}
         return {
-            place: self.post.receive(self._bytes(message), message.sender, DATA)
+            place: self.post.hear(message.sender, READY, len(message.pieces))
+            if changes
+            else self.post.receive(self._bytes(message), message.sender, DATA)
             for place, message in enumerate(self.inbox.rounds[turn])
             if not message.near
         }
 
-    def _hand_on(self, message: Message) -> list[Transfer]:
+    def _arrived(self, message: Message, arriving: Transfer, changes: bool) -> torch.Tensor | None:
+        """Wait for a message that comes over sockets; its letter, if it brings changes."""
+        found = arriving.wait()
+        if not changes:
+            return None
+        letter = self._letter(message, found)
+        if nbytes := sum(sizes(self.inbox, message, letter)):
+            self.post.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()
+        return letter
+
+    def _letter(self, message: Message, found: torch.Tensor) -> torch.Tensor:
+        """What was heard, checked.  ValueError if more would come than there is room for."""
+        letter = found.view(torch.int32)
+        if int(letter.min()) < WHOLE or sum(sizes(self.inbox, message, letter)) > message.nbytes:
+            raise ValueError(f"more changes of {len(message.pieces)} pieces are to come than there is room for")
+        return letter
+
+    def _hand_on(self, message: Message, letter: torch.Tensor | None) -> list[Transfer]:
         """Tell the other workers of this host that a message is there, and send it to other hosts."""
-        onward = [self.post.send(self._bytes(message), porter, DATA) for porter in self.inbox.onward]
-        told = [self.post.tell(mate, READY) for mate in self.mates]
+        content = self._bytes(message)
+        if letter is not None:
+            content = content[: sum(sizes(self.inbox, message, letter))]
+        onward = [self.post.tell(porter, READY, letter) for porter in self.inbox.onward if letter is not None]
+        onward += [self.post.send(content, porter, DATA) for porter in self.inbox.onward if len(content)]
+        told = [self.post.tell(mate, READY, letter) for mate in self.mates]
         return onward + told + [self.post.hear(mate, DONE) for mate in self.mates]
 
     def _source(self, message: Message) -> int:
@@ -213,4 +170,4 @@ def join(invitation: Invitation, rank: str, held: Holdings) -> InboxReader:
     keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
     own_host = os.environ.get("VLLM_HOST_IP") or meeting.host
     group = gloo_group.join(meeting.host, meeting.port, keys, number, meeting.world, own_host, meeting.seconds)
-    return InboxReader(Post(group, number, meeting.ranks, meeting.seconds), inbox, mine)
+    return InboxReader(Post(group, number, meeting.ranks, meeting.seconds), inbox, mine, invitation.keep)

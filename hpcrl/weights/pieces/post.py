@@ -70,13 +70,13 @@ class Post:
         with _named(what, self.seconds):
             return Transfer(self.group.group.recv([tensor], source, tag), tensor, what, self.seconds)
 
-    def tell(self, to: int, tag: int) -> Transfer:
-        """Begin to send a word without content."""
-        return self.send(self._token, to, tag)
+    def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
+        """Begin to send a word, without content but for a letter (int32)."""
+        return self.send(self._token if letter is None else letter.view(torch.uint8), to, tag)
 
-    def hear(self, source: int, tag: int) -> Transfer:
-        """Begin to receive one."""
-        return self.receive(torch.zeros(1, dtype=torch.uint8), source, tag)
+    def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
+        """Begin to receive one; pieces: of the message that a letter is of, 0: there is none."""
+        return self.receive(torch.zeros(max(1, 4 * pieces), dtype=torch.uint8), source, tag)
 
     def show(self, name: str, text: str) -> None:
         """Let all members read a text under a name."""

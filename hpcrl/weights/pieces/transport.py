@@ -45,8 +45,8 @@ class Source(Protocol):
     def prepare(self) -> None:
         """What can be done while engines still generate."""
 
-    def send(self) -> int:
-        """Every rank sends its pieces once; bytes of them all."""
+    def send(self, changes: bool) -> int:
+        """Every rank sends its pieces once, or what has changed of them; bytes of them all."""
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every whole tensor, valid on rank 0."""
@@ -69,6 +69,8 @@ class PiecesTransport:
         self.fleet, self.manifests, self.options, self.scheme, self.host = fleet, manifests, options, scheme, host
         self.plan: Redistribution | None = None
         self.meeting: StoreServer | None = None
+        self.keep = options.weight_update == "delta"
+        self.current = False  #: everybody has kept what the last update brought
         self.bytes = 0
 
     def connect(self, source: Source) -> None:
@@ -84,6 +86,7 @@ class PiecesTransport:
         dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
         self._leave()
+        self.current = False
         self.meeting = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
         workers = sum(len(engine) for engine in self.manifests)
         meeting = Meeting(self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds)
@@ -95,6 +98,7 @@ class PiecesTransport:
             "dtypes": dtypes,
             "addressees": [_addressees(plan, boxes, rank) for rank in range(plan.ranks)],
             "limit": plan.limit,
+            "keep": self.keep,
         }
         self._watched(source, lambda: source.join(errand, to_bytes(plan)), pending)
         pending.results()
@@ -110,16 +114,20 @@ class PiecesTransport:
                 str(worker["rank"]): (plan.ranks + first + at, used.index(landing_of[first + at]))
                 for at, worker in enumerate(engine)
             }
-            found.append(known(Invitation(meeting, tuple(boxes[number] for number in used), places)))
+            found.append(known(Invitation(meeting, tuple(boxes[number] for number in used), places, self.keep)))
             first += len(engine)
         return found
 
     def send(self, source: Source) -> None:
-        """One update, between the engines' start and finish.  PeerError or DeadlineError name engine and phase."""
-        body = {"method": "hpcrl_take_pieces", "args": []}
+        """One update, between the engines' start and finish; with --weight-update delta, from the second one after a meeting, of
+        what has changed.  PeerError or DeadlineError name engine and phase.
+        """
+        changes, self.current = self.current, False
+        body = {"method": "hpcrl_take_pieces", "args": ["changes"] if changes else []}
         pending = self.fleet.begin("the weight update", "/collective_rpc", [body] * len(self.fleet.engines))
-        self.bytes = self._watched(source, source.send, pending)
+        self.bytes = self._watched(source, lambda: source.send(changes), pending)
         pending.results()
+        self.current = self.keep
 
     def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls) -> Any:
         """What `work` returns; if the engines fail meanwhile, it is made to end before that is raised."""

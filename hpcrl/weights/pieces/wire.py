@@ -72,11 +72,15 @@ class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine's workers are told: the meeting, the inboxes, and for each rank of a worker its (number, inbox)."""
+    """What an engine's workers are told: the meeting, the inboxes, and for each rank of a worker its (number, inbox).
+
+    keep: what has come is kept, for updates that bring what has changed since.
+    """
 
     meeting: Meeting
     inboxes: tuple[Inbox, ...]
     workers: dict[str, tuple[int, int]]
+    keep: bool = False
 
 
 def read_invitation(text: str) -> Invitation:

@@ -4,6 +4,7 @@
             Holds one copy of the whole model in host memory.
     gloo    broadcast over TCP, a bucket at a time; holds one bucket.
     nccl    vLLM's own backend: packed broadcasts between GPUs, a bucket at a time.
+    disk    a directory of safetensors on a file system that the engines have too; done before generation is paused.
 
 To add a way, add a file with `BACKEND` (vLLM's name of the weight-transfer backend), `obstacle` and `make`; unless the
 receiving end is vLLM's own, that end is a file of the same name in engine/receivers/.
@@ -30,12 +31,15 @@ Stream = Iterator[tuple[str, "torch.Tensor"]]
 
 @dataclass(frozen=True)
 class Link:
-    """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine, how many."""
+    """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine, how many;
+    directory: on a file system that engines have too, or None for the run's.
+    """
 
     fleet: Fleet
     limit: int
     host: str
     workers: list[int]
+    directory: str | None = None
 
     def first_ranks(self) -> list[int]:
         """The rank of each engine's first worker in a group where the trainer is rank 0."""
@@ -60,7 +64,7 @@ class Transport(Protocol):
     def connect(self) -> None:
         """Once, before the first update."""
 
-    def stage(self, tensors: Stream) -> None:
+    def stage(self, tensors: Stream, version: int) -> None:
         """What can be done while the engines still generate."""
 
     def send(self) -> None:

@@ -49,7 +49,7 @@ class GlooTransport:
         self.group = joined(lambda: gloo_group.join(self.host, port, keys, 0, world, self.host, limit), pending)
         pending.results()
 
-    def stage(self, tensors: Stream) -> None:
+    def stage(self, tensors: Stream, version: int) -> None:
         self.tensors = tensors
 
     def _room(self, _: int, size: int) -> torch.Tensor:

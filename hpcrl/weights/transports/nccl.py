@@ -52,7 +52,7 @@ class NcclTransport:
         self.group = joined(on_this_device(lambda: uid_init_process_group(name, 0, world, device)), pending)
         pending.results()
 
-    def stage(self, tensors: Stream) -> None:
+    def stage(self, tensors: Stream, version: int) -> None:
         self.tensors = tensors
 
     def send(self) -> None:

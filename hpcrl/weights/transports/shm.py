@@ -32,7 +32,7 @@ class ShmTransport:
     def connect(self) -> None:
         self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
 
-    def stage(self, tensors: Stream) -> None:
+    def stage(self, tensors: Stream, version: int) -> None:
         self.buckets = [bucket for bucket, _, _ in fill(tensors, self.limit, self._room)]
         self.bytes = sum(bucket.nbytes for bucket in self.buckets)
 

@@ -1,0 +1,263 @@
+"""Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one thread.
+
+They are the real outbox and inbox of --weight-update resharded and delta, and for gathered what rank 0 and the receivers do with
+shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies what it got into its parameters.
+
+Invariant: after the last update every worker holds exactly what the ranks had.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.weights_roles.hosts import Host
+from hpcrl.engine.pieces.inbox import InboxReader
+from hpcrl.models.slicing import Place
+from hpcrl.queue.auth import ClientKeys
+from hpcrl.redistribution.layouts import Layouts, Part, Worker
+from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.weights import gloo_group
+from hpcrl.weights.bucket import Bucket, fill, views
+from hpcrl.weights.pieces.numbers import Numbers, OwnTensor
+from hpcrl.weights.pieces.outbox import Addressee, Outbox
+from hpcrl.weights.pieces.planning import inboxes, pieces_of, to_bytes
+from hpcrl.weights.pieces.post import Post
+from hpcrl.weights.shared_memory import Region, open_region
+
+RANKS, ROWS, COLUMNS, BYTES = 4, 1024, 4096, 2  #: BYTES of bf16
+TP = 2  #: of an engine
+HALF = COLUMNS // TP
+LIMIT = 300.0  #: seconds of any wait
+CHANGED = 100  #: one of so many elements changes from update to update
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all processes of one way share.
+
+    near: ranks and workers on one host map each other's memory; hosts: of each member, ranks first, or none for all on this
+    machine; ports: of the stores where the members, and those of the broadcasts, meet.
+    """
+
+    way: str
+    tensors: int
+    rounds: int
+    engines: int
+    store: str
+    ports: tuple[int, int]
+    keys: tuple[str, str, str]
+    near: bool
+    bucket: int
+    hosts: tuple[Host, ...]
+    barrier: Any
+    results: Any
+    regions: Any
+
+    @property
+    def workers(self) -> int:
+        return self.engines * TP
+
+    def host(self, member: int) -> str:
+        """Ranks are one a host, engines too."""
+        if not self.hosts:
+            return "here" if self.near or member < RANKS else f"engine {(member - RANKS) // TP}"
+        return self.hosts[member if member < RANKS else RANKS + (member - RANKS) // TP].address
+
+    def address(self, member: int) -> str:
+        return self.host(member) if self.hosts else "127.0.0.1"
+
+
+def plan_of(stage: Stage) -> Redistribution:
+    layouts = Layouts()
+    halves = [Part((i * ROWS // 2, (i + 1) * ROWS // 2), (0, COLUMNS), (i, i + 2)) for i in range(2)]
+    held = layouts.pattern(halves)
+    each = [Part((0, ROWS), (i * HALF, (i + 1) * HALF), tuple(range(i, stage.workers, TP))) for i in range(TP)]
+    needed = layouts.pattern(each)
+    for number in range(stage.tensors):
+        layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
+    workers = [Worker(i // TP, stage.host(RANKS + i)) for i in range(stage.workers)]
+    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2)
+
+
+def join(stage: Stage, me: int) -> Post:
+    torch.set_num_threads(1)
+    keys = ClientKeys(*stage.keys)
+    group = gloo_group.join(stage.store, stage.ports[0], keys, me, RANKS + stage.workers, stage.address(me), LIMIT)
+    return Post(group, me, RANKS, LIMIT)
+
+
+def join_broadcasts(stage: Stage, me: int) -> gloo_group.GlooGroup:
+    rank, keys = (0 if me == 0 else me - RANKS + 1), ClientKeys(*stage.keys)
+    return gloo_group.join(stage.store, stage.ports[1], keys, rank, 1 + stage.workers, stage.address(me), LIMIT)
+
+
+def half_of(number: int, half: int) -> torch.Tensor:
+    """Rows of one half of a tensor, as they are before the first update."""
+    chance = torch.Generator().manual_seed(1000 * number + half)
+    return torch.randn(ROWS // 2, COLUMNS, generator=chance).bfloat16()
+
+
+def change(parts: list[torch.Tensor], turn: int) -> None:
+    """What a step of the optimizer does to them, if only a hundredth changes."""
+    for part in parts:
+        part.view(-1)[turn % CHANGED :: CHANGED] += 1
+
+
+def timed(stage: Stage, me: int, work: Callable[[], Any], before: Callable[[int], None] = lambda _: None) -> None:
+    """All rounds; rank 0 reports the seconds of each, and everybody the processor's."""
+    found, spent = [], []
+    for turn in range(stage.rounds + 1):
+        before(turn)
+        stage.barrier.wait(LIMIT)
+        begin, used = time.perf_counter(), _used()
+        work()
+        spent.append(_used() - used)
+        stage.barrier.wait(LIMIT)
+        found.append(time.perf_counter() - begin)
+    stage.results.put((me, found[1:] if me == 0 else [], sum(spent[1:]) / stage.rounds))
+
+
+def _used() -> float:
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    return mine.ru_utime + mine.ru_stime
+
+
+def check(stage: Stage, me: int, params: dict[str, torch.Tensor]) -> None:
+    """A worker holds what the ranks have after the last round."""
+    mine = (me - RANKS) % TP
+    for number in (0, stage.tensors - 1):
+        halves = [half_of(number, half) for half in range(2)]
+        for turn in range(stage.rounds + 1):
+            change(halves, turn)
+        assert torch.equal(params[f"w{number}"], torch.cat(halves)[:, mine * HALF : (mine + 1) * HALF]), number
+
+
+def member(stage: Stage, me: int) -> None:
+    """What a process does."""
+    if stage.hosts:
+        stage.hosts[me if me < RANKS else RANKS + (me - RANKS) // TP].enter()
+    gathered = stage.way == "gathered"
+    role = (gathered_rank if gathered else pieces_rank) if me < RANKS else (gathered_worker if gathered else pieces_worker)
+    role(stage, me)
+
+
+# ---- resharded, and what has changed
+
+
+def _boxes(plan: Redistribution) -> list[Any]:
+    names = plan.layouts.names
+    return inboxes(plan, dict.fromkeys(names, "bfloat16"), dict.fromkeys(names, (ROWS, COLUMNS)))
+
+
+def pieces_rank(stage: Stage, me: int) -> None:
+    post, plan = join(stage, me), plan_of(stage)
+    to = [
+        Addressee(stage.near and landing.host == stage.host(me), box.porter, box.workers)
+        for landing, box in zip(plan.landings, _boxes(plan), strict=True)
+    ]
+    place = [Place(0, (me % 2 * ROWS // 2, (me % 2 + 1) * ROWS // 2), None, 0)]
+    parts = [half_of(n, me % 2) for n in range(stage.tensors)]
+    own = {f"w{n}": OwnTensor(part, place, 0, (ROWS, COLUMNS)) for n, part in enumerate(parts)}
+    numbers = Numbers(own, dict.fromkeys(own, "bfloat16"), None, {})
+    delta = stage.way == "delta"
+    outbox = Outbox(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit, delta)
+    updates = iter(range(stage.rounds + 1))
+    timed(stage, me, lambda: outbox.send(numbers, delta and next(updates) > 0), lambda turn: change(parts, turn))
+
+
+def pieces_worker(stage: Stage, me: int) -> None:
+    post, plan = join(stage, me), plan_of(stage)
+    mine, delta = (me - RANKS) % TP, stage.way == "delta"
+    held = {name: ([(0, ROWS)], (mine * HALF, HALF)) for name in plan.layouts.names}
+    params = {name: torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for name in held}
+    box = next(box for box in _boxes(plan) if me in box.workers)
+    reader = InboxReader(post, box, held, delta)
+
+    def load(tensors: list[tuple[str, Any]], last: bool) -> None:
+        for name, tensor in tensors:
+            params[name].copy_(tensor.part)
+
+    updates = iter(range(stage.rounds + 1))
+    timed(stage, me, lambda: reader.receive(load, delta and next(updates) > 0))
+    check(stage, me, params)
+
+
+# ---- gathered
+
+
+def gathered_rank(stage: Stage, me: int) -> None:
+    post = join(stage, me)
+    group = join_broadcasts(stage, me) if me == 0 and not stage.near else None
+    parts = [half_of(n, me % 2) for n in range(stage.tensors)]
+    regions: list[Region] = []
+
+    def whole() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, part in enumerate(parts):
+            other = torch.empty_like(part)
+            post.receive(other.view(-1).view(torch.uint8), 1, 5).wait()
+            yield f"w{number}", torch.cat([part, other])
+
+    def room(number: int, size: int) -> torch.Tensor:
+        if number == len(regions) and (stage.near or not regions):
+            regions.append(Region(size))
+        return regions[number if stage.near else 0].buffer
+
+    def work() -> None:
+        if me == 1:
+            for part in parts:
+                post.send(part.view(-1).view(torch.uint8), 0, 5).wait()
+        if me:
+            return
+        if group is None:
+            buckets = [bucket.to_wire() for bucket, _, _ in fill(whole(), stage.bucket, room)]
+            for _ in range(stage.workers):
+                stage.regions.put([buckets, [region.to_wire() for region in regions]])
+            return
+        for bucket, buffer, last in fill(whole(), stage.bucket, room):
+            for _ in range(stage.workers):  # HTTP, in a run
+                stage.regions.put([bucket.to_wire(), last])
+            gloo_group.broadcast(group, buffer[: bucket.nbytes], LIMIT)
+            for worker in range(stage.workers):
+                post.hear(RANKS + worker, 6).wait()
+
+    timed(stage, me, work, lambda turn: change(parts, turn))
+
+
+def gathered_worker(stage: Stage, me: int) -> None:
+    post = join(stage, me)
+    group = None if stage.near else join_broadcasts(stage, me)
+    params = {f"w{n}": torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for n in range(stage.tensors)}
+    mapped: dict[str, torch.Tensor] = {}
+    mine = (me - RANKS) % TP
+
+    def take(bucket: Bucket, buffer: torch.Tensor) -> None:
+        for name, tensor in views(buffer, bucket):
+            params[name].copy_(tensor.narrow(1, mine * HALF, HALF))
+
+    def work() -> None:
+        if group is None:
+            buckets, regions = stage.regions.get(timeout=LIMIT)
+            for bucket, wire in zip(buckets, regions, strict=True):
+                key = json.dumps(wire)
+                if key not in mapped:
+                    mapped[key] = open_region(wire)
+                take(Bucket.from_wire(bucket), mapped[key])
+            return
+        last = False
+        while not last:
+            wire, last = stage.regions.get(timeout=LIMIT)
+            bucket = Bucket.from_wire(wire)
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            gloo_group.broadcast(group, buffer, LIMIT)
+            take(bucket, buffer)
+            post.tell(0, 6).wait()
+
+    timed(stage, me, work)
+    check(stage, me, params)

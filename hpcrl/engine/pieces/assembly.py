@@ -1,0 +1,145 @@
+"""The parts of tensors that one worker holds, put together out of messages.
+
+Invariants: everything that this worker needs comes exactly once, which is checked before anything is received; parts that are not
+complete are memory beside the model, and so are, with `keep`, all parts: the host's, from one update to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from hpcrl.engine.pieces.part_tensor import part_tensor
+from hpcrl.model_files.safetensors_headers import ITEM_BYTES
+from hpcrl.redistribution.copies import targets
+from hpcrl.weights.digest import digest
+from hpcrl.weights.pieces.changes import WHOLE, read, size, words
+from hpcrl.weights.pieces.wire import Inbox, Message, Tensor
+
+Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, length), columns or None for all
+
+
+class Assembly:
+    """The parts of tensors that have come so far.
+
+    held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update.  ValueError if the
+    inbox does not bring all of it once.
+    """
+
+    def __init__(self, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
+        self.inbox, self.held, self.keep = inbox, held, keep
+        self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
+        self.missing: dict[str, int] = {}
+        self.parts: dict[str, torch.Tensor] = {}
+        self.most = self.bytes = 0
+        self.current = False  #: all parts are those of the last update
+        self.messages = list(inbox.messages())
+        self.mine: dict[
+            int, list[tuple[int, int, tuple[int, ...]]]
+        ] = {}  # of each message (which of its pieces, our elements, piece)
+        coming = dict.fromkeys(self.size, 0)
+        for number, message in enumerate(self.messages):
+            for which, piece in enumerate(message.pieces):
+                tensor = inbox.tensors[piece[0]]
+                if tensor.name in self.size and (count := self._in(tensor.name, piece)):
+                    coming[tensor.name] += count
+                    self.mine.setdefault(number, []).append((which, count, piece))
+        if wrong := [name for name, count in coming.items() if count != self.size[name]]:
+            raise ValueError(f"of {wrong[0]} {coming[wrong[0]]} elements would come, this worker needs {self.size[wrong[0]]}")
+
+    def _tensors(self) -> dict[str, Any]:
+        return {t.name: t for t in self.inbox.tensors if t.name in self.held and self._count(t.name, t.shape)}
+
+    def _count(self, name: str, shape: Sequence[int]) -> int:
+        rows, columns = self.held[name]
+        return sum(length for _, length in rows) * (columns[1] if columns is not None else (shape[1] if len(shape) > 1 else 1))
+
+    def _in(self, name: str, piece: Sequence[int]) -> int:
+        """How many elements of a piece this worker needs."""
+        places = targets(*self.held[name], (piece[1], piece[2], piece[3], piece[4]))
+        return sum((own[0].stop - own[0].start) * (own[1].stop - own[1].start) for own, _ in places)
+
+    def begin(self) -> None:
+        """A new update."""
+        self.missing, self.current = dict(self.size), False
+        if not self.keep:
+            self.parts, self.bytes, self.most = {}, 0, 0
+
+    def take(self, number: int, buffer: torch.Tensor, letter: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them.
+
+        letter: of a message that brings what has changed (`hpcrl.weights.pieces.changes`).  ValueError for one that cannot be.
+        """
+        complete, places = [], self._places(number, letter)
+        for which, ours, (index, top, bottom, left, right, offset) in self.mine.get(number, ()):
+            tensor = self.inbox.tensors[index]
+            part, area = self._part(tensor), (top, bottom, left, right)
+            if letter is not None and (count := int(letter[which])) != WHOLE:
+                self._change(tensor, area, buffer[places[which] :], count)
+            else:
+                begin = offset if letter is None else places[which]
+                end = begin + (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
+                piece = buffer[begin:end].view(part.dtype).view(bottom - top, right - left)
+                for own, inside in targets(*self.held[tensor.name], area):
+                    part[own] = piece[inside]
+            self.missing[tensor.name] -= ours
+            if not self.missing[tensor.name]:
+                complete.append((tensor.name, self._done(tensor)))
+        return complete
+
+    def _places(self, number: int, letter: torch.Tensor | None) -> list[int]:
+        """Where each piece of a message with a letter begins."""
+        if letter is None:
+            return []
+        return [0, *accumulate(sizes(self.inbox, self.messages[number], letter))]
+
+    def _part(self, tensor: Tensor) -> torch.Tensor:
+        """What has come of a tensor: [rows, columns]."""
+        if tensor.name not in self.parts:
+            rows, columns = self.held[tensor.name]
+            shape = (sum(length for _, length in rows), columns[1] if columns is not None else (*tensor.shape, 1)[1])
+            self.parts[tensor.name] = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
+            self.bytes += self.parts[tensor.name].nbytes
+            self.most = max(self.most, self.bytes)
+        return self.parts[tensor.name]
+
+    def _change(self, tensor: Tensor, area: tuple[int, int, int, int], buffer: torch.Tensor, count: int) -> None:
+        """Put in what has changed of a piece."""
+        if not count:
+            return
+        top, bottom, left, right = area
+        width, item = right - left, ITEM_BYTES[tensor.dtype]
+        at, values = read(buffer, count, (bottom - top) * width, item)
+        row, column, part = at // width, at % width, words(self.parts[tensor.name])
+        for own, inside in targets(*self.held[tensor.name], area):
+            (first, last), (begin, end) = ((one.start, one.stop) for one in inside)
+            mine = (row >= first) & (row < last) & (column >= begin) & (column < end)
+            part[own][row[mine] - first, column[mine] - begin] = values[mine]
+
+    def _done(self, tensor: Tensor) -> torch.Tensor:
+        """A complete tensor, as loaders want it; it is kept or theirs."""
+        found = self.parts[tensor.name]
+        if not self.keep:
+            del self.parts[tensor.name]
+            self.bytes -= found.nbytes
+        return part_tensor(tensor.shape, found if len(tensor.shape) > 1 else found.view(-1), *self.held[tensor.name])
+
+    def complete(self) -> bool:
+        """Whether everything has come."""
+        return not any(self.missing.values())
+
+    def digests(self) -> dict[str, str]:
+        """Of every part that is kept, by name."""
+        shapes = {tensor.name: tensor.shape for tensor in self.inbox.tensors}
+        return {name: digest(part if len(shapes[name]) > 1 else part.view(-1)) for name, part in self.parts.items()}
+
+
+def sizes(inbox: Inbox, message: Message, letter: torch.Tensor) -> list[int]:
+    """Bytes of each piece of a message with a letter."""
+    found = []
+    for (index, top, bottom, left, right, _), count in zip(message.pieces, letter.tolist(), strict=True):
+        found.append(size(count, (bottom - top) * (right - left), ITEM_BYTES[inbox.tensors[index].dtype]))
+    return found

@@ -1,0 +1,81 @@
+"""After an update: do the engines hold the bits that the trainer has?
+
+    comparison = Comparison(manifests, ties, model=True, kept=False)
+    comparison.note(name, tensor)          # every tensor as it was sent
+    comparison.compare(fleet)              # Differs
+
+Invariant: what an engine is compared with comes from the trainer's whole tensors, whatever way it came to hold them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.errors import PeerError
+from hpcrl.weights.digest import cut, digest
+from hpcrl.weights.engine_fleet import Fleet
+
+if TYPE_CHECKING:
+    import torch
+
+Expected = list[dict[str, dict[str, str]]]  #: [engine][rank of the worker][name] -> digest
+
+
+class Differs(PeerError):
+    """An engine holds other bits than were sent."""
+
+
+class Comparison:
+    """What each worker must hold.
+
+    manifests: [engine][worker]; ties: name -> the names of those tied to it; model: compare what the model multiplies with
+    (--check-weight-update-equal); kept: compare what a worker has put together out of pieces and changes (--weight-update delta).
+    """
+
+    def __init__(
+        self, manifests: Sequence[Sequence[Mapping[str, Any]]], ties: Mapping[str, Sequence[str]], model: bool, kept: bool
+    ) -> None:
+        self.manifests, self.ties = manifests, ties
+        self.found: dict[str, Expected] = {}
+        for method, wanted in (("hpcrl_check", model), ("hpcrl_check_kept", kept)):
+            if wanted:
+                self.found[method] = [{} for _ in manifests]
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """What each worker must have of a tensor, in the model also under the names of the tensors tied to it."""
+        known: dict[str, str] = {}  # most workers hold the same parts
+        for method, expected in self.found.items():
+            kept = method == "hpcrl_check_kept"
+            for workers, mine in zip(self.manifests, expected, strict=True):
+                for worker in workers:
+                    for other in (name,) if kept else (name, *self.ties.get(name, ())):
+                        rows, columns = _span(worker, other, tensor)
+                        if kept and not sum(length for _, length in rows):
+                            continue
+                        part = json.dumps([rows, columns])
+                        if part not in known:
+                            known[part] = digest(cut(tensor, rows, columns))
+                        mine.setdefault(str(worker["rank"]), {})[other] = known[part]
+
+    def compare(self, fleet: Fleet) -> None:
+        """Differs names the tensors that an engine does not hold as they were sent."""
+        for method, expected in self.found.items():
+            bodies = [{"method": method, "args": [json.dumps(mine)]} for mine in expected]
+            answers = fleet.begin("comparing", "/collective_rpc", bodies).results()
+            for engine, answer in zip(fleet.engines, answers, strict=True):
+                for worker in answer["results"]:
+                    if wrong := [*worker["different"], *worker["unknown"]]:
+                        raise Differs(
+                            f"{engine}: after the update {len(wrong)} tensors are not what was sent: {', '.join(wrong[:5])}"
+                        )
+
+
+def _span(worker: Mapping[str, Any], name: str, tensor: torch.Tensor) -> tuple[Any, Any]:
+    """(rows, columns) that a worker holds; all of a tensor that only its loader knows how to cut."""
+    held = worker["tensors"].get(name)
+    return (held["rows"], held["columns"]) if held is not None else ([[0, tensor.shape[0]]] if tensor.dim() else [], None)

@@ -1,0 +1,120 @@
+"""--weight-transfer disk: whole directories that come and go, and an engine that reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.model_files.hf_reader import Files
+from hpcrl.run.rundir import RunDir
+from hpcrl.weights.transports import Link
+from hpcrl.weights.transports.disk import DiskTransport
+from tests.support.engines import CLOSE, SMALL, Side
+from tests.support.forked_engines import Nursery
+from tests.support.tiny import make_model
+
+TENSORS = {
+    "norm": torch.arange(5, dtype=torch.bfloat16),
+    "wide": torch.randn(64, 64),
+    "codes": torch.randn(8, 8).to(torch.float8_e4m3fn),
+    "last": torch.randn(40, 3),
+}
+
+
+class Posts:
+    """A fleet that notes what it is told."""
+
+    def __init__(self, root: Path) -> None:
+        self.rundir, self.told, self.seen = RunDir(root), list[Any](), dict[str, torch.Tensor]()
+
+    def post(self, phase: str, path: str, body: Any = None) -> None:
+        self.told.append((path, body))
+        if path == "/update_weights":
+            there = Path(body["update_info"]["directory"])
+            assert [path.name for path in there.parent.iterdir()] == [there.name], "nothing but what has its name"
+            for name, digest in body["update_info"]["files"].items():
+                assert hashlib.blake2b((there / name).read_bytes(), digest_size=16).hexdigest() == digest
+            with ExitStack() as stack:
+                files = Files(there, stack)
+                self.seen = {name: files.slice(name)[:] for name in files.where}
+
+
+def test_what_is_published_is_a_model_directory_and_goes_afterwards(tmp_path: Path) -> None:
+    fleet = Posts(tmp_path / "run")
+    left = tmp_path / "disk" / "weights-of-run" / "version-00000001"
+    left.mkdir(parents=True)
+    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "disk")))  # type: ignore[arg-type]
+    made.connect()
+    assert not left.exists(), "of an attempt that was killed"
+    for version in (3, 4):
+        made.stage(iter(TENSORS.items()), version)
+        assert [path.name for path in left.parent.iterdir()] == [f"version-{version:08d}"]
+        made.send()
+        assert list(left.parent.iterdir()) == []
+    assert set(fleet.seen) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert fleet.seen[name].dtype == tensor.dtype
+        assert torch.equal(fleet.seen[name].view(torch.uint8), tensor.view(torch.uint8))
+    assert made.bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    made.stage(iter(TENSORS.items()), 5)
+    made.close()
+    assert list(left.parent.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("a file where a directory was to be")
+    fleet = Posts(tmp_path / "run")
+    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "full")))  # type: ignore[arg-type]
+    with pytest.raises(HpcrlError, match="cannot be written to .*full.*--update-weight-disk-dir"):
+        made.stage(iter(TENSORS.items()), 1)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(TENSORS.items())[:2]
+        raise PeerError("a rank died")
+
+    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "disk")))  # type: ignore[arg-type]
+    with pytest.raises(PeerError):
+        made.stage(broken(), 1)
+    assert list((tmp_path / "disk" / "weights-of-run").iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_an_engine_reads_them_and_refuses_what_was_damaged(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path / "model", tied=True)
+    values = {"weight_transfer": "disk", "check_weight_update_equal": True, "update_weight_buffer_size": SMALL}
+    engines = nursery.engines(tmp_path / "run", model, **values)
+    side = Side(engines, model)
+    for _ in range(2):
+        side.step()
+        assert side.distance() <= CLOSE
+    old = side.reference.pairs()
+    send = DiskTransport.send
+
+    def damaged(self: DiskTransport) -> None:
+        assert self.there is not None
+        path = sorted(self.there.glob("*.safetensors"))[-1]
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+        send(self)
+
+    monkeypatch.setattr(DiskTransport, "send", damaged)
+    with pytest.raises(PeerError, match="holds other bytes than were written"):
+        side.step()
+    monkeypatch.undo()
+    side.reference.back_to(old)
+    assert side.distance() <= CLOSE, "the old weights are in place, and the engine was resumed"
+    side.step()
+    assert side.distance() <= CLOSE
+    side.close()
+    assert list((tmp_path / "run" / "weights").iterdir()) == []
+    assert engines.stop() == [0]
