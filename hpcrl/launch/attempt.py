@@ -21,14 +21,14 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.heartbeat import LEAST, Pulse
-from hpcrl.launch.host import BEATS, CLOSING, GRACE, HOST_BEAT
+from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
-from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
+from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.run.trouble.storage import trouble
@@ -203,6 +203,8 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
     """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
     for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
         what = f"the process of host {silent.name} {silent}"
+        if said := trouble(rundir.here):  # where we cannot write, neither can it
+            raise PeerError(f"{said}; no host can give a sign of life there", "the last checkpoint is good")
         rundir.fail("launcher", 0, what)
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 

@@ -39,7 +39,7 @@ from hpcrl.run.failure import ERROR
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options, read_plan, say
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import BEATS, RunDir
 from hpcrl.run.summary import summary_of
 from hpcrl.run.trouble.hardware import hardware_words
 from hpcrl.run.trouble.memory import MemoryWatch
@@ -48,7 +48,6 @@ from hpcrl.run.trouble.scratch import Scratch, sweep
 PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
-BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 

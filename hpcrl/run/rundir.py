@@ -32,6 +32,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from hpcrl.run.trouble.storage import mend, patiently, words
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 #: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
+BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HALF = re.compile(r"\..+\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
@@ -180,7 +182,8 @@ class RunDir:
         link.replace(self.root / "logs" / "latest")
 
     def _sweep(self) -> None:
-        """Remove the files that were being written beside their places when their writer was killed."""
+        """Remove the files that were being written beside their places when their writer was killed, and signs of life of the dead."""
+        shutil.rmtree(self.root / "attempts" / str(self.attempt - 1) / BEATS, ignore_errors=True)
         for folder in (self.root, self.samples, self.root / "bank", self.root / "ledger"):
             for name in listed(folder):
                 if HALF.fullmatch(name) and (folder / name).is_file() and not (folder / name).is_symlink():

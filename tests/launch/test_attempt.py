@@ -10,6 +10,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped
+from hpcrl.heartbeat import Silent
 from hpcrl.launch import attempt, batch_run
 from hpcrl.launch.attempt import Stop
 from hpcrl.launch.job import Job
@@ -117,3 +118,21 @@ def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypa
     assert allocation.requeued == 1
     failure = rundir.failure()
     assert failure is not None and str(failure).startswith("no answer from node2")
+
+
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [("", "the process of host node1 gives no sign of life for 30 s"), ("RUN is full", "^RUN is full; no host can")],
+)
+def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str, said: str
+) -> None:
+    class Heard:
+        def silent(self, seconds: float) -> list[Silent]:
+            return [Silent("node1", 7, 30.0)]
+
+    monkeypatch.setattr(attempt, "trouble", lambda directory: disk)
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    with pytest.raises(PeerError, match=said):
+        attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
