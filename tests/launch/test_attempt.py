@@ -9,11 +9,12 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
-from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped
+from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped, UsageError
 from hpcrl.heartbeat import Silent
 from hpcrl.launch import attempt, batch_run
 from hpcrl.launch.attempt import Stop
-from hpcrl.launch.job import Job
+from hpcrl.launch.earlier import go_back
+from hpcrl.launch.job import Job, held
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 
@@ -136,3 +137,21 @@ def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
     rundir.begin()
     with pytest.raises(PeerError, match=said):
         attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    with pytest.raises(UsageError, match="no stage that could go on"):
+        go_back(job, 2)
+    rundir.options_file.write_text(Options().model_dump_json())
+    for number in (2, 4):
+        (rundir.checkpoints / f"iter_{number:07d}").mkdir()
+    tracker = rundir.checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text("4")
+    with pytest.raises(UsageError, match=r"--ckpt-step 3: .*/checkpoints has no such checkpoint; there are 2, 4"):
+        go_back(job, 3)
+    go_back(job, 2)
+    assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"
+    with held(rundir.root), pytest.raises(UsageError, match="in use by process"):
+        go_back(job, 4)

@@ -168,13 +168,21 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     is damaged or does not fit the model, naming tensor or file.
     """
     record = agree(lambda: _record(path, run_id))
+    load_state(policy, ranks, path)
+    return Position(record["rollout_id"], record["version"], record["data"])
+
+
+def open_whole(path: Path, ranks: Ranks) -> TorchDist:
+    """A checkpoint of ours whose files are all there and hold what was written, each rank reading a share; collective.
+
+    DataError, the same on all ranks, names the file, and the checkpoint to go on from instead.
+    """
     try:
         stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
         agree(lambda: stored.check_sums(ranks.rank, dist.get_world_size()))
     except DataError as error:
         raise DataError(error.what, _instead(path) or error.hint) from error
-    load_state(policy, ranks, path)
-    return Position(record["rollout_id"], record["version"], record["data"])
+    return stored
 
 
 def _instead(path: Path) -> str:
@@ -186,7 +194,7 @@ def _instead(path: Path) -> str:
 def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours; collective.  DataError likewise."""
     cpu_shim.before_load(policy.optimizer)
-    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    stored = open_whole(path, ranks)
     request = everything(policy, ranks, Position(), loading=True)
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
         del request["rng_state"]
