@@ -48,7 +48,9 @@ STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 #: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
-HALF = re.compile(r"\..+\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
+HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
+#: what an attempt alone writes into RUN; other files there may be somebody's who lives, such as `hpcrl resume`
+OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl")
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
 
@@ -186,9 +188,11 @@ class RunDir:
         shutil.rmtree(self.root / "attempts" / str(self.attempt - 1) / BEATS, ignore_errors=True)
         for folder in (self.root, self.samples, self.root / "bank", self.root / "ledger"):
             for name in listed(folder):
-                if HALF.fullmatch(name) and (folder / name).is_file() and not (folder / name).is_symlink():
-                    with contextlib.suppress(OSError):
-                        (folder / name).unlink()
+                found = HALF.fullmatch(name)
+                if found is None or (folder == self.root and found[1] not in OWN):
+                    continue
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
 
     # ---- failure and stop
 

@@ -65,7 +65,9 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
             torchrun(command(context, logs))
     except SignalException as error:
         host, name = context.plan.trainer_hosts[context.index], signal_name(error.sigval)
-        raise PeerError(f"host {host} was told to end by {name} (cancelled, preempted, out of time, or another host of the job lost)") from None
+        raise PeerError(
+            f"host {host} was told to end by {name} (cancelled, preempted, out of time, or another host of the job lost)"
+        ) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         place = context.plan.trainers[rank].host
