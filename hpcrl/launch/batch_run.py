@@ -6,6 +6,7 @@ numbers; one that makes no headway is not started again for ever; a stop that th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
+from hpcrl.run.trouble.storage import trouble
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
@@ -97,6 +99,7 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
         say(str(stopped))
         return {"status": "stopped", "message": str(stopped)}
     except HpcrlError as error:
+        _tell(job, allocation, error)
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
         elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
@@ -110,6 +113,13 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
             raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
     return final_summary(job)
+
+
+def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
+    """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output too."""
+    if trouble(job.root):
+        with contextlib.suppress(HpcrlError):
+            allocation.mark(job.identity, str(error))
 
 
 def _correct(job: Job, why: str) -> None:

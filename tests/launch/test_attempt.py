@@ -139,6 +139,25 @@ def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
         attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
 
 
+def test_an_error_that_no_file_takes_is_left_with_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
+    marked: list[tuple[str, str]] = []
+    allocation = Allocation(preempts=False)
+    monkeypatch.setattr(allocation, "mark", lambda identity, said="": marked.append((identity, said)), raising=False)
+
+    def ended(*_: Any) -> int:
+        raise PeerError("cannot write metrics.jsonl: the file system is full")
+
+    monkeypatch.setattr(batch_run, "run_job", ended)
+    for disk in ("", "RUN cannot be written to: the file system is full"):
+        monkeypatch.setattr(batch_run, "trouble", lambda directory, disk=disk: disk)
+        with pytest.raises(PeerError):
+            batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    assert marked == [("identity", "cannot write metrics.jsonl: the file system is full")], (
+        "once: where a file takes it, that has it"
+    )
+
+
 def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
