@@ -73,7 +73,7 @@ def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path:
 
 def test_faults_in_a_row_each_named_and_nothing_lost_or_left(tmp_path: Path, task: Path) -> None:
     """One run that is killed while it starts, loses a rank and the rollout process, and is stopped: the campaign's eyes after each."""
-    values = SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 16, "hang_timeout": HANG}
+    values = SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 30, "hang_timeout": HANG}
     run = start(tmp_path / "untouched", task, **values)
     status, out = run.end()
     assert status == 0, out + run.logs()
