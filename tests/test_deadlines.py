@@ -38,6 +38,7 @@ ENDED = {
     ("selftest/checks/stream_order.py", "stream.synchronize()"): WATCHED,
     ("selftest/checks/stream_order.py", "torch.cuda.synchronize()"): WATCHED,
     ("selftest/checks/logprob_memory.py", "torch.cuda.synchronize(device)"): WATCHED,
+    ("selftest/here.py", "runs.result()"): WATCHED,
     ("selftest/whole_run.py", "process.wait()"): "the process was killed in the line before",
     ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
     ("trainer/colocation/device_state.py", "torch.cuda.synchronize()"): GROUP,

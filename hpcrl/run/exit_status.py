@@ -1,6 +1,6 @@
-"""How a process ended, in words: the one phrase for an exit status.
+"""How a process ended, in words: the one phrase for an exit status, and what the kernel says of memory that ran out.
 
-Invariant: no status is an error here, also one that no process of ours can have.
+Invariant: no status is an error here, also one that no process of ours can have; where the kernel's files say nothing, so does this.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ def how_it_ended(status: int, memory: MemoryWatch | None = None) -> str:
 def _who(memory: MemoryWatch | None) -> str:
     """Who sent a SIGKILL, as far as that is known."""
     if memory is None:
-        return MEMORY
+        return MemoryWatch(ever=True).said() or MEMORY
     return memory.said() or (NOT_MEMORY if memory.sees else MEMORY)

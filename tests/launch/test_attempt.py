@@ -69,10 +69,7 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
     monkeypatch.setattr(batch_run, "PARTING", 0.0)
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
     allocation = Allocation(preempts)
-    if isinstance(error, Stopped) and not preempts and not user:  # told by a signal alone: no completed job
-        with pytest.raises(SystemExit, match="143"):
-            batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
-    elif isinstance(error, Stopped):
+    if isinstance(error, Stopped):
         assert batch_run.run_in_job(job, allocation)["status"] == "stopped"  # type: ignore[arg-type]
     else:
         with pytest.raises(PeerError, match="told to end"):
@@ -174,3 +171,32 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"
     with held(rundir.root), pytest.raises(UsageError, match="in use by process"):
         go_back(job, 4)
+
+
+@pytest.mark.parametrize(("status", "code"), [("stopped", 143), ("finished", 0)])
+def test_a_job_whose_run_was_stopped_ends_with_the_status_of_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+) -> None:
+    """Or else accounting calls it complete, and the export that waits for its success begins."""
+    import atexit
+    import os
+
+    from hpcrl.slurm import batch_process
+
+    found = {"status": status, "message": "saved and stopped after 3 of 5 rollouts"}
+    monkeypatch.setattr(batch_process, "run_in_job", lambda *_: found)
+    monkeypatch.setattr(batch_process, "reopen_job", lambda _: None)
+    monkeypatch.setattr(batch_process, "SlurmAllocation", lambda: None)
+    left: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(atexit, "register", lambda *words: left.append(words))
+    assert batch_process.run_directory("/run") == found, "submitit keeps it as the job's result"
+    assert left == ([(os._exit, code)] if code else [])
+    monkeypatch.setattr(batch_run, "run_in_job", lambda *_: found)
+    monkeypatch.setattr(batch_run, "begin_job", lambda *_: Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i"))
+    monkeypatch.setattr(batch_run, "load_recipe", lambda _: None)
+
+    class Here(Allocation):
+        scheduler, cluster = "slurm", None
+        mark = nodes = lambda *_: None
+
+    assert batch_run.batch_main(["r.toml", "--run-dir", str(tmp_path)], lambda: Here(False)) == code  # type: ignore[arg-type]

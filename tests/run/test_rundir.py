@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.careful_files import read_given, swappable_by_group
+from hpcrl.careful_files import as_given, read_given, swappable_by_group
+from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.mpi.hostfile import read_hostfile
 from hpcrl.run.failure import ERROR
@@ -193,3 +194,30 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "fifo")
     command = f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.careful_files import read_given; print(read_given(\"/dev/fd/7\"))'"
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30).stdout == "node1\n\n"
+
+
+def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a login node's links lead may not be there on the nodes of the job; another user's link may lead elsewhere later."""
+    real, said = tmp_path / "login-only" / "home", tmp_path / "home"
+    real.mkdir(parents=True)
+    said.symlink_to(real)
+    assert RunDir.create(said / "run").root == said / "run" and RunDir(said / "run" / "." / "x").root == said / "run" / "x"
+    (tmp_path / "r.toml").write_text("num_rollout = 1\n")
+    (said / "r.toml").symlink_to(tmp_path / "r.toml")
+    monkeypatch.chdir(said)
+    for shell, root in ((said, said), ("", real), (tmp_path, real), ("/nowhere", real)):
+        monkeypatch.setenv("PWD", str(shell))
+        assert as_given("runs/a") == root / "runs/a"
+        assert load_recipe("r.toml").path == root / "r.toml"
+    assert as_given(said / ".." / "x") == tmp_path / "login-only" / "x", "not beside the link"
+    (said / "open").mkdir()
+    (said / "open").chmod(0o777)
+    (tmp_path / "way").symlink_to(said / "open")
+    with pytest.raises(UsageError, match="everybody may put something else in its place"):
+        RunDir.create(tmp_path / "way" / "run")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    if said.lstat().st_uid not in (0, 4711):
+        assert as_given(said / "run") == real / "run"
+    else:  # as root: a link that is another's
+        os.lchown(said, 4712, -1)
+        assert as_given(said / "run") == real / "run"

@@ -157,7 +157,7 @@ def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str,
     (root / events).write_text("oom 1\noom_kill 4\n")
     (root / "proc/vmstat").write_text("oom_kill 4\n")
     name = limit.rpartition("/")[2]
-    said = f"the kernel killed 1 process for want of memory: the limit is 8.6 GB ({name} of job_7)"
+    said = f"the kernel killed 1 process for want of memory at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
     assert watch.said() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
     assert said not in how_it_ended(-15, watch), "of a SIGTERM somebody else is the cause"
 
@@ -188,7 +188,9 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
     )
     try:
         done = subprocess.run([sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False)
-        assert "was killed by SIGKILL (the kernel killed 1 process for want of memory: the limit is 0.1 GB" in done.stdout, done
+        assert "was killed by SIGKILL (the kernel killed 1 process for want of memory at the limit of 0.1 GiB" in done.stdout, (
+            done
+        )
     finally:
         group.rmdir()
 

@@ -1,7 +1,7 @@
 """Whether the kernel has killed a process for want of memory, and whose limit it was.
 
     watch = MemoryWatch()          # before it is started
-    watch.said()                   # -> "the kernel killed 1 process for want of memory: its limit is 8.6 GB (memory.max of job_7)"
+    watch.said()                   # -> "the kernel killed 1 process for want of memory at the limit of 8.0 GiB (memory.max of job_7): ask for more memory"
 
 A process that was killed so ends with SIGKILL, as one that somebody has killed.  The kernel counts what it does: for each
 cgroup (memory.events of version 2, memory.oom_control of version 1) and for the whole host (oom_kill of /proc/vmstat).
@@ -14,6 +14,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+GIB = 1 << 30
 UNLIMITED = 1 << 60  #: bytes; version 1 says "no limit" with a number near 2^63
 
 
@@ -29,35 +30,32 @@ class _Group:
 class MemoryWatch:
     """The counts as they are now, of this process's cgroups and of its host.  root: where /proc and /sys are."""
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    def __init__(self, root: Path = Path("/"), ever: bool = False) -> None:
+        """ever: count what the cgroups have seen before as well."""
         self._groups, self._host = _groups(root), root / "proc/vmstat"
-        self._before = [self._count(group) for group in self._groups]
+        self._before = [0 if ever else _field(group.events, "oom_kill") for group in self._groups]
         self._host_before = _field(self._host, "oom_kill")
-
-    @staticmethod
-    def _count(group: _Group) -> int | None:
-        return _field(group.events, "oom_kill")
 
     def said(self) -> str:
         """What the kernel has killed since, for a user; "" if nothing, or if that cannot be found out."""
-        hit = None
-        for group, before in zip(self._groups, self._before, strict=True):  # from the process's own to the outermost
-            now = self._count(group)
-            if now is None or before is None or now <= before:
-                continue
-            limit = _number(group.limit)
-            if limit is not None and limit < UNLIMITED and (hit is None or limit < hit[1]):
-                hit = (group, limit, now - before)
-        if hit is not None:
-            group, limit, count = hit
-            return (
-                f"the kernel killed {_many(count)} for want of memory: "
-                f"the limit is {limit / 1e9:.1f} GB ({group.limit.name} of {group.name})"
-            )
+        for number, (group, before) in enumerate(
+            zip(self._groups, self._before, strict=True)
+        ):  # our own first, the outermost last
+            now = _field(group.events, "oom_kill")
+            if now is not None and before is not None and now > before:
+                return f"the kernel killed {_many(now - before)} for want of memory{self._limit(number)}: ask for more memory"
         now = _field(self._host, "oom_kill")
         if now is not None and self._host_before is not None and now > self._host_before:
             return f"the kernel killed {_many(now - self._host_before)} of this host for want of memory"
         return ""
+
+    def _limit(self, number: int) -> str:
+        """The least limit of a cgroup and those above it, in words; "" if they have none, or it is not seen."""
+        limits = [(limit, group) for group in self._groups[number:] if (limit := _number(group.limit)) is not None]
+        limit, group = min(limits, key=lambda one: one[0], default=(UNLIMITED, None))
+        return (
+            f" at the limit of {limit / GIB:.1f} GiB ({group.limit.name} of {group.name})" if group and limit < UNLIMITED else ""
+        )
 
     @property
     def sees(self) -> bool:
