@@ -166,7 +166,7 @@ def test_a_host_without_memory_is_told_from_a_limit(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n", "proc/vmstat": "pgfault 1\noom_kill 0\n"})
     watch = MemoryWatch(root)
     (root / "proc/vmstat").write_text("pgfault 1\noom_kill 2\n")
-    assert watch.said() == "the kernel killed 2 processes of this host for want of memory"
+    assert watch.said() == "perhaps for want of memory: the kernel has killed 2 processes of this host meanwhile"
     nothing = MemoryWatch(tmp_path / "nothing")
     assert not nothing.sees and how_it_ended(-9, nothing) == how_it_ended(-9), "where nothing can be read nothing is claimed"
 

@@ -37,7 +37,10 @@ class MemoryWatch:
         self._host_before = _field(self._host, "oom_kill")
 
     def said(self) -> str:
-        """What the kernel has killed since, for a user; "" if nothing, or if that cannot be found out."""
+        """What the kernel has killed since, for a user; "" if nothing, or if that cannot be found out.
+
+        The host's count alone does not say whose process it was: another job's limit may have been hit.
+        """
         for number, (group, before) in enumerate(
             zip(self._groups, self._before, strict=True)
         ):  # our own first, the outermost last
@@ -46,7 +49,7 @@ class MemoryWatch:
                 return f"the kernel killed {_many(now - before)} for want of memory{self._limit(number)}: ask for more memory"
         now = _field(self._host, "oom_kill")
         if now is not None and self._host_before is not None and now > self._host_before:
-            return f"the kernel killed {_many(now - self._host_before)} of this host for want of memory"
+            return f"perhaps for want of memory: the kernel has killed {_many(now - self._host_before)} of this host meanwhile"
         return ""
 
     def _limit(self, number: int) -> str:
