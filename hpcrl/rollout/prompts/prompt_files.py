@@ -21,7 +21,7 @@ from hpcrl.config.prompts.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.row_checks import Keys, Row, read_row
 from hpcrl.prompt_files.rows import Rows, open_rows
-from hpcrl.rollout.prompts.rendering import Tokens, encode, render
+from hpcrl.rollout.prompts.rendering import Rendered, Tokens, encode, render
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 CHUNK = 1024  #: rows that are encoded at once
@@ -202,13 +202,19 @@ class Drawn(Sequence[Prompt]):
         )
 
     def check(self) -> np.ndarray:
-        """Look at every row: int64, those that are not too long.  Fills `types`.  DataError as `read_prompts`."""
+        """Look at every row: int64, those that are not too long.  Fills `types`.  DataError as `read_prompts`.
+
+        Only what may be too long is encoded, which takes most of the time.
+        """
         kept: list[np.ndarray] = []
         for begin in range(0, len(self._rows), CHUNK):
             rows = [(at, self._row(at)) for at in range(begin, min(begin + CHUNK, len(self._rows)))]
             for at, row in rows:
                 self._note_type(at, row)
-            fits = [self._fits(at, tokens) for (at, _), tokens in zip(rows, self._encode(rows), strict=True)]
+            texts = list(self._texts(rows))
+            sure = [self._surely_fits(text) for text in texts]
+            measured = iter(encode([text for text, fits in zip(texts, sure, strict=True) if not fits], self._tokenizer))
+            fits = [known or self._fits(at, next(measured)) for (at, _), known in zip(rows, sure, strict=True)]
             kept.append(begin + np.flatnonzero(fits))
         return np.concatenate(kept)
 
@@ -230,6 +236,10 @@ class Drawn(Sequence[Prompt]):
                 yield render(row, self._reading.keys, self._tokenizer)
             except ValueError as error:
                 raise DataError(f"{self._rows.where(at)}: {error}") from error
+
+    def _surely_fits(self, text: Rendered) -> bool:
+        alone = not text.targets and not text.turns
+        return alone and self._tokenizer.surely_within(text.prompt, self._reading.limit)
 
     def _fits(self, at: int, tokens: Tokens) -> bool:
         """Whether a prompt is within the limits.  DataError if it is empty, or is not and may not be dropped."""
