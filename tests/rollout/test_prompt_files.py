@@ -54,6 +54,34 @@ def read(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., PromptFile]:
     return go
 
 
+@given(st.lists(st.text(st.sampled_from("a1 é\ufdfa世\n"), max_size=40), min_size=1, max_size=6), st.integers(1, 60))
+@settings(max_examples=200, deadline=None)
+def test_what_is_sure_to_fit_without_being_encoded_does(model: Path, texts: list[str], limit: int) -> None:
+    tokenizer = Tokenizer(model)
+    for text in texts:
+        if tokenizer.surely_within(text, limit):
+            assert 0 < len(tokenizer.encode([text])[0]) <= limit
+    assert tokenizer.surely_within("1" * 100, 108) and not tokenizer.surely_within("1" * 101, 108)
+    assert tokenizer.surely_within("1", None) and not tokenizer.surely_within(" \n", None)
+
+
+def test_only_what_may_be_too_long_is_encoded(
+    read: Callable[..., PromptFile], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, texts: Any) -> Any:
+        encoded.extend(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    rows = [json.dumps({"prompt": "1" * count, "label": "2"}) + "\n" for count in (5, 50, 95, 120)]
+    file = read("".join(rows), rollout_max_prompt_len=100)
+    assert (len(file), file.dropped) == (3, 1)
+    assert sorted(len(text) for text in encoded if len(text) > 1) == [len("<|user|><|end|><|assistant|>") + n for n in (95, 120)]
+
+
 def test_a_prompt_is_rendered_and_keeps_what_stood_there(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
     row = {"prompt": "1+1=", "label": 2, "metadata": {"source": "made up"}}
     file = read(f"{GOOD}\n\n{json.dumps(row)}\n")
