@@ -95,7 +95,7 @@ class Crank:
     def _begin(self) -> None:
         """Tell the rollout process where the run goes on, and wait for the engines: the run is ready then."""
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.updates = self._updates() if self.context.plan.engines else None
+        self.updates = self._updates() if self.context.plan.engine_count else None
         if self.updates:
             with self.timeline.span("wait for engines"):
                 self.updates.wait()
@@ -283,7 +283,7 @@ class Crank:
 
     def _evaluate(self, rollout_id: int) -> None:
         """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
-        if self.options.eval_interval is None or not self.context.plan.engines:
+        if self.options.eval_interval is None or not self.context.plan.engine_count:
             return
         with self.timeline.span(EVALUATE, rollout_id=rollout_id):
             results = self._await("evaluate", rollout_id=rollout_id, version=self.at.version)
