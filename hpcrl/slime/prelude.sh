@@ -106,6 +106,7 @@ source() {
     fi
     builtin source "$file" "$@"
 }
+# shellcheck source=/dev/null
 function . { source "$@"; }
 
 trap hpcrl_before DEBUG
