@@ -62,7 +62,7 @@ def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, t
     hpcrl(cluster, "engines", "remove", job.root, "2")
     job.until(lambda: states(job)[2:] == ["gone"])
     hpcrl(cluster, "stop", job.root)
-    job.ends()
+    job.ends("FAILED")  # with 143: stopped, and saved
     rows = metrics(job.root)
     assert list(rows) == list(range(len(rows)))
     assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in rows.values())
