@@ -86,6 +86,37 @@ def swappable(path: Path) -> Path | None:
     return None
 
 
+def as_given(path: str | os.PathLike[str]) -> Path:
+    """`path`, absolute and as the user says it, links on the way kept.
+
+    Where a link leads may be known to this machine alone, such as the place of a home directory on a login node.  The link of
+    another user, who could let it lead elsewhere later, is followed now, and so is whatever stands before a `..`.
+    """
+    whole = Path(path)
+    whole = whole if whole.is_absolute() else _here() / whole
+    if ".." in whole.parts or any(map(_of_another, (whole, *whole.parents))):
+        return whole.resolve()
+    return whole
+
+
+def _here() -> Path:
+    """The current directory as the shell calls it."""
+    here, said = Path.cwd(), os.environ.get("PWD", "")
+    try:
+        return Path(said) if os.path.isabs(said) and os.path.samefile(said, here) else here
+    except OSError:
+        return here
+
+
+def _of_another(path: Path) -> bool:
+    """Whether this is a link that neither we nor root have made."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid())
+
+
 def count_of(name: str) -> int | None:
     """The number that a name is, in ASCII digits and of at most 9; None if it is no such."""
     return int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 import psutil
@@ -20,6 +20,7 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.heartbeat import LEAST, Pulse
+from hpcrl.launch.engines.serve import borrow
 from hpcrl.launch.host import BEATS, CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
@@ -63,7 +64,7 @@ class Stop:
             self.requests += 1
 
     def ask(self, why: str, seconds: float = 0.0) -> None:
-        """Ask to save and end, once.  seconds: that the run may take for it, if that is more than --stop-timeout."""
+        """Ask to save and end, once.  seconds: that the run may take for it, instead of --stop-timeout; 0: no other."""
         if not self.requests:
             self.requests, self.why, self.seconds = 1, why, seconds
 
@@ -137,12 +138,14 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
 
 def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
     members: list[Watched] = []
+    lent: IO[bytes] | None = None
     try:
         hosts = backend.hosts(options, rundir)
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(hosts))
         plan = make_plan(options, hosts, run_id, rundir.attempt)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         make_keys(rundir, options.data_parallel_size)
+        lent = borrow(rundir, plan, options)
         members += backend.start(options, plan, rundir)
         _watch(members, options, rundir, stop, poll)
     except Stopped:
@@ -152,6 +155,8 @@ def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: 
         raise
     finally:
         _part(members, rundir, poll)
+        if lent is not None:
+            lent.close()
     summary = summary_of(rundir)
     assert summary is not None  # _watch does not return without it
     return summary
@@ -178,7 +183,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             )
         if stop.requests and stop_by == float("inf"):
             rundir.request_stop()
-            patience = max(options.stop_timeout, stop.seconds)
+            patience = stop.seconds or options.stop_timeout
             stop_by = now + patience
         if stop.requests > 1:
             raise Interrupted("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")

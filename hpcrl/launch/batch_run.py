@@ -33,6 +33,7 @@ from hpcrl.run.summary import read_summary
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
+RETREAT = 20.0  #: seconds before the time limit that an attempt which does not save in time is ended
 PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
 
 
@@ -68,7 +69,13 @@ class Clock:
         needed = margin(rundir, self.floor) if rundir else self.floor
         if (self.ends is None and nudged) or (self.ends is not None and now > self.ends - needed):
             self.due = self.due or not stop.requests
-            stop.ask("the time limit is near", needed)
+            stop.ask("the time limit is near", needed if self.ends is None else _before(self.ends - now))
+
+
+def _before(left: float) -> float:
+    """Seconds that a run may take to save, of those that are `left`: enough remains to end it ourselves, and queue the job again,
+    before the scheduler ends it all for good."""
+    return max(left - RETREAT, left / 2, 1.0)
 
 
 def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
@@ -84,13 +91,13 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
     try:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
-    except Stopped as stopped:
+    except Stopped as end:
         if clock.due:
-            _requeue(job, allocation, stopped.what)
+            _requeue(job, allocation, end.what)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
-            _requeue(job, allocation, f"preempted; {stopped.what}")
-        say(str(stopped))
-        return {"status": "stopped", "message": str(stopped)}
+            _requeue(job, allocation, f"preempted; {end.what}")
+        say(str(end))
+        return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
@@ -154,6 +161,11 @@ def final_summary(job: Job) -> dict[str, Any]:
     return {} if summary is None else msgspec.to_builtins(summary)
 
 
+def stopped(summary: dict[str, Any]) -> bool:
+    """Whether what `run_in_job` returns is of a run that saved and ended early."""
+    return summary.get("status") == "stopped"
+
+
 def _requeue(job: Job, allocation: Allocation, why: str) -> None:
     """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses."""
     if (job.root / CANCEL).exists():
@@ -195,8 +207,7 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
             job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes())
         write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
         allocation.mark(job.identity)
-        run_in_job(job, allocation)
+        return Stopped.exit_code if stopped(run_in_job(job, allocation)) else 0
     except HpcrlError as error:
         print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return 0

@@ -39,8 +39,7 @@ from hpcrl.run.failure import ERROR
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options, read_plan, say
-from hpcrl.run.rundir import RunDir
-from hpcrl.run.summary import summary_of
+from hpcrl.run.rundir import OVER, RunDir
 
 PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
@@ -296,7 +295,7 @@ class Looks:
         signs = self.rundir.signs()
         if ERROR in signs:
             self.rundir.check()
-        self.is_over = summary_of(self.rundir) is not None
+        self.is_over = OVER in signs
         self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
 
     def end(self) -> bool:

@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import as_given
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
@@ -166,14 +167,14 @@ def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would lie."""
     given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
     check_run_dir(given)
-    return Path(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).resolve()
+    return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
 
 
 def reopen_job(root: Path) -> Job:
     """The job of an existing run directory."""
     begun = read_recipe_file(root)
     recipe = load_recipe(root / COPY, origin=Path(begun.path))
-    return Job(recipe, begun.overrides, root.resolve(), begun.identity)
+    return Job(recipe, begun.overrides, as_given(root), begun.identity)
 
 
 # ---- before the first stage

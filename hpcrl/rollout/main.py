@@ -29,6 +29,7 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.desk import EngineDesk
 from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.steering import look
@@ -113,7 +114,7 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        keep = asyncio.create_task(self.desk.keep())
+        keep = asyncio.create_task(keep_engines(self.desk, self.context))
         keep.add_done_callback(self._made)
         starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:

@@ -13,7 +13,9 @@
       attempts/N/beats/NAME       a host's sign of life, while it lives
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/remove-engine-I  exists when the user wants this engine gone (engines/wishes.py)
+      attempts/N/hand-back-engine-I   exists when it has no time to finish its responses
       attempts/N/end              exists when every process of the attempt is to end now
+      attempts/N/over             exists when summary.json has what came of the attempt
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
@@ -35,12 +37,13 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, count_of, make_parents, read_json, swappable, touch
+from hpcrl.careful_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+OVER = "over"  #: name of a mark in attempts/N
 #: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
@@ -74,7 +77,7 @@ class RunDir:
     """Paths of one attempt of one run, and the marks by which its processes tell one another how it stands."""
 
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
-        self.root, self.attempt = Path(root).resolve(), attempt
+        self.root, self.attempt = as_given(root), attempt
 
     # ---- paths
 
@@ -123,14 +126,16 @@ class RunDir:
 
         UsageError if it is not empty, cannot be made, or would lie where others may put something else in its place.
         """
-        path = Path(root).resolve()
-        if Path(root).is_symlink() and not path.is_dir():
-            raise UsageError(f"--run-dir {root} is a link to {path}, which is not there", "did you make it? name the directory")
+        path = as_given(root)
+        if path.is_symlink() and not path.is_dir():
+            raise UsageError(
+                f"--run-dir {root} is a link to {path.resolve()}, which is not there", "did you make it? name the directory"
+            )
         if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         try:
             make_parents(path)
-            if parent := swappable(path):
+            if parent := swappable(path) or swappable(path.resolve()):
                 raise UsageError(
                     f"--run-dir {root}: everybody may put something else in its place: {parent} is writable by all",
                     f"choose another directory, or chmod o-w {parent}",

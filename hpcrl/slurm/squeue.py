@@ -21,6 +21,7 @@ from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
 MARK = "hpcrl:"  #: what a job's comment starts with; the run's identity follows
+NAME = "-hpcrl"  #: what a job's name ends with
 FIELDS = ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
 SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
 #: how lines begin in which Slurm's programs only repeat that a task has failed
@@ -103,7 +104,7 @@ class JobRow(msgspec.Struct, frozen=True):
         """
         if self.comment.startswith(MARK):
             return bool(identity) and self.comment == MARK + identity
-        ours = self.name.startswith("hpcrl") and self.user == getpass.getuser()
+        ours = self.name.endswith(NAME) and self.user == getpass.getuser()
         return ours and (self.submitted is None or self.submitted <= submitted + 60.0 or self.state == "PENDING")
 
 

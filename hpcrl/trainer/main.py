@@ -101,7 +101,7 @@ class Crank:
         together = partial(broadcast_json, group=self.patient)
         asking = (self._ask, self._await, self.log, together, self.timeline)
         self.evaluations = Evaluations(self.options, self.total, *asking)
-        self.updates = self._updates(together) if self.context.plan.engines else None
+        self.updates = self._updates(together) if self.context.plan.engine_count else None
         if self.updates:
             with self.timeline.span("wait for engines"):
                 self.updates.wait()
@@ -209,7 +209,7 @@ class Crank:
         return True
 
     def _evaluate(self, rollout_id: int) -> None:
-        if self.options.eval_interval is not None and self.context.plan.engines:
+        if self.options.eval_interval is not None and self.context.plan.engine_count:
             self.evaluations.begin(rollout_id, self.at.version)
 
     def _fetch(self, rollout_id: int) -> Share | None:

@@ -62,6 +62,18 @@ def test_a_failed_run_shows_the_first_error_its_mend_and_the_log(tmp_path: Path)
     assert f"hpcrl resume {root}" in page(found)
 
 
+def test_the_way_to_go_on_is_one_that_is_open(tmp_path: Path) -> None:
+    """hpcrl resume refuses a run whose script was given to sbatch by hand, and one under mpirun."""
+    root = make(tmp_path, phase="stopped")
+    submitted(root, "100")
+    assert f"give its script to Slurm again, with --run-dir {root} in the last line" in page(look(root))
+    record = json.loads((root / "job.json").read_text())
+    put(root / "job.json", record | {"site": {"name": "mine"}})
+    assert f"hpcrl resume {root}" in page(look(root))
+    put(root / "job.json", record | {"scheduler": "mpirun"})
+    assert f"hpcrl launch --resume {root} --hostfile FILE" in page(look(root))
+
+
 def test_the_error_of_a_rank_is_in_the_log_of_the_first_on_its_host(tmp_path: Path) -> None:
     root = make(tmp_path, phase="failed")
     put(begin(root) / "error.json", {"role": "trainer", "index": 3, "message": "bad", "time": NOW})

@@ -90,3 +90,32 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not allocation.preempted()
     with pytest.raises(HpcrlError, match="no good"):
         SlurmAllocation({"SLURM_JOB_ID": "7"})
+
+
+@pytest.mark.parametrize(("status", "code"), [("stopped", 143), ("finished", 0)])
+def test_a_job_whose_run_was_stopped_ends_with_the_status_of_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+) -> None:
+    """Or else accounting calls it complete, and the export that waits for its success begins."""
+    import atexit
+    import os
+
+    from hpcrl.slurm import batch_process
+
+    found = {"status": status, "message": "saved and stopped after 3 of 5 rollouts"}
+    monkeypatch.setattr(batch_process, "run_in_job", lambda *_: found)
+    monkeypatch.setattr(batch_process, "reopen_job", lambda _: None)
+    monkeypatch.setattr(batch_process, "SlurmAllocation", lambda: None)
+    left: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(atexit, "register", lambda *words: left.append(words))
+    assert batch_process.run_directory("/run") == found, "submitit keeps it as the job's result"
+    assert left == ([(os._exit, code)] if code else [])
+    monkeypatch.setattr(batch_run, "run_in_job", lambda *_: found)
+    monkeypatch.setattr(batch_run, "begin_job", lambda *_: Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i"))
+    monkeypatch.setattr(batch_run, "load_recipe", lambda _: None)
+
+    class Here(Allocation):
+        scheduler, cluster = "slurm", None
+        mark = nodes = lambda *_: None
+
+    assert batch_run.batch_main(["r.toml", "--run-dir", str(tmp_path)], lambda: Here(False)) == code  # type: ignore[arg-type]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.careful_files import as_given
+from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR
 from hpcrl.run.job_file import read_job, write_job
@@ -155,3 +157,30 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lure is a link to .*/strangers/den, which is not there"):
         RunDir.create(tmp_path / "lure")
     assert not (tmp_path / "strangers").exists()
+
+
+def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a login node's links lead may not be there on the nodes of the job; another user's link may lead elsewhere later."""
+    real, said = tmp_path / "login-only" / "home", tmp_path / "home"
+    real.mkdir(parents=True)
+    said.symlink_to(real)
+    assert RunDir.create(said / "run").root == said / "run" and RunDir(said / "run" / "." / "x").root == said / "run" / "x"
+    (tmp_path / "r.toml").write_text("num_rollout = 1\n")
+    (said / "r.toml").symlink_to(tmp_path / "r.toml")
+    monkeypatch.chdir(said)
+    for shell, root in ((said, said), ("", real), (tmp_path, real), ("/nowhere", real)):
+        monkeypatch.setenv("PWD", str(shell))
+        assert as_given("runs/a") == root / "runs/a"
+        assert load_recipe("r.toml").path == root / "r.toml"
+    assert as_given(said / ".." / "x") == tmp_path / "login-only" / "x", "not beside the link"
+    (said / "open").mkdir()
+    (said / "open").chmod(0o777)
+    (tmp_path / "way").symlink_to(said / "open")
+    with pytest.raises(UsageError, match="everybody may put something else in its place"):
+        RunDir.create(tmp_path / "way" / "run")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    if said.lstat().st_uid not in (0, 4711):
+        assert as_given(said / "run") == real / "run"
+    else:  # as root: a link that is another's
+        os.lchown(said, 4712, -1)
+        assert as_given(said / "run") == real / "run"

@@ -21,13 +21,13 @@ REAL = """\
 1003 1003 CANCELLED BeginTime 1795256920 1795256920 1795256920 1 root cnc hpcrl:zzz
 1004 1004 PENDING Resources 1795256920 1795257220 NONE 1 root fail (null)
 1002 1002 PENDING PartitionNodeLimit 1795256920 N/A N/A 5 root pend (null)
-1000+0 1000 RUNNING None 1795256920 1795256920 1795257220 1 root hpcrl-a hpcrl:abc
-1000+1 1001 RUNNING None 1795256920 1795256920 1795257220 2 root hpcrl-a hpcrl:abc
+1000+0 1000 RUNNING None 1795256920 1795256920 1795257220 1 root a-hpcrl hpcrl:abc
+1000+1 1001 RUNNING None 1795256920 1795256920 1795257220 2 root a-hpcrl hpcrl:abc
 """.replace(" ", "\x1f")
 ACCOUNTED = (
     """\
-1000+0 1000 RUNNING 1795256920 1795256920 Unknown 1 root hpcrl-a -
-1000+1 1001 RUNNING 1795256920 1795256920 Unknown 1 root hpcrl-a -
+1000+0 1000 RUNNING 1795256920 1795256920 Unknown 1 root a-hpcrl -
+1000+1 1001 RUNNING 1795256920 1795256920 Unknown 1 root a-hpcrl -
 1003 1003 CANCELLED_by_0 1795256920 None 1795256920 1 root cnc hpcrl:zzz
 """.replace(" ", "\x1f")
     .replace("_", " ")
@@ -137,7 +137,7 @@ def test_one_question_for_many_jobs_and_two_runs_of_one_number(slurm: FakeSlurm)
     mine, before, old, gone = (JobKey(i, f"id-{n}", NOW, history=h) for i, n, h in
                                [("100", "a", True), ("100", "b", True), ("101", "c", True), ("102", "d", False)])  # fmt: skip
     slurm.command("squeue", row("100", comment="hpcrl:id-a"))
-    slurm.command("sacct", "101\x1f101\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fhpcrl-x\x1fhpcrl:id-c\n")
+    slurm.command("sacct", "101\x1f101\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fx-hpcrl\x1fhpcrl:id-c\n")
     answer = look([mine, before, old, gone])
     assert [answer.jobs[key].phase for key in (mine, before, old, gone)] == ["running", "gone", "ended", "gone"]
     assert [answer.jobs[key].foreign for key in (mine, before, old, gone)] == [False, True, False, False]
@@ -156,7 +156,7 @@ def test_one_squeue_for_all_runs(slurm: FakeSlurm, capsys: pytest.CaptureFixture
     rows = [row("100+0", comment=mark[0]), row("100+1", comment=mark[0]), row("101", "PENDING", "Priority", comment=mark[1])]
     rows += [row("102", "PENDING", "PartitionTimeLimit", comment=mark[2]), row("103", comment="hpcrl:another")]
     slurm.command("squeue", "".join(rows))
-    slurm.command("sacct", "104\x1f104\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fhpcrl-x\x1f" + mark[4] + "\n")
+    slurm.command("sacct", "104\x1f104\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fx-hpcrl\x1f" + mark[4] + "\n")
     assert main(["status"]) == 0
     lines = {text.split()[0]: text for text in capsys.readouterr().out.splitlines()}
     assert "starting" in lines["runs/r0"]

@@ -18,6 +18,7 @@ from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
+from hpcrl.config.rules.engine_rules import check_engines, check_external, inert_in_external
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
@@ -36,7 +37,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, _engines, check_sharing), options)
+    layout = failures((_layout, _virtual_stages, check_engines, check_sharing, check_external), options)
     wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
@@ -92,22 +93,6 @@ def _layout(o: Options) -> None:
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
     expert_layout(o)
-
-
-def _engines(o: Options) -> None:
-    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
-    if gpus % each:
-        raise UsageError(
-            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
-        )
-    parts = o.engine_data_parallel_size
-    if parts < 1 or each % parts:
-        raise UsageError(
-            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
-        )
-    if o.needs_engines and gpus < 1:
-        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
-        raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
 def expert_layout(o: Options) -> None:
@@ -286,7 +271,7 @@ _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval
 
 def inert(o: Options) -> dict[str, str]:
     """Options that do nothing in this combination -> why."""
-    return {name: why for names, why in _inert(o) for name in names.split()}
+    return {name: why for names, why in (*_inert(o), *inert_in_external(o)) for name in names.split()}
 
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
@@ -303,7 +288,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines and not o.trains_only:
         yield (
-            "rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
+            "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "

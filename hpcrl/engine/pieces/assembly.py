@@ -6,10 +6,12 @@ complete are memory beside the model, and so are, with `keep`, all parts: the ho
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcrl.engine.pieces.part_tensor import part_tensor
@@ -20,6 +22,21 @@ from hpcrl.weights.pieces.changes import WHOLE, read, size, words
 from hpcrl.weights.pieces.wire import Inbox, Message, Tensor
 
 Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, length), columns or None for all
+
+
+class Room:
+    """Memory of the host for parts, which is used again once nobody holds a tensor in it: a new page costs more than to fill it."""
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], of whatever values."""
+        free = self.free.setdefault(nbytes, [])
+        block = free.pop() if free else np.empty(nbytes, dtype=np.uint8)
+        lease = block[:]  # lives as long as the last tensor over it
+        weakref.finalize(lease, free.append, block)
+        return torch.from_numpy(lease)
 
 
 class Assembly:
@@ -35,6 +52,7 @@ class Assembly:
         self.missing: dict[str, int] = {}
         self.parts: dict[str, torch.Tensor] = {}
         self.most = self.bytes = 0
+        self.room = Room()
         self.current = False  #: all parts are those of the last update
         self.messages = list(inbox.messages())
         self.mine: dict[
@@ -101,8 +119,9 @@ class Assembly:
         if tensor.name not in self.parts:
             rows, columns = self.held[tensor.name]
             shape = (sum(length for _, length in rows), columns[1] if columns is not None else (*tensor.shape, 1)[1])
-            self.parts[tensor.name] = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
-            self.bytes += self.parts[tensor.name].nbytes
+            nbytes = shape[0] * shape[1] * ITEM_BYTES[tensor.dtype]
+            self.parts[tensor.name] = self.room.take(nbytes).view(getattr(torch, tensor.dtype)).view(shape)
+            self.bytes += nbytes
             self.most = max(self.most, self.bytes)
         return self.parts[tensor.name]
 

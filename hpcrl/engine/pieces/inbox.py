@@ -164,9 +164,7 @@ def join(invitation: Invitation, rank: str, held: Holdings) -> InboxReader:
             )
     if missing := held.wanted - {tensor.name for tensor in inbox.tensors}:
         raise ValueError(f"{len(missing)} tensors are not to come, the first is {min(missing)}")
-    shapes = {tensor.name: tensor.shape for tensor in inbox.tensors}
-    pieces = held.pieces
-    mine = {n: (pieces[n].rows, pieces[n].columns) if n in pieces else (((0, shapes[n][0]),), None) for n in shapes}
+    mine = {tensor.name: held.span(tensor.name, tensor.shape) for tensor in inbox.tensors}
     keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
     own_host = os.environ.get("VLLM_HOST_IP") or meeting.host
     group = gloo_group.join(meeting.host, meeting.port, keys, number, meeting.world, own_host, meeting.seconds)

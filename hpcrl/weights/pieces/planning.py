@@ -91,8 +91,9 @@ def _spans(name: str, shape: tuple[int, ...], manifests: Manifests) -> Iterator[
     workers = [worker for engine in manifests for worker in engine]
     for number, worker in enumerate(workers):
         held = worker["tensors"].get(name)
-        if held is None:  # known to the checkpoint alone: how the worker cuts it is its loader's to know
-            yield number, [(0, shape[0])], None
+        if held is None:  # known to the checkpoint alone
+            rows, columns = worker.get("cuts", {}).get(name) or ([(0, shape[0])], None)
+            yield number, rows, columns
         else:
             yield number, held["rows"], held["columns"]
 

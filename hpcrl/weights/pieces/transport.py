@@ -162,13 +162,15 @@ def _addressees(plan: Redistribution, boxes: list[Inbox], rank: int) -> list[Add
     ]
 
 
-def obstacle(tensors: object, manifests: Manifests) -> str | None:
-    """Why an update cannot be resharded, as the end of a sentence; None if it can."""
+def obstacle(tensors: object, manifests: Manifests, data_parallel: int) -> str | None:
+    """Why an update cannot be resharded, as the end of a sentence; None if it can.  data_parallel: parts of an engine."""
     first = manifests[0][0]
     if not isinstance(tensors, Source):
         return "the weights do not come from trainer ranks"
     if first["backend"] not in BACKENDS:
         return f"the engines receive with {first['backend']}, which takes whole tensors"
+    if data_parallel > 1:
+        return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
     if first["opaque"] and not first["unseen"]:
         return f"how the engines hold {first['opaque'][0]}* is not known"
     return None
