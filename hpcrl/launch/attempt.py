@@ -6,6 +6,7 @@ of 0 alone proves nothing: srun, for one, returns it after a node failure); what
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -21,15 +22,17 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.heartbeat import LEAST, Pulse
 from hpcrl.launch.engines.serve import borrow
-from hpcrl.launch.host import BEATS, CLOSING, GRACE, HOST_BEAT
+from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
-from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
+from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
+from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.trouble.storage import trouble
 
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
@@ -71,11 +74,15 @@ class Stop:
 
 @dataclass
 class Member:
-    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step."""
+    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step.
+
+    memory: what the kernel had killed before, where the process and what it stands for are on this host.
+    """
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
+    memory: MemoryWatch | None = None
 
     @property
     def status(self) -> int | None:
@@ -93,6 +100,7 @@ class Watched(Protocol):
 
     name: str
     log: Path
+    memory: MemoryWatch | None
 
     @property
     def status(self) -> int | None: ...
@@ -200,6 +208,8 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
     """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
     for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
         what = f"the process of host {silent.name} {silent}"
+        if said := trouble(rundir.here):  # where we cannot write, neither can it
+            raise PeerError(f"{said}; no host can give a sign of life there", "the last checkpoint is good")
         rundir.fail("launcher", 0, what)
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 
@@ -218,8 +228,9 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
         time.sleep(0.05)
     rundir.check()
     assert gone[0].status is not None
-    how = how_it_ended(gone[0].status)
-    message = f"{gone[0].name} {how} before the run was over; a host may have failed; its log is {gone[0].log}"
+    how = how_it_ended(gone[0].status, gone[0].memory)
+    why = trouble(rundir.here) or f"a host may have failed; its log is {gone[0].log}"
+    message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)
 
@@ -227,7 +238,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
 def _part(members: list[Watched], rundir: RunDir, poll: Callable[[], None]) -> None:
     """End the attempt everywhere: hosts are told through the run directory, what is left after that is ended here."""
     if any(m.status is None for m in members):
-        rundir.request_end()
+        with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why the attempt has ended
+            rundir.request_end()
     deadline = time.monotonic() + PARTING
     while any(m.status is None for m in members) and time.monotonic() < deadline:
         poll()

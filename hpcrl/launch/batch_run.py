@@ -6,6 +6,7 @@ numbers; one that makes no headway is not started again for ever; a stop that th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ import msgspec
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
-from hpcrl.errors import DeadlineError, HpcrlError, Stopped, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.attempt import Stop
 from hpcrl.launch.job import Job, begin_job, finished, reopen_job, run_job, say
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
@@ -30,6 +31,7 @@ from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
+from hpcrl.run.trouble.storage import trouble
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
@@ -99,30 +101,51 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
         say(str(end))
         return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
+        _tell(job, allocation, error)
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
         elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
             _requeue(job, allocation, f"preempted ({error})")
         elif broken := _broken_host(job):
             _start_elsewhere(job, allocation, *broken)
-        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
-            _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault
+        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:  # all: not the hosts' fault
+            why = f"no answer from {', '.join(lost)}: is it up, and its network? (first seen as: {error.what})"
+            _correct(job, why)
+            _requeue(job, allocation, why)
+            raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
     return final_summary(job)
 
 
+def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
+    """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output too."""
+    if trouble(job.root):
+        with contextlib.suppress(HpcrlError):
+            allocation.mark(job.identity, str(error))
+
+
+def _correct(job: Job, why: str) -> None:
+    """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
+    if (rundir := _last_attempt(job)) is not None:
+        rundir.correct(why)
+
+
 def _broken_host(job: Job) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
-    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
-    if stage is None or not (job.directory(stage) / "options.json").is_file():
-        return None
-    rundir = RunDir.latest(job.directory(stage))
-    if not rundir.plan_file.is_file():
+    rundir = _last_attempt(job)
+    if rundir is None or not rundir.plan_file.is_file():
         return None
     if found := find_broken_host(rundir, read_plan(rundir)):
         note_broken_host(job.root, *found)
         say(f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}")
     return found
+
+
+def _last_attempt(job: Job) -> RunDir | None:
+    """Of the stage at work; None if it has not begun."""
+    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
+    begun = stage is not None and (job.directory(stage) / "options.json").is_file()
+    return RunDir.latest(job.directory(stage)) if stage is not None and begun else None
 
 
 def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> None:

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import as_given
+from hpcrl.careful_files import as_given, swappable_by_group
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
@@ -47,6 +47,7 @@ from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.summary import read_summary
+from hpcrl.run.trouble.scratch import sweep
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def run_job(
     say(f"run directory: {job.root}")
     adopt_orphans()
     raise_file_limit()
+    sweep()
     remember(job.root)
     with (
         held(job.root),
@@ -152,6 +154,10 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     look_at(job.stages)
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
+    if found := swappable_by_group(root):
+        say(
+            f"note: everybody in group {found[1]} can put something else in place of {root}: {found[0]} is writable by it (chmod g-w, or +t)"
+        )
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
     return job
 

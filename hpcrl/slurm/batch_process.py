@@ -63,8 +63,9 @@ class SlurmAllocation:
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         _scontrol("update", f"jobid={job_id}", f"excnodelist={','.join(hosts)}")
 
-    def mark(self, identity: str) -> None:
-        _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}")
+    def mark(self, identity: str, said: str = "") -> None:
+        more = f" {' '.join(said.split())[:500]}" if said else ""
+        _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}{more}")
 
 
 def _scontrol(*words: str) -> None:

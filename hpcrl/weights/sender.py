@@ -187,7 +187,7 @@ class WeightSender:
         wish = self.options.weight_update
         if wish == "gathered":
             return None
-        if why := obstacle(tensors, self.manifests, self.options.engine_data_parallel_size):
+        if why := obstacle(tensors, self.manifests, self.options.engine_data_parallel_size, wish == "delta"):
             if wish != "auto":
                 raise UsageError(f"--weight-update {wish}: {why}", "use auto or gathered")
             if why not in self.said and isinstance(tensors, Source):

@@ -256,6 +256,16 @@ def test_fine_tuning_shows_the_tokens_that_were_learned(tmp_path: Path) -> None:
     assert "loss        0.500" in page(look(root))
 
 
+def test_metrics_whose_beginning_is_gone_are_noted(tmp_path: Path) -> None:
+    root = make(tmp_path, phase="running")
+    begin(root)
+    log(root, *steps(2, first=7))
+    assert "metrics.jsonl begins with step 7: what came before was removed from it" in look(root).notes
+    (root / "metrics.jsonl").unlink()
+    log(root, *steps(2))
+    assert not look(root).notes
+
+
 def test_numbers_that_are_none(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     begin(root)

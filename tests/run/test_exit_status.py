@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.exit_status import how_it_ended, killed_at_limit, signal_name
+from hpcrl.run.exit_status import how_it_ended, signal_name
+from hpcrl.run.trouble.memory import MemoryWatch
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,9 @@ NONE = {
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (V1, "at the job's limit of 8.0 GiB: ask for more memory"),
-        (V2, "at the job's limit of 12.0 GiB: ask for more memory"),
-        (INSIDE, "ended a process here for want of memory: ask for more memory"),
+        (V1, "at the limit of 8.0 GiB (memory.limit_in_bytes of job_7): ask for more memory"),
+        (V2, "at the limit of 12.0 GiB (memory.max of job_7): ask for more memory"),
+        (INSIDE, "the kernel killed 1 process for want of memory: ask for more memory"),
         (NONE, ""),
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "garbage\n"}, ""),
         ({}, ""),
@@ -62,11 +63,12 @@ def test_a_limit_of_memory_that_was_reached_is_said(files: dict[str, str], said:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert killed_at_limit(tmp_path).endswith(said) and bool(killed_at_limit(tmp_path)) == bool(said)
+    found = MemoryWatch(tmp_path, ever=True).said()
+    assert found.endswith(said) and bool(found) == bool(said)
 
 
 def test_the_kernels_word_takes_the_place_of_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.run.exit_status.killed_at_limit", lambda: "the kernel did it")
+    monkeypatch.setattr(MemoryWatch, "said", lambda _: "the kernel did it")
     assert how_it_ended(-9) == "was killed by SIGKILL (the kernel did it)" and how_it_ended(-15) == "was killed by SIGTERM"
     assert how_it_ended(137) == "ended with exit code 137 (SIGKILL; the kernel did it)"
 

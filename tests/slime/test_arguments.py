@@ -128,7 +128,15 @@ def test_train_async_is_the_asynchronous_loop() -> None:
     assert (translation.values["loop"], translation.values["update_weights_interval"]) == ("async", 2)
     assert "train_async.py -> --loop async" in [line.text() for line in translation.lines]
     words += ["--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async"]
-    assert translate(words, "train_async.py").values["loop"] == "fully-async"
+    translation = translate(words, "train_async.py")
+    assert translation.values["loop"] == "fully-async" and not translation.wrong
+
+
+def test_sft_learns_chat_messages_as_slime_does() -> None:
+    words = "--hf-checkpoint /m --rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data /d.parquet"
+    words += " --input-key messages --num-rollout 3 --rollout-batch-size 8 --loss-type sft_loss --debug-train-only"
+    assert options_of(words.split()).apply_chat_template
+    assert not options_of(f"{words} --label-key label".split()).apply_chat_template
 
 
 def test_words_are_split_as_argparse_does() -> None:

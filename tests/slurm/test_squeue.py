@@ -285,3 +285,16 @@ def test_stop_of_a_job_that_waits_says_what_to_do(slurm: FakeSlurm, capsys: pyte
     assert main(["stop", "a"]) == 1
     assert "is not running: it is pending (waits for free nodes (Resources)" in (err := capsys.readouterr().err)
     assert "hpcrl cancel runs/a" in err and not (root / "stop").exists()
+
+
+def test_the_last_word_of_a_launcher_that_no_file_took(slurm: FakeSlurm) -> None:
+    """It stands behind the run's identity, and is why the job has failed; one that another run left is nobody's."""
+    said = "cannot write metrics.jsonl: the file system is full (No space left on device; 0.0 MB are free)"
+    key = JobKey("100", "id-a", time.time())
+    slurm.command("squeue", row("100", "FAILED", comment=f"hpcrl:id-a {said}"))
+    found = look([key]).jobs[key]
+    assert (found.outcome, found.reason) == ("failed", said)
+    slurm.command("squeue", row("100", "COMPLETED", comment=f"hpcrl:id-a {said}"))
+    assert look([key]).jobs[key].reason != said
+    slurm.command("squeue", row("100", "FAILED", comment=f"hpcrl:id-ab {said}"))
+    assert look([key]).jobs[key].foreign

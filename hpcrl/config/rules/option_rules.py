@@ -19,8 +19,10 @@ from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
 from hpcrl.config.rules.engine_rules import check_engines, check_external, inert_in_external
+from hpcrl.config.rules.layout_rules import check_ranks, check_virtual_stages
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
+from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
 from hpcrl.config.unknown_names import nearest
@@ -37,8 +39,9 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, check_engines, check_sharing, check_external), options)
-    wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing, check_external), options)
+    wrong = failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong += failures((check_passed_through, check_engine_settings), options)
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
@@ -77,52 +80,18 @@ def _needed(o: Options) -> None:
         raise UsageError("--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only")
 
 
+def _saving(o: Options) -> None:
+    kept, each = o.save_retain_interval, o.save_interval
+    if kept and each and kept % each:
+        raise UsageError(f"--save-retain-interval {kept} is no multiple of --save-interval {each}", "change one of them")
+
+
 def check_run_dir(template: str) -> None:
     """UsageError unless `template` has no other placeholders than {name} and {time}."""
     try:
         template.format(name="", time="")
     except (LookupError, ValueError):
         raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may stand in braces") from None
-
-
-def _layout(o: Options) -> None:
-    parts = o.tensor_model_parallel_size * o.pipeline_model_parallel_size * o.context_parallel_size
-    if o.world_size % parts:
-        raise UsageError(
-            f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x PP x CP = {parts}",
-            "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
-        )
-    expert_layout(o)
-
-
-def expert_layout(o: Options) -> None:
-    """UsageError if the layout of the experts does not divide the ranks."""
-    etp, ep, pp = o.expert_tensor_size, o.expert_model_parallel_size, o.pipeline_model_parallel_size
-    if o.world_size % (etp * ep * pp):
-        raise UsageError(
-            f"{o.world_size} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x"
-            f" --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}",
-            "without --expert-tensor-parallel-size it is --tensor-model-parallel-size",
-        )
-
-
-def _virtual_stages(o: Options) -> None:
-    layers, stages = o.num_layers_per_virtual_pipeline_stage, o.num_virtual_stages_per_pipeline_rank
-    if layers and stages:
-        raise UsageError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "
-            "pipeline",
-            "leave one of them out",
-        )
-    name = "num_layers_per_virtual_pipeline_stage" if layers else "num_virtual_stages_per_pipeline_rank"
-    if (layers or stages) and o.pipeline_model_parallel_size == 1:
-        raise UsageError(f"{flag(name)} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
-    group = o.micro_batch_multiple
-    if group < o.pipeline_model_parallel_size and group > 1:
-        raise UsageError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
-            f"--pipeline-model-parallel-size {o.pipeline_model_parallel_size}"
-        )
 
 
 def _batches(o: Options) -> None:

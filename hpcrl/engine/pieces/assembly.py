@@ -21,17 +21,21 @@ from hpcrl.weights.digest import digest
 from hpcrl.weights.pieces.changes import WHOLE, read, size, words
 from hpcrl.weights.pieces.wire import Inbox, Message, Tensor
 
+HOST = torch.device("cpu")
 Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, length), columns or None for all
 
 
 class Room:
-    """Memory of the host for parts, which is used again once nobody holds a tensor in it: a new page costs more than to fill it."""
+    """Memory for parts; the host's is used again once nobody holds a tensor in it: a new page costs more than to fill it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.free: dict[int, list[np.ndarray]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], of whatever values."""
+        if self.device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # torch itself keeps what was given back
         free = self.free.setdefault(nbytes, [])
         block = free.pop() if free else np.empty(nbytes, dtype=np.uint8)
         lease = block[:]  # lives as long as the last tensor over it
@@ -42,17 +46,17 @@ class Room:
 class Assembly:
     """The parts of tensors that have come so far.
 
-    held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update.  ValueError if the
-    inbox does not bring all of it once.
+    held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update;
+    device: where messages and parts are.  ValueError if the inbox does not bring all of it once.
     """
 
-    def __init__(self, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
+    def __init__(self, inbox: Inbox, held: Mapping[str, Held], keep: bool = False, device: torch.device = HOST) -> None:
         self.inbox, self.held, self.keep = inbox, held, keep
         self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
         self.missing: dict[str, int] = {}
         self.parts: dict[str, torch.Tensor] = {}
         self.most = self.bytes = 0
-        self.room = Room()
+        self.room = Room(device)
         self.current = False  #: all parts are those of the last update
         self.messages = list(inbox.messages())
         self.mine: dict[

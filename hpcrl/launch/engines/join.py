@@ -83,7 +83,12 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
 
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(whole, name, index, host, None, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return start(name, index, command, rundir, gpus)
+        # a scheduler sends its warning to every process that it finds; what is started while we ignore it does so, too
+        ours = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            return start(name, index, command, rundir, gpus)
+        finally:
+            signal.signal(signal.SIGUSR1, ours)
 
     roles: list[Role] = []
     timeline = role_timeline(rundir, "joined", indexes[0], host)

@@ -28,6 +28,7 @@ from hpcrl.rollout.ledger.packed import decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.trouble.storage import PATIENCE
 
 SUFFIX = ".groups"
 _LENGTH = struct.Struct("<I")
@@ -105,7 +106,7 @@ class Bank:
         sizes = [(number, len(data)) for number, data in packed.items()]
         index = msgspec.msgpack.encode(sizes)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(self._file(file), b"".join((_LENGTH.pack(len(index)), index, *packed.values())))
+        write_atomic(self._file(file), b"".join((_LENGTH.pack(len(index)), index, *packed.values())), patience=PATIENCE)
         with self._maps:
             self._spent += self._enter(file, len(index), sizes)
         self._sweep()

@@ -25,6 +25,7 @@ from hpcrl.rollout.prompts.rendering import Rendered, Tokens, encode, render
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 CHUNK = 1024  #: rows that are encoded at once
+MOST_TEXT = 1 << 23  #: characters of a prompt, or of what is learned after it: more than any model's context holds
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,11 @@ class Drawn(Sequence[Prompt]):
             rows = [(at, self._row(at)) for at in range(begin, min(begin + CHUNK, len(self._rows)))]
             for at, row in rows:
                 self._note_type(at, row)
-            texts = list(self._texts(rows))
-            sure = [self._surely_fits(text) for text in texts]
-            measured = iter(encode([text for text, fits in zip(texts, sure, strict=True) if not fits], self._tokenizer))
-            fits = [known or self._fits(at, next(measured)) for (at, _), known in zip(rows, sure, strict=True)]
-            kept.append(begin + np.flatnonzero(fits))
+            texts = [(at, text) for (at, _), text in zip(rows, self._texts(rows), strict=True) if self._short(at, text)]
+            sure = [self._surely_fits(text) for _, text in texts]
+            measured = iter(encode([text for (_, text), known in zip(texts, sure, strict=True) if not known], self._tokenizer))
+            fits = [at for (at, _), known in zip(texts, sure, strict=True) if known or self._fits(at, next(measured))]
+            kept.append(np.asarray(fits, np.int64))
         return np.concatenate(kept)
 
     def _row(self, at: int) -> Row:
@@ -230,12 +231,24 @@ class Drawn(Sequence[Prompt]):
         """Their tokens.  DataError names the row that the chat template refuses."""
         return encode(list(self._texts(rows)), self._tokenizer)
 
-    def _texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Any]:
+    def _texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Rendered]:
         for at, row in rows:
             try:
                 yield render(row, self._reading.keys, self._tokenizer)
             except ValueError as error:
                 raise DataError(f"{self._rows.where(at)}: {error}") from error
+
+    def _short(self, at: int, text: Rendered) -> bool:
+        """Whether a row may be encoded, which takes memory of two hundred times its length.  DataError as `_fits`."""
+        length = max(map(len, (text.prompt, *text.targets, *(piece.text for piece in text.turns))))
+        if length <= MOST_TEXT:
+            return True
+        if not self._reading.drop:
+            raise DataError(
+                f"{self._rows.where(at)}: a text of {length} characters is too long, {MOST_TEXT} are the most",
+                "shorten it, or drop it: --overlong-prompts drop",
+            )
+        return False
 
     def _surely_fits(self, text: Rendered) -> bool:
         alone = not text.targets and not text.turns

@@ -26,7 +26,6 @@ def work(directory: Path) -> Outcome:
         rollout_batch_size=8 * max(gpus, 1),
         actor_num_gpus_per_node=max(gpus, 1),
         save_interval=2,
-        rank_launcher="torchrun" if gpus else "ranks",  # one rank needs no torchrun, which takes as long to start as the rest
         rollout_shuffle=True,
     )
     whole, parted = directory / "whole", directory / "parted"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from hpcrl.errors import UsageError
+from hpcrl.errors import PeerError, UsageError
 from hpcrl.weights.engine_fleet import Fleet
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Transport(Protocol):
 class Way(Protocol):
     """What a file of this room holds."""
 
-    BACKEND: str  #: vLLM's name of the weight-transfer backend
+    BACKEND: str  #: vLLM's name of the weight-transfer backend; PIECES beside it: of another, which takes pieces alone
 
     def obstacle(self, site: Site) -> str | None:
         """Why it cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
@@ -111,4 +111,30 @@ def choose(wish: str, site: Site) -> str:
 
 def make_transport(backend: str, link: Link) -> Transport:
     """The sending end for what the engines say that they receive with."""
-    return next(way for name in names() if backend == (way := find_way(name)).BACKEND).make(link)
+    for way in map(find_way, names()):
+        if backend == way.BACKEND:
+            return way.make(link)
+        if backend == getattr(way, "PIECES", None):
+            return NoTransport(link)
+    raise PeerError(f"the engines receive with {backend}, which is no way of ours")
+
+
+class NoTransport:
+    """For engines that take pieces alone."""
+
+    bytes = 0
+
+    def __init__(self, link: Link) -> None:
+        self.fleet = link.fleet
+
+    def connect(self) -> None:
+        self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
+
+    def stage(self, tensors: Stream, version: int) -> None:
+        raise UsageError("the engines take pieces alone", "they were started with --weight-update resharded: keep it")
+
+    def send(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
