@@ -272,6 +272,11 @@ def _weights(o: Options) -> None:
             f"--weight-transfer {o.weight_transfer} is no way of transfer",
             f"did you mean {close}?" if close else f"there are {', '.join(ways)}",
         )
+    if o.weight_update == "delta" and o.weight_transfer == "nccl":
+        raise UsageError(
+            "--weight-update delta finds and keeps what has changed in the host's memory, --weight-transfer nccl sends from the GPU's",
+            "give --weight-update auto or resharded, or --weight-transfer gloo",
+        )
     if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
         raise UsageError(
             f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
