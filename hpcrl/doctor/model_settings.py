@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
@@ -16,14 +17,15 @@ from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import Site
 from hpcrl.model_files.config_json import CONFIG, read_object
-from hpcrl.models.family import check_spec, find_family
+from hpcrl.models.divisions import undivided
+from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
 from hpcrl.trainer.megatron import needed_parts
 
 
 def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> None:
     """UsageError for all that cannot be.  same_packages: whether this interpreter's are those of the nodes."""
-    wrong = [error for options in stages for error in failures((check_model,), options)]
+    wrong = [error for options in stages for error in failures((check_model, check_divisions), options)]
     if same_packages:
         wrong += [problem for options in stages for problem in missing_packages(options)]
     raise_together([*{str(error): error for error in wrong}.values()])
@@ -36,18 +38,37 @@ def same_packages(site: Site) -> bool:
 
 def check_model(options: Options) -> None:
     """UsageError if --spec or a flag of Megatron's says otherwise than config.json, where it can be read."""
+    if (found := _described(options)) is None:
+        return
+    config, family, fields = found
+    gpt = family.gpt(config)
+    check_spec(options.spec, config)
+    sizes = {name: config.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    check_model_args(gather_table("megatron", options.megatron, "[megatron]"), fields, {**gpt, **family.facts, **sizes})
+
+
+def check_divisions(options: Options) -> None:
+    """UsageError for all that the layout would cut and config.json does not let it, where that can be read."""
+    try:
+        found = _described(options)
+    except UsageError:
+        return  # `check_model` says so
+    if found:
+        config, _, fields = found
+        raise_together(list(undivided(options, fields, config.get("max_position_embeddings"))))
+
+
+def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None:
+    """config.json, its family and TransformerConfig's fields; None where it cannot be read: it may be on the nodes alone."""
     directory = options.hf_checkpoint or ""
     try:
         config = read_object(Path(directory), CONFIG)
         if config is None:
-            return  # it may be on the nodes alone
+            return None
         family = find_family(config, directory)
-        fields, gpt = family.transformer(config), family.gpt(config)
+        return config, family, family.transformer(config)
     except DataError as error:
         raise UsageError(error.what, error.hint) from None
-    check_spec(options.spec, config)
-    sizes = {name: config.get(name) for name in ("vocab_size", "max_position_embeddings")}
-    check_model_args(gather_table("megatron", options.megatron, "[megatron]"), fields, {**gpt, **family.facts, **sizes})
 
 
 def missing_packages(options: Options, installed: Callable[[str], bool] | None = None) -> Iterator[UsageError]:

@@ -63,6 +63,7 @@ class _Found:
     values: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     wrong: list[UsageError] = field(default_factory=list)
+    said: dict[str, str] = field(default_factory=dict)  #: option, with its table before it -> the flag that set it, as given
 
 
 def translate(words: Sequence[str], program: str = "train.py") -> Translation:
@@ -116,8 +117,24 @@ def _take(flag: str, given: Given, found: _Found) -> None:
     found.lines.append(Line(flag, shown, reading, tuple(_names(values))))
     if reading.outcome == "refused":
         found.wrong.append(UsageError(f"{shown}: {reading.why}"))
+    _check_said(values, shown, found)
     for name, value in values.items():
         found.values[name] = {**found.values.get(name, {}), **value} if name in ("megatron", "vllm") else value
+
+
+def _check_said(values: dict[str, Any], shown: str, found: _Found) -> None:
+    """Two flags that set one option otherwise contradict each other; of one that is given twice the later counts."""
+    for name in _names(values):
+        head, _, key = name.partition(".")
+        value, before = (table[head][key] if key else table.get(head) for table in (values, _padded(found.values, head, key)))
+        # train_async.py is where the fully asynchronous function runs
+        if name in found.said and found.said[name] != ASYNC and value != before:
+            found.wrong.append(UsageError(f"{found.said[name]} and {shown} contradict each other", "leave one of them out"))
+        found.said[name] = shown
+
+
+def _padded(values: dict[str, Any], head: str, key: str) -> dict[str, Any]:
+    return {**values, head: {key: None, **values.get(head, {})}} if key else values
 
 
 def _refused(shown: str, reading: Reading, error: UsageError) -> Reading:

@@ -60,8 +60,10 @@ def rollout_function(flag: str, given: Given) -> Reading:
     path = one(given, flag)
     tail = path.partition(".")[2]
     if tail == "rollout.sft_rollout.generate_rollout":
-        if one(given, "loss-type") == "sft_loss":
+        if one(given, "loss-type") == "sft_loss" and "label-key" in given:
             return Reading("needless", (), "--loss-type sft_loss learns what the prompt file holds")
+        if one(given, "loss-type") == "sft_loss":
+            return Reading("translated", ("--apply-chat-template",), "it learns the assistant's turns of chat messages")
         return Reading("refused", (), "it belongs to --loss-type sft_loss")
     if path.endswith("fully_async_rollout.generate_rollout_fully_async"):  # slime's example lies in a directory of its own
         return Reading("translated", ("--loop", "fully-async"), "that function is a loop here")

@@ -13,11 +13,14 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 import struct
 import sys
+import time
 from collections.abc import Callable
 
 NAMESPACES, LANDLOCK, LANDLOCK_WITH_NETWORK = "namespaces", "landlock", "landlock, network open"
+PROCESSES = 128  #: that it may have at once
 UNCONFINED = 97  #: exit status where the kernel confines nobody
 
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/landlock.h; system calls have these numbers on every architecture since 2021
@@ -56,11 +59,42 @@ def _in_child(confine: Callable[[], None], command: list[str], how: str) -> int:
             confine()
             _limits(namespaces=how == NAMESPACES)
             print(how, file=sys.stderr, flush=True)
+            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+                signal.signal(ignored, signal.SIG_DFL)
             os.execv(command[0], command)
         except OSError as error:
             print(f"cannot be confined: {error}", file=sys.stderr, flush=True)
         os._exit(UNCONFINED)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.waitstatus_to_exitcode(_watch(child) if how == NAMESPACES else os.waitpid(child, 0)[1])
+
+
+def _watch(child: int) -> int:
+    """Wait for the first process of a PID namespace, and end them all if they become too many: the limit spares root."""
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status
+        if os.getuid() == 0 and _processes(child) > PROCESSES:
+            print(f"has more than {PROCESSES} processes", file=sys.stderr, flush=True)
+            os.kill(child, _SIGKILL)
+            return os.waitpid(child, 0)[1]
+        time.sleep(0.02)
+
+
+def _processes(child: int) -> int:
+    """How many processes are in the PID namespace of one; 0 when it has ended.
+
+    The child has mounted its own /proc, where this process is not, unless it was not allowed to.
+    """
+    ours = os.path.exists("/proc/self")  # looked at first: it may be mounted in between
+    pids = [name for name in os.listdir("/proc") if name.isdigit()]
+    if not ours:
+        return len(pids)
+    namespaces = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            namespaces[int(pid)] = os.readlink(f"/proc/{pid}/ns/pid")
+    return sum(namespace == namespaces.get(child) for namespace in namespaces.values())
 
 
 def _check(result: int) -> int:
@@ -120,7 +154,7 @@ def _limits(namespaces: bool) -> None:
     _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
     wanted = {resource.RLIMIT_CPU: 20, resource.RLIMIT_FSIZE: 16 << 20, resource.RLIMIT_AS: 2 << 30, resource.RLIMIT_NOFILE: 256}
     if namespaces:  # elsewhere it would count all of the user's processes
-        wanted[resource.RLIMIT_NPROC] = 256
+        wanted[resource.RLIMIT_NPROC] = PROCESSES
     for what, most in wanted.items():
         hard = resource.getrlimit(what)[1]
         limit = most if hard == resource.RLIM_INFINITY else min(most, hard)

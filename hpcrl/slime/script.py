@@ -6,6 +6,7 @@ all of it from the network and from every file outside of a scratch directory (`
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,78 +21,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import read_regular
 from hpcrl.errors import UsageError
+from hpcrl.plain_text import strip_control
 from hpcrl.slime.sandbox import LANDLOCK_WITH_NETWORK, UNCONFINED
 
 HERE = Path(__file__).parent
 SECONDS = 30.0  #: that a script may take
 #: tools that a script may run: they compute with text
-TOOLS = [
-    "[",
-    "awk",
-    "basename",
-    "bash",
-    "cat",
-    "cut",
-    "date",
-    "dirname",
-    "echo",
-    "env",
-    "expr",
-    "false",
-    "grep",
-    "egrep",
-    "head",
-    "hostname",
-    "id",
-    "ls",
-    "mkdir",
-    "mktemp",
-    "nproc",
-    "paste",
-    "printf",
-    "pwd",
-    "readlink",
-    "realpath",
-    "rm",
-    "sed",
-    "seq",
-    "sort",
-    "tail",
-    "tee",
-    "test",
-    "tr",
-    "true",
-    "uname",
-    "uniq",
-    "wc",
-    "whoami",
-    "xargs",
-]
+TOOLS = (
+    "[ awk basename bash cat cut date dirname echo env expr false grep egrep head hostname id ls mkdir mktemp "
+    "nproc paste printf pwd readlink realpath rm sed seq sort tail tee test tr true uname uniq wc whoami xargs"
+)
+#: commands that other tools start (env, xargs), or bash's exec: they lie in PATH as scripts that note themselves down
+NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall nohup timeout"
+MOST_CALLS, MOST_CALL, MOST_SCRIPT = 20_000, 1 << 20, 1 << 20  #: commands noted down, bytes of one, bytes of a script
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
-_MODEL = re.compile(r"(?:.*/)?models/([^/]+)\.sh\Z")
+_MISSING = re.compile(r"line \d+: (\w+): ")  #: what bash says of ${NAME:?...} where nothing sets NAME
+_UNENDED = -1  #: in place of an exit status
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _SET = re.compile(
-    r"(?:^|[\s;&|(])(?:export\s+|local\s+|declare\s+(?:-\S+\s+)*|readonly\s+)?([A-Za-z_]\w*)(?:\+?=|\[\d*\]=)|\bfor\s+(\w+)\s+in\b|\bread\s+(?:-\S+\s+)*(\w+)",
+    r"(?:^|[\s;&|(])(?:export\s+|local\s+|declare\s+(?:-\S+\s+)*|readonly\s+)?([A-Za-z_]\w*)(?:\+?=|\[\d*\]=)|\bfor\s+(\w+)\s+in\b|\b(?:read|printf\s+-v|mapfile|readarray)\s+(?:-\S+\s+)*(\w+)",
     re.M,
 )
 #: what bash itself sets, and the sandbox
-_KNOWN = {
-    "HOME",
-    "PATH",
-    "PWD",
-    "USER",
-    "LOGNAME",
-    "HOSTNAME",
-    "RANDOM",
-    "BASH_SOURCE",
-    "BASH",
-    "UID",
-    "LANG",
-    "OLDPWD",
-    "SHELL",
-    "IFS",
-}
+_KNOWN = "HOME PATH PWD USER LOGNAME HOSTNAME RANDOM BASH_SOURCE BASH UID LANG OLDPWD SHELL IFS"
 #: a command -> why hpcrl does without it
 NEEDLESS = {
     "ray": "there is no Ray: the allocation starts and ends all processes",
@@ -105,6 +59,10 @@ NEEDLESS = {
     "hf": "model and data are fetched before a run",
     "pip": "the environment is made before a run",
     "unset": "",
+    "environment": "the environment is made before a run",
+    "cd": "there is no such directory here",
+    "mkdir": "hpcrl makes the directories that it needs",
+    "nohup": "a batch job outlives its terminal",
 }
 #: environment variables of `ray job submit` -> why they are needless
 _ENVIRONMENT = {
@@ -142,10 +100,7 @@ def run_script(path: Path, variables: Mapping[str, str], models: Path | None = N
     variables: environment variables that it gets, besides HOME and USER; models: where model files are that it does not find.
     UsageError if it cannot be read, does not end, fails, or starts no training.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the script {path}: {getattr(error, 'strerror', None) or error}") from error
+    text = _read(path)
     with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
         scratch = Path(folder)
         said = _run(path.resolve(), scratch, variables, models, seconds)
@@ -153,15 +108,31 @@ def run_script(path: Path, variables: Mapping[str, str], models: Path | None = N
     confined, _, rest = said.stderr.partition("\n")
     training = [found for call in calls if (found := _training(call))]
     if not training:
-        raise _no_training(path, said.returncode, rest)
+        raise _no_training(path, said.returncode, f"{said.stdout}\n{rest}", seconds)
     program, arguments, environment = training[0]
     notes = [*_notes(calls, environment), *_unset(text, variables)]
+    if said.returncode == _UNENDED:
+        notes.append(f"it had not ended after {seconds:g} s, but started the training before")
     if len(training) > 1:
         notes.append(f"it starts training {len(training)} times: this is the first")
     if confined == LANDLOCK_WITH_NETWORK:
         notes.append("this machine lets users make no network namespace: the script could have reached the network")
     kept = {name: value for name, value in environment.items() if name not in _ENVIRONMENT}
     return Script(program, tuple(arguments), kept, tuple(notes), confined)
+
+
+def _read(path: Path) -> str:
+    """The text of a script.  UsageError if it cannot be read, or bash could not make sense of its lines."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_SCRIPT + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the script {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(text) > MOST_SCRIPT:
+        raise UsageError(f"{path} has more than {MOST_SCRIPT >> 20} MiB", "is it a run script?")
+    if "\r\n" in text:
+        raise UsageError(f"{path} has the line ends of Windows, which bash reads as a part of each word", "mend it with dos2unix")
+    return text
 
 
 def _run(
@@ -172,9 +143,12 @@ def _run(
         raise UsageError("bash is not here", "hpcrl import runs the script's own shell")
     for name in ("bin", "calls", "models", "home", "tmp"):
         (scratch / name).mkdir()
-    for tool in TOOLS:
+    for tool in TOOLS.split():
         if found := shutil.which(tool):
             (scratch / "bin" / tool).symlink_to(found)
+    for name in NOTED.split():
+        (scratch / "bin" / name).write_text(f'#!{bash}\nbuiltin source {HERE / "prelude.sh"}\nhpcrl_note {name} "$@"\n')
+        (scratch / "bin" / name).chmod(0o755)
     for name, family in model_families().items():
         (scratch / "models" / f"{name}.sh").write_text("MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n")
     environment = {
@@ -186,26 +160,21 @@ def _run(
         "TMPDIR": str(scratch / "tmp"),
         "BASH_ENV": str(HERE / "prelude.sh"),
         "HPCRL_CALLS": str(scratch / "calls"),
+        "HPCRL_TOOLS": TOOLS,
+        "HPCRL_NOTED": NOTED,
         "HPCRL_MODELS": str(models.resolve()) if models else "",
         "HPCRL_OWN_MODELS": str(scratch / "models"),
     }
     python = {name: os.environ[name] for name in ("PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
     command = [sys.executable, "-P", "-m", "hpcrl.slime.sandbox", str(scratch), bash, str(script)]
-    try:
-        said = subprocess.run(
-            command,
-            cwd=script.parent,
-            env=environment | python,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"{script} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?"
-        ) from None
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:  # files, whose size the sandbox limits
+        where = {"cwd": script.parent, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+        try:
+            code = subprocess.run(command, env=environment | python, timeout=seconds, check=False, **where).returncode
+        except subprocess.TimeoutExpired:
+            code = _UNENDED
+        texts = [(file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, errors)]
+    said = subprocess.CompletedProcess(command, code, *texts)
     if said.returncode == UNCONFINED:
         raise UsageError(
             f"{script} was not run: {(said.stderr.strip().splitlines() or ['no sandbox'])[-1]}",
@@ -215,15 +184,18 @@ def _run(
 
 
 def _calls(folder: Path) -> list[list[str]]:
-    """The commands that were noted down, in order."""
-    files = sorted(folder.iterdir())
-    return [file.read_bytes().decode(errors="replace").split("\0")[:-1] for file in files]
+    """The commands that were noted down, in order; what a script itself has put there may be anything."""
+    found = []
+    for file in sorted(folder.iterdir())[:MOST_CALLS]:
+        with contextlib.suppress(OSError):
+            found.append(read_regular(file, MOST_CALL).decode(errors="replace").split("\0")[:-1])
+    return [call for call in found if call]
 
 
 def _training(call: Sequence[str]) -> tuple[str, list[str], dict[str, str]] | None:
     """(program, its arguments, environment) if this command starts training."""
     for place, word in enumerate(call):
-        if place and (found := _TRAIN.match(word)):
+        if found := _TRAIN.match(word):
             return f"{found[1]}.py", list(call[place + 1 :]), _environment(call[:place])
     return None
 
@@ -241,12 +213,15 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def _no_training(path: Path, code: int, said: str) -> UsageError:
-    last = [line for line in said.splitlines() if line and not line.startswith("+")][-1:]
-    ended = f"ended with status {code}: {last[0]}" if code and last else f"ended with status {code}"
-    return UsageError(
-        f"{path} starts neither train.py nor train_async.py; it {ended}", "is it a run script of slime's or vime's?"
-    )
+def _no_training(path: Path, code: int, said: str, seconds: float) -> UsageError:
+    """What to say of a script that has started no training; said: its output, errors last."""
+    last = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")][-1:]
+    if code == _UNENDED:
+        return UsageError(f"{path} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?")
+    ended = f"ended with status {code}: {strip_control(last[0])[:300]}" if code and last else f"ended with status {code}"
+    missing = _MISSING.search(said)
+    hint = f"write {missing[1]}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
+    return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)
 
 
 def _notes(calls: Sequence[Sequence[str]], environment: Mapping[str, str]) -> Iterator[str]:
@@ -262,7 +237,7 @@ def _notes(calls: Sequence[Sequence[str]], environment: Mapping[str, str]) -> It
             yield _model_note(call[1], known=name == "source")
         else:
             why = NEEDLESS.get(name, "it was not run")
-            yield f"{' '.join(call)[:100]}: {why}"
+            yield f"{strip_control(' '.join(call))[:100]}: {why}"
     yield from (f"environment {name}: {why}" for name, why in _ENVIRONMENT.items() if name in environment)
 
 
@@ -279,7 +254,7 @@ def _model_note(file: str, known: bool) -> str:
 def _unset(text: str, variables: Mapping[str, str]) -> Iterator[str]:
     """Variables that the script reads and nothing sets: they were empty."""
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    given = {*_KNOWN, *variables, *(name for found in _SET.findall(code) for name in found if name)}
+    given = {*_KNOWN.split(), *variables, *(name for found in _SET.findall(code) for name in found if name)}
     read = dict.fromkeys(name for found in _VARIABLE.findall(code) for name in found if name)
     if missing := [name for name in read if name not in given]:
         yield f"nothing sets {', '.join(missing)}, which it reads: they were empty; write NAME=VALUE after the script"

@@ -66,7 +66,7 @@ def run_dir(path: Path, **values: Any) -> Path:
 
 
 def test_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
-    run = run_dir(tmp_path / "r1", vllm={"max_num_seqs": 7}, megatron={"recompute_granularity": "full"})
+    run = run_dir(tmp_path / "r1", vllm={"max_num_seqs": 7}, megatron={"recompute_granularity": "selective"})
     given = {"eval_prompt_data": ["held", "h.jsonl"]}
     for what, step in ((run, None), (run / "checkpoints", None), (run / "checkpoints" / "iter_0000004", 4)):
         options = options_of(recipe_for(what, given), tmp_path, **given)

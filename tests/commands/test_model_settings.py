@@ -47,10 +47,10 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_all_of_it_at_once_and_once(model: Path) -> None:
-    wrong = Options(hf_checkpoint=str(model), megatron={"num_layers": 35, "moe_enable_deepep": True})
+    wrong = Options(hf_checkpoint=str(model), megatron={"num_layers": 35, "gradient_accumulation_fusion": True})
     with pytest.raises(UsageError) as error:
         refuse_wrong_settings([wrong, wrong], same_packages=True)
-    assert str(error.value).count("--num-layers 35") == 1 and "--moe-enable-deepep" in str(error.value)
+    assert str(error.value).count("--num-layers 35") == 1 and "--gradient-accumulation-fusion" in str(error.value)
     with pytest.raises(UsageError, match="^--num-layers"):
         refuse_wrong_settings([wrong], same_packages=False)
 

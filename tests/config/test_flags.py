@@ -106,11 +106,11 @@ def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dic
 
 
 def test_tables_are_merged_field_by_field() -> None:
-    top = {"vllm": {"max_num_seqs": 1, "enforce_eager": True}, "megatron": {"optimizer": "sgd"}}
+    top = {"vllm": {"max_num_seqs": 1, "enforce_eager": True}, "megatron": {"optimizer": "adam"}}
     one = recipe(GRPO | top, Stage("s", {"vllm": {"max_num_seqs": 2, "block_size": 16}}))
     options = resolve_stages(one, {"vllm": {"block_size": 32}}, PLACES)[0]
     assert options.vllm == {"max_num_seqs": 2, "enforce_eager": True, "block_size": 32}
-    assert options.megatron == {"optimizer": "sgd"}
+    assert options.megatron == {"optimizer": "adam"}
 
 
 def test_the_command_line_is_read_word_by_word() -> None:

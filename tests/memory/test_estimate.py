@@ -181,6 +181,7 @@ EXAMPLES = {
     "glm-z1-9b-8gpu": "GLM-4-9B-0414",
     "glm-z1-9b-8gpu-colocated": "GLM-4-9B-0414",
     "qwen3-4b-8gpu": "Qwen3-4B",
+    "qwen3-4b-8gpu-async": "Qwen3-4B",
     "qwen3-4b-8gpu-colocated": "Qwen3-4B",
     "glm-4.5-355b-64gpu": "GLM-4.5",
     "glm-4.5-355b-64gpu-bf16": "GLM-4.5",

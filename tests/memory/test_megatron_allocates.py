@@ -26,6 +26,7 @@ MOE = config(
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PLAIN = {"megatron": {"use_distributed_optimizer": False, "grad_reduce_in_fp32": False}}
+VPP2 = {"num_virtual_stages_per_pipeline_rank": 2}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
 #: layout, the same for all of its cases -> [(model, options)], each over two ranks
@@ -33,6 +34,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tp2": [("dense", SP2), ("dense", {**TP2, "bf16": False})],
     "tp2 ep2": [("moe", SP2 | EP2)],
     "pp2": [("dense", PP2), ("moe", {**PP2, **PLAIN}), ("dense", {**PP2, "megatron": {"num_layers_in_first_pipeline_stage": 1}})],
+    "pp2 vpp2": [("dense", {**PP2, **VPP2}), ("moe", {**PP2, **VPP2})],
     "dp2": [("dense", {}), ("dense", PLAIN), ("dense", {"bf16": False}), ("moe", {})],
     "ep2": [("moe", EP2)],
 }
@@ -146,16 +148,16 @@ def saved_bytes(policy: Any) -> int:
     return sum(stored.values())
 
 
-def test_activations_that_a_layer_keeps(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "config", "sparse"), [("dense", DENSE, False), ("moe", MOE, True)])
+def test_activations_that_a_layer_keeps(models: dict[str, Path], tmp_path: Path, name: str, config: Any, sparse: bool) -> None:
     """With full recomputation a layer's input alone, which the CPU keeps as a GPU does; without, the CPU's norms and attention
     keep copies in fp32 that fused ones do not, so that the formula is a lower bound here."""
-    (tmp_path / "config.json").write_text(json.dumps({**DENSE, "num_hidden_layers": 2}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     every = {
-        n: Options(hf_checkpoint=str(path), actor_num_gpus_per_node=1, lr=1e-6)
-        for n, path in ((4, models["dense"]), (2, tmp_path))
+        n: Options(hf_checkpoint=str(path), actor_num_gpus_per_node=1, lr=1e-6) for n, path in ((4, models[name]), (2, tmp_path))
     }
     (found,) = run_ranks(1, kept, every, timeout=120)
-    fields = find_family(DENSE, "").transformer(DENSE)
-    whole = TOKENS * layer_bytes(fields, Layout.of(every[4], 4), False, 2, frozenset())
+    fields = find_family(config, "").transformer(config)
+    whole = TOKENS * layer_bytes(fields, Layout.of(every[4], 4), sparse, 2, frozenset())
     assert found["full"] == pytest.approx(TOKENS * fields["hidden_size"] * 2, rel=NEAR)
     assert whole <= found["none"] <= 4 * whole

@@ -128,7 +128,15 @@ def test_train_async_is_the_asynchronous_loop() -> None:
     assert (translation.values["loop"], translation.values["update_weights_interval"]) == ("async", 2)
     assert "train_async.py -> --loop async" in [line.text() for line in translation.lines]
     words += ["--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async"]
-    assert translate(words, "train_async.py").values["loop"] == "fully-async"
+    translation = translate(words, "train_async.py")
+    assert translation.values["loop"] == "fully-async" and not translation.wrong
+
+
+def test_sft_learns_chat_messages_as_slime_does() -> None:
+    words = "--hf-checkpoint /m --rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data /d.parquet"
+    words += " --input-key messages --num-rollout 3 --rollout-batch-size 8 --loss-type sft_loss --debug-train-only"
+    assert options_of(words.split()).apply_chat_template
+    assert not options_of(f"{words} --label-key label".split()).apply_chat_template
 
 
 def test_words_are_split_as_argparse_does() -> None:
@@ -158,7 +166,7 @@ def test_the_commands_take_them(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda scheduler: False)
     site = ["--layout", "homogeneous", "--set", "trainer.gpus_per_node=8"]
     assert main(["submit", "--dry-run", *site, "--", *BASE.split()]) == 0
-    assert "#SBATCH --job-name=hpcrl-qwen3-4b" in capsys.readouterr().out
+    assert "#SBATCH --job-name=qwen3-4b-hpcrl" in capsys.readouterr().out
     for command in ("plan", "run", "submit", "launch"):
         assert main([command, "x.toml", "--", *BASE.split()]) == 2
     assert main(["submit", "--print", "--", *BASE.split()]) == 2

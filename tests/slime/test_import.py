@@ -66,6 +66,7 @@ def test_the_script_can_do_no_harm(tmp_path: Path) -> None:
         listener.listen()
         port = listener.getsockname()[1]
         text = f"""
+builtin trap - DEBUG; unset -f kill  # only the kernel is left
 {sys.executable} -c 'open("{outside}/python", "w")'
 /bin/touch {outside}/touched
 echo x > {outside}/redirected

@@ -30,6 +30,7 @@ PRINTED = {
     "quickstart.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30",
     "quickstart-one-job.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30 --layout homogeneous",
     "qwen3-4b-8gpu.sbatch": "examples/qwen3-4b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
+    "qwen3-4b-8gpu-async.sbatch": "examples/qwen3-4b-8gpu-async.toml --layout homogeneous --set trainer.gpus_per_node=8",
     "glm-z1-9b-8gpu.sbatch": "examples/glm-z1-9b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
     "qwen3-4b-8gpu-colocated.sbatch": "examples/qwen3-4b-8gpu-colocated.toml",
     "glm-z1-9b-8gpu-colocated.sbatch": "examples/glm-z1-9b-8gpu-colocated.toml",
@@ -54,7 +55,12 @@ def test_the_scripts_of_sbatch_are_what_hpcrl_prints(
 
 @pytest.mark.parametrize(
     "path",
-    [*(REPO / "sbatch").glob("*.sbatch"), *(REPO / "sbatch").glob("*.sh"), *(REPO / "launch").glob("*.sh")],
+    [
+        *(REPO / "sbatch").glob("*.sbatch"),
+        *(REPO / "sbatch").glob("*.sh"),
+        *(REPO / "launch").glob("*.sh"),
+        REPO / "hpcrl/slime/prelude.sh",
+    ],
     ids=lambda p: p.name,
 )
 def test_bash_and_shellcheck_have_nothing_to_say(path: Path) -> None:

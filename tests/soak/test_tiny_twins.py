@@ -1,137 +1,27 @@
-"""Tiny twins of the reference runs: the guides' own arguments and layout of roles, with a small model, on the test cluster.
-
-Of each guide's words stay all but what describes the model, sizes, paths, and what only a GPU can do.
-"""
+"""Tiny twins of the reference runs, all of them, under Slurm and under mpirun; two are in `tests/whole_runs/` too."""
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpcrl.slime.arguments import split_flags
-from tests.slime.guides import GUIDES, MODELS
 from tests.support.cluster import Cluster
-from tests.support.runs import make_task, metrics, rows
-from tests.support.slurm import MEMORY, Job, hpcrl
-from tests.support.tiny import make_family
-from tests.whole_runs.test_under_mpirun import launch
+from tests.support.twins import TWINS, Tiny, under_mpirun, under_slurm
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
-STEPS = 3
-OF_MODELS = {flag for words in MODELS.values() for flag in split_flags(shlex.split(words))}
-#: what only a GPU can do
-OF_GPUS = set(
-    "moe-enable-deepep moe-token-dispatcher-type optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d attention-backend "
-    "use-precision-aware-optimizer accumulate-allreduce-grads-in-fp32 rm-type".split()
-)
-SMALL = {
-    "num-rollout": str(STEPS),
-    "rollout-batch-size": "4",
-    "n-samples-per-prompt": "4",
-    "rollout-max-response-len": "8",
-    "n-samples-per-eval-prompt": "2",
-    "eval-max-response-len": "8",
-    "eval-interval": "2",
-    "max-tokens-per-gpu": "128",
-    "save-interval": "2",
-    "custom-rm-path": "tests.support.runs.odd_tokens",
-    "rollout-max-context-len": "64",
-    "engine-start-timeout": "300",
-    "check-weight-update-equal": "",
-    "deterministic-mode": "",
-    "no-bf16": "",
-}
-#: guide -> (family of the model, what is smaller than there, (nodes, trainer ranks, engines, GPUs of one))
-TWINS: dict[str, tuple[str, dict[str, str], tuple[int, int, int, int]]] = {
-    "GLM4-9B, 4 + 4": ("glm4", {"rollout-num-gpus": "2"}, (2, 4, 1, 2)),
-    "GLM4-9B, colocated": ("glm4", {"actor-num-gpus-per-node": "4"}, (1, 4, 2, 2)),
-    "Qwen3-4B, 2 + 6": ("qwen3", {"rollout-num-gpus": "2", "rollout-num-gpus-per-engine": "1"}, (2, 2, 2, 1)),
-    "GLM-4.5-355B, BF16 rollouts": (
-        "glm4_moe",
-        {
-            "actor-num-nodes": "2",
-            "actor-num-gpus-per-node": "2",
-            "tensor-model-parallel-size": "2",
-            "pipeline-model-parallel-size": "2",
-            "context-parallel-size": "1",
-            "expert-model-parallel-size": "2",
-            "rollout-num-gpus-per-engine": "4",  # over both nodes
-        },
-        (2, 4, 1, 4),
-    ),
-}
-
-
-#: what a site's profile says of nodes that are as small as the twin
-SETTINGS = {"GLM-4.5-355B, BF16 rollouts": ("trainer.gpus_per_node=2",)}
-
-
-def words(guide: str, root: Path, task: Path, model: Path) -> list[str]:
-    """The guide's arguments, small."""
-    given = split_flags(GUIDES[guide][0])
-    kept = {flag: " ".join(given[flag]) for flag in given if flag not in OF_MODELS | OF_GPUS and not flag.startswith("sglang-")}
-    paths = {"hf-checkpoint": model, "ref-load": model, "load": root / "checkpoints", "save": root / "checkpoints"}
-    paths |= {"prompt-data": task / "train.jsonl"}
-    sizes = {flag: value for flag, value in SMALL.items() if not flag.startswith(("eval", "n-samples-per-eval")) or flag in given}
-    if "eval-prompt-data" in given:
-        paths["eval-prompt-data"] = task / "heldout.jsonl"
-    kept |= sizes | {flag: str(path) for flag, path in paths.items()} | TWINS[guide][1]
-    return [word for flag, value in kept.items() for word in (f"--{flag}", *value.split())]
-
-
-def finished(root: Path, guide: str) -> dict[int, dict[str, float]]:
-    """Metrics of a run that has trained, updated, saved and evaluated to its end."""
-    steps, (nodes, ranks, engines, each) = metrics(root), TWINS[guide][2]
-    assert list(steps) == list(range(STEPS))
-    for row in steps.values():
-        assert row["train/train_rollout_logprob_abs_diff"] <= 1e-4 and row["train/grad_norm"] > 0
-    plan = json.loads((root / "attempts/0/plan.json").read_text())
-    assert (len(plan["trainers"]), len(plan["engines"])) == (ranks, engines)
-    for engine in plan["engines"]:
-        assert sum(len(place["slots"]) for place in (engine, *engine["also"])) == each
-    hosts = {place["host"] for place in (*plan["trainers"], *plan["engines"])}
-    hosts |= {place["host"] for engine in plan["engines"] for place in engine["also"]}
-    assert len(hosts) == nodes
-    if "eval-interval" in split_flags(GUIDES[guide][0]):
-        assert [row["rollout_id"] for row in rows(root) if any(name.startswith("eval/") for name in row)] == [-1, 1, 2]
-    assert json.loads((root / "summary.json").read_text())["status"] == "finished"
-    return steps
-
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    task = make_task(tmp_path_factory.mktemp("task"))
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> tuple[Path, Path]:
-        if family not in made:
-            made[family] = make_family(tmp_path_factory.mktemp(family) / "model", family, num_attention_heads=4)
-        return task, made[family]
-
-    return make
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("guide", TWINS)
-def test_a_twin_trains_to_its_end_under_slurm(cluster: Cluster, tmp_path: Path, tiny: Any, guide: str) -> None:
-    task, model = tiny(TWINS[guide][0])
-    arguments = words(guide, tmp_path, task, model)
-    settings = [*MEMORY, "trainer.cpus_per_node=4", "engine.cpus_per_node=4", *SETTINGS.get(guide, ())]
-    done = hpcrl(cluster, "submit", "--run-dir", tmp_path / "run", "--set", *settings, "--", *arguments)
-    job = Job(cluster, tmp_path / "run", int(re.search(r"job (\d+)", done.stdout)[1]))
-    job.ends(seconds=500)
-    finished(job.root, guide)
+def test_a_twin_trains_to_its_end_under_slurm(cluster: Cluster, tmp_path: Path, tiny: Tiny, guide: str) -> None:
+    under_slurm(cluster, tmp_path, tiny, guide)
 
 
-@pytest.mark.parametrize("guide", ["GLM4-9B, 4 + 4", "GLM-4.5-355B, BF16 rollouts"])
-def test_a_twin_trains_to_its_end_under_mpirun(cluster: Cluster, tmp_path: Path, tiny: Any, guide: str) -> None:
-    task, model = tiny(TWINS[guide][0])
-    slots = 4 if "4 + 4" in guide else 2
-    hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=tmp_path / "hosts", slots=slots)
-    launch(cluster, "openmpi", hosts, "--run-dir", tmp_path / "run", "--", *words(guide, tmp_path, task, model), timeout=500)
-    finished(tmp_path / "run", guide)
+@pytest.mark.parametrize("guide", TWINS)
+def test_a_twin_trains_to_its_end_under_mpirun(cluster: Cluster, tmp_path: Path, tiny: Tiny, guide: str) -> None:
+    under_mpirun(cluster, tmp_path, tiny, guide)

@@ -30,7 +30,7 @@ def environment(cluster: Cluster, kind: str) -> dict[str, str]:
 
 def launch(cluster: Cluster, kind: str, file: Path, *words: str | Path, check: bool = True, timeout: float = 240) -> Any:
     """`hpcrl launch` on the head, calling that mpirun."""
-    command = [sys.executable, "-m", "hpcrl", "launch", *words, "--hostfile", file, "--mpirun", MPIRUN[kind]]
+    command = [sys.executable, "-m", "hpcrl", "launch", "--hostfile", file, "--mpirun", MPIRUN[kind], *words]
     return cluster.run(command, check=check, timeout=timeout, env=environment(cluster, kind))
 
 

@@ -18,8 +18,11 @@ from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
+from hpcrl.config.rules.engine_rules import check_engines, check_external, inert_in_external
+from hpcrl.config.rules.layout_rules import check_ranks, check_virtual_stages
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
+from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
 from hpcrl.config.unknown_names import nearest
@@ -36,8 +39,9 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((_layout, _virtual_stages, _engines, check_sharing), options)
-    wrong = failures((_needed, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing, check_external), options)
+    wrong = failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong += failures((check_passed_through, check_engine_settings), options)
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first
@@ -76,68 +80,18 @@ def _needed(o: Options) -> None:
         raise UsageError("--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only")
 
 
+def _saving(o: Options) -> None:
+    kept, each = o.save_retain_interval, o.save_interval
+    if kept and each and kept % each:
+        raise UsageError(f"--save-retain-interval {kept} is no multiple of --save-interval {each}", "change one of them")
+
+
 def check_run_dir(template: str) -> None:
     """UsageError unless `template` has no other placeholders than {name} and {time}."""
     try:
         template.format(name="", time="")
     except (LookupError, ValueError):
         raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may stand in braces") from None
-
-
-def _layout(o: Options) -> None:
-    parts = o.tensor_model_parallel_size * o.pipeline_model_parallel_size * o.context_parallel_size
-    if o.world_size % parts:
-        raise UsageError(
-            f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x PP x CP = {parts}",
-            "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
-        )
-    expert_layout(o)
-
-
-def _engines(o: Options) -> None:
-    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
-    if gpus % each:
-        raise UsageError(
-            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
-        )
-    parts = o.engine_data_parallel_size
-    if parts < 1 or each % parts:
-        raise UsageError(
-            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
-        )
-    if o.needs_engines and gpus < 1:
-        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
-        raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
-
-
-def expert_layout(o: Options) -> None:
-    """UsageError if the layout of the experts does not divide the ranks."""
-    etp, ep, pp = o.expert_tensor_size, o.expert_model_parallel_size, o.pipeline_model_parallel_size
-    if o.world_size % (etp * ep * pp):
-        raise UsageError(
-            f"{o.world_size} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x"
-            f" --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}",
-            "without --expert-tensor-parallel-size it is --tensor-model-parallel-size",
-        )
-
-
-def _virtual_stages(o: Options) -> None:
-    layers, stages = o.num_layers_per_virtual_pipeline_stage, o.num_virtual_stages_per_pipeline_rank
-    if layers and stages:
-        raise UsageError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "
-            "pipeline",
-            "leave one of them out",
-        )
-    name = "num_layers_per_virtual_pipeline_stage" if layers else "num_virtual_stages_per_pipeline_rank"
-    if (layers or stages) and o.pipeline_model_parallel_size == 1:
-        raise UsageError(f"{flag(name)} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
-    group = o.micro_batch_multiple
-    if group < o.pipeline_model_parallel_size and group > 1:
-        raise UsageError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
-            f"--pipeline-model-parallel-size {o.pipeline_model_parallel_size}"
-        )
 
 
 def _batches(o: Options) -> None:
@@ -291,7 +245,7 @@ _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval
 
 def inert(o: Options) -> dict[str, str]:
     """Options that do nothing in this combination -> why."""
-    return {name: why for names, why in _inert(o) for name in names.split()}
+    return {name: why for names, why in (*_inert(o), *inert_in_external(o)) for name in names.split()}
 
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
@@ -308,17 +262,18 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines and not o.trains_only:
         yield (
-            "rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
+            "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
-            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm",
+            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm "
+            "custom_update_weight_post_write_path",
             _NO_ENGINE,
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
     if o.weight_transfer != "disk":
-        yield "update_weight_disk_dir", f"--weight-transfer is {o.weight_transfer}"
+        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
     if o.weight_update != "delta":
         yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
     if not o.apply_chat_template:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from hpcrl.config.passthrough import as_flag
+from hpcrl.config.rules.passed_through_rules import check_megatron
 from hpcrl.errors import UsageError
 from hpcrl.trainer.megatron.needed_parts import NEEDS, PARTS, VALUE_NEEDS
 
@@ -86,24 +87,6 @@ ARCHITECTURE = {
     "mrope_section",
     "window_attn_skip_freq",
 }
-_OVERLAPS = """
-tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag
-tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
-"""
-#: a setting -> (what it modifies, that setting's value) without which nothing reads it
-WITHOUT: dict[str, tuple[str, Any]] = {
-    "optimizer_offload_fraction": ("optimizer_cpu_offload", True),
-    "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload", True),
-    "use_torch_optimizer_for_cpu_offload": ("optimizer_cpu_offload", True),
-    "pin_cpu_grads": ("optimizer_cpu_offload", True),
-    "pin_cpu_params": ("optimizer_cpu_offload", True),
-    **dict.fromkeys(_OVERLAPS.split(), ("tp_comm_overlap", True)),
-    "store_param_remainders": ("use_precision_aware_optimizer", True),
-    "recompute_method": ("recompute_granularity", "full"),
-    "recompute_num_layers": ("recompute_granularity", "full"),
-    "distribute_saved_activations": ("recompute_granularity", "full"),
-    "recompute_modules": ("recompute_granularity", "selective"),
-}
 
 
 def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], machine: Machine) -> None:
@@ -122,11 +105,7 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
         plain = getattr(value, "name", value)  # of an enum
         if isinstance(plain, (str, bool)) and (part := VALUE_NEEDS.get((name, plain))):
             _need(machine, name, value, part)
-        if name in WITHOUT and value != defaults[name]:
-            master, wanted = WITHOUT[name]
-            if given.get(master) != wanted:
-                text = as_flag(master, wanted)
-                raise UsageError(f"{as_flag(name, value)} has no effect without {text}", "leave it out")
+    check_megatron({name: getattr(value, "name", value) for name, value in given.items()})
     _combinations(given, machine)
 
 
@@ -163,12 +142,6 @@ def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
         _need(machine, "cp_comm_type", given["cp_comm_type"], "Transformer Engine")
     if "layernorm" in (given.get("recompute_modules") or ()):
         _need(machine, "recompute_modules", "layernorm", "Transformer Engine")
-    if given.get("optimizer", "adam") not in ("adam", "sgd"):
-        _refuse("optimizer", given["optimizer"], "hpcrl builds adam or sgd")
-    if given.get("optimizer") == "sgd" and given.get("use_distributed_optimizer", True):
-        _refuse("optimizer", "sgd", "Megatron's distributed optimizer is Adam's; give --no-use-distributed-optimizer too")
-    if given.get("optimizer_cpu_offload") and given.get("decoupled_weight_decay") is False:
-        _refuse("optimizer_cpu_offload", True, "it is AdamW's: leave --no-decoupled-weight-decay out")
 
 
 def _need(machine: Machine, name: str, value: Any, part: str) -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hpcrl.errors import PeerError, UsageError
@@ -32,7 +33,7 @@ Stream = Iterator[tuple[str, "torch.Tensor"]]
 @dataclass(frozen=True)
 class Link:
     """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine, how many;
-    directory: on a file system that engines have too, or None for the run's.
+    directory: on a file system that engines have too, or None for the run's; written: is told of each directory that is whole.
     """
 
     fleet: Fleet
@@ -40,6 +41,7 @@ class Link:
     host: str
     workers: list[int]
     directory: str | None = None
+    written: Callable[[Path, Fleet], None] | None = None
 
     def first_ranks(self) -> list[int]:
         """The rank of each engine's first worker in a group where the trainer is rank 0."""

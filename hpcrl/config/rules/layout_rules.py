@@ -1,0 +1,50 @@
+"""How ranks, stages and experts divide the trainer's GPUs: pure functions of the resolved options.
+
+Invariant: what passes makes whole numbers of everything; whether the model can be cut so is `hpcrl/models/divisions.py`.
+"""
+
+from __future__ import annotations
+
+from hpcrl.config.options import Options
+from hpcrl.config.passthrough import dashed
+from hpcrl.errors import UsageError
+
+
+def check_ranks(o: Options) -> None:
+    parts = o.tensor_model_parallel_size * o.pipeline_model_parallel_size * o.context_parallel_size
+    if o.world_size % parts:
+        raise UsageError(
+            f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x PP x CP = {parts}",
+            "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
+        )
+    expert_layout(o)
+
+
+def expert_layout(o: Options) -> None:
+    """UsageError if the layout of the experts does not divide the ranks."""
+    etp, ep, pp = o.expert_tensor_size, o.expert_model_parallel_size, o.pipeline_model_parallel_size
+    if o.world_size % (etp * ep * pp):
+        raise UsageError(
+            f"{o.world_size} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x"
+            f" --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}",
+            "without --expert-tensor-parallel-size it is --tensor-model-parallel-size",
+        )
+
+
+def check_virtual_stages(o: Options) -> None:
+    layers, stages = o.num_layers_per_virtual_pipeline_stage, o.num_virtual_stages_per_pipeline_rank
+    if layers and stages:
+        raise UsageError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "
+            "pipeline",
+            "leave one of them out",
+        )
+    name = "num_layers_per_virtual_pipeline_stage" if layers else "num_virtual_stages_per_pipeline_rank"
+    if (layers or stages) and o.pipeline_model_parallel_size == 1:
+        raise UsageError(f"--{dashed(name)} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
+    group = o.micro_batch_multiple
+    if group < o.pipeline_model_parallel_size and group > 1:
+        raise UsageError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
+            f"--pipeline-model-parallel-size {o.pipeline_model_parallel_size}"
+        )
