@@ -6,7 +6,8 @@ One host is real, a process under strace whose system calls that name the shared
 leave there.  sruns and processes are counted by an srun that notes each call and answers for all of its hosts.  Measured:
 
   meeting     calls of one host, and of the batch host for all, from the first card to the last `done`; connections that a host opens
-  steady      calls a second of one host while a run goes on and nothing happens (hpcrl/launch/host.py)
+  steady      calls a second of one host with an engine while a run goes on and nothing happens (hpcrl/launch/host.py): its looks into
+              the directory, those for engines that are let go, its signs of life
   after       processes and sruns that the batch host starts to find out which hosts answer
 
 Bounds that are checked: at most 1 call a second and host in the steady state; calls and connections of a host in the meeting grow
@@ -52,14 +53,20 @@ while sum(name.endswith(".done") for name in listed(directory)) < count:
 """
 STEADY = """
 import sys, time
-from hpcrl.launch.host import Looks
+from hpcrl.heartbeat import Beating
+from hpcrl.launch.engines.keeper import EngineKeeper
+from hpcrl.launch.host import BEATS, HOST_BEAT, Looks
 from hpcrl.run.rundir import RunDir
-looks = Looks(RunDir(sys.argv[1], 0))
+rundir = RunDir(sys.argv[1], 0)
+looks, keeper = Looks(rundir), EngineKeeper(rundir, "n00000", 2, {0: []}, None)
+(rundir.here / BEATS).mkdir()
 end = time.monotonic() + float(sys.argv[2])
-while time.monotonic() < end:
-    looks.end()
-    looks.over(at_once=False)
-    time.sleep(0.2)
+with Beating(rundir.here / BEATS, "n00000", every=HOST_BEAT):
+    while time.monotonic() < end:
+        looks.end()
+        looks.over(at_once=False)
+        keeper.tend([])
+        time.sleep(0.2)
 """
 
 
@@ -107,11 +114,15 @@ def meeting(hosts: int) -> dict[str, float]:
 
 
 def steady(seconds: float) -> float:
-    """Calls a second of one host."""
-    with tempfile.TemporaryDirectory() as folder:
-        rundir = RunDir.create(Path(folder) / "run")
-        rundir.begin()
-        return calls(STEADY, rundir.root, seconds) / seconds
+    """Calls a second of one host, beyond those of its start and end."""
+
+    def made(during: float) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            rundir = RunDir.create(Path(folder) / "run")
+            rundir.begin()
+            return calls(STEADY, rundir.root, during)
+
+    return (made(seconds) - made(0.0)) / seconds
 
 
 def after(hosts: int) -> dict[str, float]:

@@ -8,7 +8,8 @@ bench/overlap_roles/record.py took from a real vLLM, its groups drawn at random;
 groups of 8, so that the longest response takes 1.3 times as long as a batch; a weight update pauses the engines for 1 % of the time in which they could make a batch without a gap.  The trainer takes 0.75 or 1.25 times that
 long for a step, update included: in the one case engines are the bottleneck, in the other the trainer is.  A second table has smaller
 batches (--tails: with so many engines), beside which the longest response is longer: no loop whose staleness is bounded can wait for a
-response of several batches' time without waiting.  Simulated time repeats
+response of several batches' time without waiting.  How long its steps are at least, however many engines there are, is in the last
+column (`least` has the proof); and in a second row each the engines foresee which groups will be long, and begin them first.  Simulated time repeats
 exactly, so one round is enough, and other load on the machine does not show.
 
 Shown are idle shares: of the trainer, time waiting for data; of the engines, time without any request, and slots (requests that they could answer)
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -47,6 +49,7 @@ from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 TRACE = REPO / "bench" / "overlap_trace.json"
 SLOTS, GROUP, WAVES, UPDATE, EDGE = 4, 8, 6, 0.01, 3
 TAILS = (2, 3, 4, 6, 8)  #: of the second table, in place of WAVES
+FORESEEN = "fully-async, lengths foreseen"
 HEAD = (
     "engines",
     "bottleneck",
@@ -57,6 +60,7 @@ HEAD = (
     "slots idle",
     "oldest token",
     "step over bottleneck",
+    "at least",
 )
 STALENESS = 2
 CASES = {"engines": 0.75, "trainer": 1.25}
@@ -118,9 +122,28 @@ class Rollouts:
         self.shelf.train(rollout_id, 0)
 
 
-async def one_run(options: Options, count: int, trace: Trace, factor: float, steps: int, root: Path) -> Shares:
+def least(count: int, waves: int, factor: float, trace: Trace, groups: int = 2000) -> float:
+    """The mean time of a step in fully-async, over the time of the bottleneck, is this at least in every schedule that begins a batch of
+    groups under each version, drops none, and whose tokens lag STALENESS versions at most, however many engines there are.
+
+    Version e is in the engines once step e - 1 is over, at begin(e - 1) + T.  A group that is begun under it and takes D must be there when step e + 2 begins, so for each e
+
+        begin(e + 2) >= begin(e - 1) + T + D(e),    D(e): the longest of the groups that are begun under version e
+
+    and summed over all e: mean step >= (T + mean of D(e)) / (STALENESS + 1).  Updates make D(e)
+    longer by their pauses: one at least.  T: the trainer's time for a step, in the engines' time for a batch.
+    """
+    wanted = count * SLOTS * waves // GROUP
+    longest = [
+        max(trace.longest(e * wanted + n) for n in range(wanted)) / (waves * trace.mean) for e in range(-(-groups // wanted) + 20)
+    ]
+    bottleneck = max(factor, 1 + UPDATE)
+    return max(bottleneck, (factor + float(np.mean(longest)) + UPDATE) / (STALENESS + 1)) / bottleneck
+
+
+async def one_run(options: Options, count: int, trace: Trace, factor: float, steps: int, root: Path, foresees: bool) -> Shares:
     """A run of `steps` steps; factor: the trainer's time over that of the engines."""
-    engines = Engines(count, SLOTS, trace)
+    engines = Engines(count, SLOTS, trace, foresees)
     rollouts = Rollouts(options, engines, root, steps)
     loop, ahead = asyncio.get_running_loop(), options.runs_ahead
     batch = options.rollout_batch_size * GROUP * trace.mean / (count * SLOTS)
@@ -181,13 +204,15 @@ def measure(count: int, waves: int, bottleneck: str, loop: str, trace: Trace, st
         n_samples_per_prompt=GROUP,
         rm_type="math",
         use_tis=True,
-        **LOOPS[loop],
+        **LOOPS["fully-async" if loop == FORESEEN else loop],
     )
     with tempfile.TemporaryDirectory() as scratch:
-        shares = simulate(one_run(options, count, trace, CASES[bottleneck], steps, Path(scratch) / "run"))
+        run = one_run(options, count, trace, CASES[bottleneck], steps, Path(scratch) / "run", loop == FORESEEN)
+        shares = simulate(run)
     longest = max(trace.seconds) / (waves * trace.mean)
     numbers = [f"{100 * share:.1f} %" for share in shares[:3]]
     row = [str(count), bottleneck, loop, f"{longest:.1f}", *numbers, str(shares.stale), f"{shares.longer:.2f}"]
+    row.append(f"{least(count, waves, CASES[bottleneck], trace):.2f}" if loop.startswith("fully") else "")
     print(" | ".join(row), file=sys.stderr, flush=True)
     return shares, row
 
@@ -198,12 +223,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--loops", default=",".join(LOOPS))
     parser.add_argument("--tails", type=int, default=64)
+    parser.add_argument("--tail-steps", type=int, default=30)
     args = parser.parse_args()
     trace, found = Trace(TRACE), {}
     rows, tails = [], []
     for waves in TAILS if args.tails else ():
-        for bottleneck in CASES:
-            tails.append(measure(args.tails, waves, bottleneck, "fully-async", trace, args.steps)[1])
+        for bottleneck, loop in itertools.product(CASES, ("fully-async", FORESEEN)):
+            tails.append(measure(args.tails, waves, bottleneck, loop, trace, args.tail_steps)[1])
     for count in map(int, args.engines.split(",")):
         for bottleneck in CASES:
             for loop in args.loops.split(","):
@@ -213,7 +239,8 @@ def main() -> None:
                 rows.append(row)
     about = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in trace.about.items())
     text = f"Simulated engines, {args.steps} steps. The trace: {about}.\n\n{table(rows)}"
-    text += f"\nThe same with smaller and larger batches:\n\n{table(tails)}" if tails else ""
+    if tails:
+        text += f"\nThe same with smaller and larger batches, {args.tail_steps} steps:\n\n{table(tails)}"
     print(text)
     (REPO / "bench" / "results" / "overlap.md").write_text(text)
     print(json.dumps(found))

@@ -130,7 +130,7 @@ def main() -> None:
 | | lines | seconds | us a line | MiB held | bytes a line |
 |---|---|---|---|---|---|
 {line("**hpcrl**: index, SHA-256, and the order of an epoch", indexed)}
-{line("**hpcrl**: every line checked, rendered, measured in tokens", mine)}
+{line("**hpcrl**: every line checked, rendered, measured in tokens where in doubt", mine)}
 {line("every row a Python object, rendered, measured in tokens", theirs)}
 
 Shuffling an epoch of the larger file takes {indexed["shuffle s"]:.1f} s more. A draw of {DRAWS} prompts takes {mine["draw ms"]:.0f} ms.

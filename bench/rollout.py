@@ -3,9 +3,10 @@
     python bench/rollout.py [--rounds 5] [--groups 500] [--long 100000] [--only simulated|real]
 
 Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8 are kept in
-flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own route, the same over
-vLLM's, and raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.
-Then our own route with 8 to 1,024 engines, and the memory of this process over --long groups of 2.
+flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own route, the same with the group
+in the ledger and in the bank (a file that is flushed to the disk, and removed later), the same without the bank over vLLM's route, and
+raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.  Then our own route
+and the bank with 8 to 1,024 engines, and the memory of this process over --long groups of 2.
 
 The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the engine core,
 which computes) for each sample: over either route, and of the engine's client alone, to which the same is given from within the
@@ -44,10 +45,17 @@ from hpcrl.queue.auth import make_keys  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
 from hpcrl.rollout.engines.generate import Generator, Sampling  # noqa: E402
 from hpcrl.rollout.engines.stock_route import PATH  # noqa: E402
+from hpcrl.rollout.ledger.bank import Bank  # noqa: E402
+from hpcrl.rollout.ledger.held import Held  # noqa: E402
+from hpcrl.rollout.ledger.ledger import Ledger  # noqa: E402
+from hpcrl.rollout.prompts.prompt_files import Prompt  # noqa: E402
+from hpcrl.rollout.prompts.prompt_source import Group  # noqa: E402
 from hpcrl.run.peers import EnginePeer, publish  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
 
 EACH, IN_FLIGHT = 8, 1000
+BATCH = 64  #: groups that the trainer learns from at once
+KEPT = "our route, ledger and bank"
 FLEETS = (8, 64, 1024)
 Ways = dict[str, list[float]]
 Job = Callable[[], Awaitable[None]]
@@ -107,6 +115,30 @@ def complete(found: Generator, tokens: int, prompt: int = 64, each: int = EACH) 
     return one
 
 
+def kept(found: Generator, folder: Path, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
+    """A group from its issue until the trainer has learned from it: asked for, in the ledger, and on disk until a batch later."""
+    how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,), min_tokens=tokens)
+    ledger, bank, batch, text = Ledger(), Bank(folder), list[int](), "x" * (3 * tokens)
+
+    async def one(_: int) -> None:
+        ids = np.full(prompt, 5 + ledger.following % 90, np.int32)
+        asked = Prompt(0, "x" * prompt, ids, label="42")
+        group = Group(ledger.following, asked)
+        ledger.issue(group.number)
+        parts = [found.complete(ids, how, group.number * EACH + index, 0) for index in range(EACH)]
+        completions = await asyncio.gather(*parts)
+        samples = {i: [completion.sample(group.number, i, asked, text)] for i, completion in enumerate(completions)}
+        await bank.keep(Held(group, samples))
+        ledger.finish(group.number, 0)
+        batch.append(group.number)
+        if len(batch) == BATCH:
+            learned, batch[:] = batch[:], []
+            ledger.train(0)
+            await asyncio.to_thread(bank.remove, learned)
+
+    return one
+
+
 def raw(session: aiohttp.ClientSession, ports: list[int], tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
     """The same requests by aiohttp alone, one a sample; nothing is decoded."""
     how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,)).params(tokens)
@@ -132,7 +164,7 @@ async def seconds(groups: int, one: Callable[[int], Awaitable[None]]) -> float:
 
 async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
     """Processor seconds a sample, 8 engines."""
-    ways: Ways = {"raw aiohttp": [], "vLLM's route": [], "our route": []}
+    ways: Ways = {"raw aiohttp": [], "vLLM's route": [], "our route": [], KEPT: []}
     with simulated(8, tokens) as ports:
         async with (
             generator(root / f"lean-{tokens}", ports, True) as lean,
@@ -143,6 +175,7 @@ async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> W
                 "raw aiohttp": raw(session, ports, tokens),
                 "vLLM's route": complete(stock, tokens),
                 "our route": complete(lean, tokens),
+                KEPT: kept(lean, root / f"bank-{tokens}", tokens),
             }
             for one in jobs.values():
                 await closed_loop(IN_FLIGHT // EACH, IN_FLIGHT, one)
@@ -153,13 +186,13 @@ async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> W
 
 
 async def over_fleets(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
-    """Processor seconds a sample over our route, by the number of engines."""
+    """Processor seconds a sample over our route and into the bank, by the number of engines."""
     ways: Ways = {str(count): [] for count in FLEETS}
     for round_ in range(rounds):
         for count in FLEETS:
             with simulated(count, tokens) as ports:
                 async with generator(root / f"fleet-{count}-{round_}", ports, True) as found:
-                    one = complete(found, tokens)
+                    one = kept(found, root / f"bank-{count}-{round_}", tokens)
                     await closed_loop(count + 250, IN_FLIGHT, one)  # every connection is there, as in a run that is busy
                     ways[str(count)].append(await seconds(groups, one))
     return ways
@@ -281,8 +314,9 @@ def simulated_part(root: Path, args: argparse.Namespace) -> dict[str, float]:
         ways = asyncio.run(beside_aiohttp(root, args.rounds, args.groups, tokens))
         rows += [(str(tokens), name, micro(values), f"{ratio(values, ways['raw aiohttp']):.2f}") for name, values in ways.items()]
         ratios[f"ours_over_aiohttp_{tokens}_tokens"] = round(ratio(ways["our route"], ways["raw aiohttp"]), 3)
-        ratios[f"us_a_sample_{tokens}_tokens"] = round(1e6 * statistics.median(ways["our route"]), 1)
-    head = f"{os.cpu_count()} cores, {args.rounds} rounds of {args.groups} groups of {EACH}, {IN_FLIGHT} samples in flight"
+        ratios[f"kept_over_aiohttp_{tokens}_tokens"] = round(ratio(ways[KEPT], ways["raw aiohttp"]), 3)
+        ratios[f"us_a_sample_{tokens}_tokens"] = round(1e6 * statistics.median(ways[KEPT]), 1)
+    head = f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.0f}, {args.rounds} rounds of {args.groups} groups of {EACH}, {IN_FLIGHT} samples in flight"
     parts = [f"The cost of a sample in the rollout process: {head}.\n"]
     parts.append(table("| tokens | way | processor time a sample, us | over raw aiohttp |", rows))
     fleets = asyncio.run(over_fleets(root, args.rounds, args.groups, 8))

@@ -8,8 +8,10 @@ in a file's own place; no more is read than was allowed; whatever a file holds, 
 from __future__ import annotations
 
 import errno
+import grp
 import json
 import os
+import pwd
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -17,6 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 MOST = 1 << 26  #: bytes of a file that is read whole, unless the reader says otherwise
+GIVEN = 1 << 24  #: bytes of a recipe, profile or hostfile
+PIPED = ("/dev/fd", "/proc/self/fd", "/dev/stdin")  #: where a shell puts what it has opened for a command
 
 T = TypeVar("T")
 
@@ -41,6 +45,26 @@ def read_regular(path: Path, most: int = MOST) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
     return data
+
+
+def read_given(path: str | Path, most: int = GIVEN) -> str:
+    """The text of a file that the user has named, links followed, or of a pipe that his shell has opened for us (`<(command)`).
+
+    OSError for anything else, which might never end, and for more than `most` bytes; UnicodeDecodeError.
+    """
+    place = Path(path)
+    if any(place.is_relative_to(piped) for piped in PIPED):
+        with place.open("rb") as file:
+            data = file.read(most + 1)
+    else:
+        number = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(number, "rb") as file:
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                raise OSError(errno.EINVAL, "is no regular file", str(place))
+            data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(place))
+    return data.decode()
 
 
 def read_json(path: Path, kind: type[T], *, strict: bool = True, most: int = MOST) -> T:
@@ -84,6 +108,58 @@ def swappable(path: Path) -> Path | None:
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             return parent
     return None
+
+
+def swappable_by_group(path: Path) -> tuple[Path, str] | None:
+    """(directory, group) of the first from above in which a group of several may do the same; or None."""
+    for parent in reversed(path.parents):
+        found = parent.stat()
+        if found.st_mode & stat.S_IWGRP and not found.st_mode & stat.S_ISVTX and (name := _shared_group(found.st_gid)):
+            return parent, name
+    return None
+
+
+def _shared_group(number: int) -> str:
+    """The name of a group, or its number; "" for root's and for one that has this user alone in it."""
+    if number == 0:
+        return ""
+    try:
+        group, mine = grp.getgrgid(number), pwd.getpwuid(os.getuid())
+    except KeyError:
+        return str(number)
+    alone = set(group.gr_mem) <= {mine.pw_name} and group.gr_name == mine.pw_name
+    return "" if alone else group.gr_name
+
+
+def as_given(path: str | os.PathLike[str]) -> Path:
+    """`path`, absolute and as the user says it, links on the way kept.
+
+    Where a link leads may be known to this machine alone, such as the place of a home directory on a login node.  The link of
+    another user, who could let it lead elsewhere later, is followed now, and so is whatever stands before a `..`.
+    """
+    whole = Path(path)
+    whole = whole if whole.is_absolute() else _here() / whole
+    if ".." in whole.parts or any(map(_of_another, (whole, *whole.parents))):
+        return whole.resolve()
+    return whole
+
+
+def _here() -> Path:
+    """The current directory as the shell calls it."""
+    here, said = Path.cwd(), os.environ.get("PWD", "")
+    try:
+        return Path(said) if os.path.isabs(said) and os.path.samefile(said, here) else here
+    except OSError:
+        return here
+
+
+def _of_another(path: Path) -> bool:
+    """Whether this is a link that neither we nor root have made."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid())
 
 
 def count_of(name: str) -> int | None:

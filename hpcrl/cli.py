@@ -42,7 +42,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl watch RUN                              the same, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
-  hpcrl engines RUN                            its engines; engines add RUN: more; engines remove RUN INDEX: one less
+  hpcrl engines RUN                            its engines; engines add, remove: more, one less; engines serve: one of no run
   hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
   hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; node-hours by what they went into
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once

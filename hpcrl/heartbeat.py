@@ -43,16 +43,20 @@ class Beating:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(5)
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        for path in (self._beside, self.path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @property
+    def _beside(self) -> Path:
+        return self.path.with_name(f".{self.path.name}")
 
     def _beat(self) -> None:
         number = 0
         while True:
             with contextlib.suppress(OSError):  # a full disk is told by those who need it
-                beside = self.path.with_name(f".{self.path.name}")
-                beside.write_text(f"{os.getpid()} {number}")
-                beside.replace(self.path)
+                self._beside.write_text(f"{os.getpid()} {number}")
+                self._beside.replace(self.path)
             number += 1
             if self._ended.wait(self.every):
                 return

@@ -56,7 +56,8 @@ class Place(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """Who runs where in one attempt.
 
-    trainers: one Place a rank, in rank order; engines: one Place an engine; rollout: the host of the rollout process.
+    trainers: one Place a rank, in rank order; engines: one Place an engine; rollout: the host of the rollout process;
+    external: addresses of engines that the run does not start, numbered after its own.
     """
 
     run_id: str
@@ -64,6 +65,12 @@ class Plan(msgspec.Struct, frozen=True):
     trainers: tuple[Place, ...]
     engines: tuple[Place, ...]
     rollout: Place
+    external: tuple[str, ...] = ()
+
+    @property
+    def engine_count(self) -> int:
+        """Engines that the run begins with, whoever started them."""
+        return len(self.engines) + len(self.external)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -98,6 +105,7 @@ class Plan(msgspec.Struct, frozen=True):
         for number, engine in enumerate(self.engines):
             for place in (engine, *engine.also):
                 rows.append(("engine", str(number), place.host, _range(place.slots)))
+        rows += [("engine", str(len(self.engines) + n), address, "external") for n, address in enumerate(self.external)]
         rows.append(("rollout", "0", self.rollout.host, "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -177,7 +185,8 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     engines = tuple(_engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines))
     spare = next((host for host in hosts if host.slots == 0), None)
     rollout = _place(spare or known[(engines or trainers)[0].host], ())
-    return Plan(run_id, attempt, trainers or (rollout,), engines, rollout)
+    external = tuple(options.rollout_external_engine_addrs) if options.needs_engines else ()
+    return Plan(run_id, attempt, trainers or (rollout,), engines, rollout, external)
 
 
 def _place(host: Host, slots: Iterable[int], also: tuple[Place, ...] = ()) -> Place:

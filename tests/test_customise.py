@@ -170,6 +170,11 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
         "examples_of_trainer_hooks.note",
         lambda f: f(OPTIONS, [], "ref_") is None and f.__globals__["SEEN"] == ["ref_"],
     ),
+    "custom_model_provider_path": ("examples_of_trainer_hooks.frozen_norms", lambda f: provides(f)),
+    "custom_update_weight_post_write_path": (
+        "examples_of_trainer_hooks.flush_to_disk",
+        lambda f: f(OPTIONS, str(PAGE.parent), ["http://host:1"]) is None and f.__globals__["WRITTEN"] == ["docs"],
+    ),
     "custom_megatron_before_train_step_hook_path": ("examples_of_trainer_hooks.freeze_embedding", lambda f: freezes(f)),
     "rollout_data_postprocess_path": ("examples_of_trainer_hooks.drop_what_disagrees", lambda f: drops(f)),
 }
@@ -243,6 +248,12 @@ def freezes(hook: Callable[..., Any]) -> bool:
     early = [parameter.requires_grad for parameter in chunk.parameters()]
     hook(OPTIONS, 10, 0, [chunk], None, None)
     return early == [False, False, True, True] and all(parameter.requires_grad for parameter in chunk.parameters())
+
+
+def provides(provider: Callable[..., Any]) -> bool:
+    model = torch.nn.ModuleDict({"layernorm": torch.nn.Linear(1, 1), "output": torch.nn.Linear(1, 1)})
+    made = provider(OPTIONS, None, lambda: model, pre_process=True, post_process=True, vp_stage=None)
+    return made is model and [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
 
 
 def drops(hook: Callable[..., Any]) -> bool:

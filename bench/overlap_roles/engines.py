@@ -7,9 +7,9 @@ the engines had when it was due.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 import random
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +36,25 @@ class Trace:
         at = first + index % self.group
         return self.tokens[at], self.seconds[at]
 
+    def longest(self, group: int) -> float:
+        """Seconds of the longest response of a group."""
+        return max(self.of(group, index)[1] for index in range(self.group))
+
 
 class Engines:
-    """A fleet, and the sampler that asks it: what goes between a rollout's making and real engines is not simulated here."""
+    """A fleet, and the sampler that asks it: what goes between a rollout's making and real engines is not simulated here.
 
-    def __init__(self, count: int, each: int, trace: Trace) -> None:
-        self._loop, self._each, self._trace = asyncio.get_running_loop(), each, trace
+    foresees: of the requests that wait, those of the group with the longest response go first, which nobody can know; else the first.
+    """
+
+    def __init__(self, count: int, each: int, trace: Trace, foresees: bool = False) -> None:
+        self._loop, self._each, self._trace, self._foresees = asyncio.get_running_loop(), each, trace, foresees
         self.occupancy = Occupancy(each, lambda: int(self._loop.time() * 1e6))
         self._loads = Loads(self.occupancy)
         for number in range(count):
             self._loads.add(number)
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # in the order in which they go
+        self._came = 0
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._paused = self._paused_at = 0.0
@@ -82,8 +90,8 @@ class Engines:
         """A response, as a sampler makes it."""
         tokens, seconds = self._trace.of(asked.group.number, asked.index)
         while self._loads[engine := self._loads.least()] >= self._each:
-            turn = self._loop.create_future()
-            self._waiting.append(turn)
+            turn, self._came = self._loop.create_future(), self._came + 1
+            bisect.insort(self._waiting, (-self._trace.longest(asked.group.number) if self._foresees else 0.0, self._came, turn))
             await turn
         self._loads.move(engine, 1)
         begun = self._loop.time()
@@ -97,13 +105,13 @@ class Engines:
     def _next(self) -> None:
         """There is room for one that waits."""
         while self._waiting:
-            if not (turn := self._waiting.popleft()).done():
+            if not (turn := self._waiting.pop(0)[2]).done():
                 turn.set_result(None)
                 return
 
     async def look(self) -> list[Reading]:
         """What engines say of themselves."""
-        waiting = sum(not turn.done() for turn in self._waiting) / len(self._loads)
+        waiting = sum(not turn.done() for *_, turn in self._waiting) / len(self._loads)
         return [Reading(self._loads[number], waiting, 0.0) for number in range(len(self._loads))]
 
     async def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""`hpcrl engines`: the engines of a run: which there are and how they are, one less, more of them.
+"""`hpcrl engines`: the engines of a run: which there are and how they are, one less, more of them; and engines of no run.
 
 Invariant: the run itself is touched by nothing but marks in its directory; it does what they wish, and says when it has.
 """
@@ -13,6 +13,7 @@ import msgspec
 from hpcrl.commands.find_run import Parser, find_run, look_at_run
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.engines.add import add_here, local_name, script_of, submit_added
+from hpcrl.launch.engines.serve import serve
 from hpcrl.launch.site import Site, from_flags, saved_site
 from hpcrl.report.engine_table import engine_table
 from hpcrl.report.run_files import Run, StageFiles
@@ -30,10 +31,12 @@ def engines(argv: list[str]) -> int:
         return _remove(argv[1:])
     if argv[:1] == ["add"]:
         return _add(argv[1:])
+    if argv[:1] == ["serve"]:
+        return serve(argv[1:])
     parser = Parser(
         "engines",
         "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: let one finish "
-        "and end.",
+        "and end. hpcrl engines serve RECIPE: one that no run has started.",
     )
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpcrl.careful_files import as_given
 from hpcrl.commands.plan import preview
 from hpcrl.commands.submit import OWN as SUBMIT
 from hpcrl.commands.submit import USAGE as SUBMIT_USAGE
@@ -114,8 +115,8 @@ def recipe_for(what: Path, overrides: Mapping[str, Any]) -> Recipe:
     if not what.is_dir():
         raise UsageError(f"{what} is neither a recipe (.toml) nor a directory", "name a recipe, a checkpoint or a model")
     if (what / "config.json").is_file():
-        return _recipe(what.resolve().name, what, (), {"hf_checkpoint": str(what.resolve())}, overrides)
-    return _of_checkpoint(what.resolve(), overrides)
+        return _recipe(as_given(what).name, what, (), {"hf_checkpoint": str(as_given(what))}, overrides)
+    return _of_checkpoint(as_given(what), overrides)
 
 
 def _of_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
@@ -186,7 +187,7 @@ def _recipe(name: str, path: Path, prepare: Any, values: Mapping[str, Any], over
         raise UsageError("nothing to evaluate is named", "give --eval-prompt-data NAME PATH, or --eval-config")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name}-eval")
     text = recipe_text(name, prepare, left)
-    return Recipe(name, path.resolve(), left, tuple(prepare), (Stage("", {}),), text)
+    return Recipe(name, as_given(path), left, tuple(prepare), (Stage("", {}),), text)
 
 
 def recipe_text(name: str, prepare: Any, values: Mapping[str, Any]) -> str:

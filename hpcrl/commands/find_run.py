@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpcrl.careful_files import open_regular
+from hpcrl.careful_files import as_given, open_regular
 from hpcrl.errors import UsageError
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
@@ -51,7 +51,7 @@ def find_run(word: str) -> Run:
     UsageError if there is none, or more than one.
     """
     with contextlib.suppress(PermissionError):
-        path = Path(word).resolve()
+        path = as_given(word)
         for root in (path, path.parent):  # a stage's directory stands for its run
             if is_run(root) and (root == path or (path / "options.json").exists()):
                 return Run(root)
@@ -70,13 +70,13 @@ def find_run(word: str) -> Run:
 
 def all_runs() -> list[Path]:
     """The runs that the registry knows, and those in ./runs."""
-    roots = set(known())
+    roots = {path.resolve(): path for path in known()}
     with contextlib.suppress(OSError):
-        for path in Path("runs").iterdir():
+        for path in as_given("runs").iterdir():
             with contextlib.suppress(OSError):
                 if is_run(path):
-                    roots.add(path.resolve())
-    return sorted(roots)
+                    roots.setdefault(path.resolve(), path)
+    return sorted(roots.values())
 
 
 # ---- what is known of it

@@ -13,6 +13,7 @@ from hpcrl.commands.submit import say_submitted
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
+from hpcrl.launch.earlier import go_back
 from hpcrl.launch.job import finished, reopen_job
 from hpcrl.launch.longer import train_longer
 from hpcrl.launch.schedulers import load_scheduler
@@ -20,10 +21,11 @@ from hpcrl.launch.submission import submit_again
 from hpcrl.run.job_file import UNQUEUED, read_job
 
 USAGE = """\
-usage: hpcrl resume RUN [--num-rollout N] [--time T] [--chain N] [--set KEY=VALUE ...]
+usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--time T] [--chain N] [--set KEY=VALUE ...]
 
   RUN                a run directory, its last part, or its job's number
   --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
+  --ckpt-step N      go on from this checkpoint, and not from the last: one that is damaged, or that a divergence came before
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
   --chain N          N jobs, each after the one before, as for hpcrl submit
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
@@ -39,14 +41,17 @@ def resume(argv: list[str]) -> int:
         return 0
     flags = {"time": Kind("str"), "set": Kind("str", many=True), "chain": Kind("int", bounds=">= 1"), "help": Kind("bool")}
     overrides, own, words = parse_flags(argv, flags)
-    if len(words) != 1 or overrides.keys() - {"num_rollout"}:
+    if len(words) != 1 or overrides.keys() - {"num_rollout", "ckpt_step"}:
         raise UsageError(
-            "hpcrl resume takes one run directory", "a run goes on with the options that it began with, but for --num-rollout"
+            "hpcrl resume takes one run directory",
+            "a run goes on with the options that it began with, but for --num-rollout and --ckpt-step",
         )
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root
     if "num_rollout" in overrides:
         train_longer(job, overrides["num_rollout"])
+    if "ckpt_step" in overrides:
+        go_back(job, overrides["ckpt_step"])
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", f"train on with hpcrl resume {root} --num-rollout N")
     record = read_job(root)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcrl.careful_files import as_given
 from hpcrl.commands.find_run import Parser, find_run
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plain_text import strip_control
@@ -108,7 +109,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     """
     from hpcrl.report.sample_records import held_out_sets, steps_of
 
-    stages = [stage for stage in run.stages if inside in (None, stage.root.resolve())]
+    stages = [stage for stage in run.stages if inside in (None, stage.root)]
     found = {stage.name: steps_of(stage.root, held_out) for stage in stages}
     having = [stage for stage in stages if (step in found[stage.name] if step is not None else found[stage.name])]
     if having:
@@ -126,7 +127,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
 def _inside(word: str) -> Path | None:
     """The directory of a stage, if a word names one."""
     path = Path(word)
-    return path.resolve() if (path / "options.json").exists() and not (path / "recipe.json").exists() else None
+    return as_given(path) if (path / "options.json").exists() and not (path / "recipe.json").exists() else None
 
 
 def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:

@@ -61,6 +61,10 @@ POINTS: dict[str, Point] = {
     "kl_loss_type": Point("trainer", ("difference", "ratio")),
     "custom_loss_function_path": Point("trainer", ("tokens", "options"), own=True),
     "custom_pg_loss_reducer_function_path": Point("trainer", ("counts", "options"), own=True),
+    "custom_model_provider_path": Point(
+        "trainer", ("options", "config", "build"), ("pre_process", "post_process", "vp_stage"), own=True
+    ),
+    "custom_update_weight_post_write_path": Point("trainer", ("options", "version_dir", "rollout_engines"), own=True),
     "custom_megatron_init_path": Point("trainer", ("options",), own=True),
     "custom_megatron_before_log_prob_hook_path": Point("trainer", ("options", "model", "store_prefix"), own=True),
     "custom_megatron_before_train_step_hook_path": Point(

@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpcrl.careful_files import as_given, read_given
 from hpcrl.config.dotted_path import ours
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
@@ -81,14 +82,14 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     """
     file = Path(path)
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_given(file))
     except OSError as error:
         raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}
     values = gather(top, file.name, _STRUCTURE)
-    source = Path(origin or file).resolve()
+    source = as_given(origin or file)
     name = values.pop("name", source.stem)
     prepare = tuple(_prepare(document.get("prepare", []), file.name))
     stages = tuple(_stages(document.get("stage", []), file.name))

@@ -108,9 +108,9 @@ _NOWHERE: dict[str, str] = {
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
     "a run goes on with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
-    "the model is built from config.json by a file of hpcrl/models/: another one's weights would fit no engine": "custom-model-provider-path",
     "roles differ by options of their own, such as --critic-load and --critic-lr": "megatron-config-path",
-    "weights go from memory to memory, no file is written": "custom-update-weight-post-write-path custom-delta-pre-push-path",
+    "what has changed goes from memory to memory, no file is written; --weight-transfer disk writes files, and calls "
+    "--custom-update-weight-post-write-path": "custom-delta-pre-push-path",
     "what a step trained on is kept by --save-token-data, its samples by --save-debug-rollout-data": "save-debug-train-data "
     "load-debug-rollout-data-subsample",
     "one process of one job: nothing is started through Ray": "ray-address ray-num-nodes use-ray",

@@ -49,6 +49,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     saw; tried: host -> "" or why it could not be reached; offsets: host -> (its clock minus ours, give or take), seconds;
     gpus: None where no driver answers, with `devices` then counted from /dev; visible: CUDA_VISIBLE_DEVICES; shm: bytes
     free in /dev/shm; port: why no port could be bound, "" if it could; imports: module -> "" or why it does not import;
+    locked: bytes that a process may lock, None for no limit where that matters;
     ranks: of the all-reduce that it was to take part in; total: of the host of trainer rank 0, what hpcrl.trainer.start.network_speed said; broken: why the all-reduce failed here.
     """
 
@@ -62,6 +63,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     devices: int = 0
     visible: str | None = None
     shm: int = 0
+    locked: int | None = None
     port: str = ""
     versions: dict[str, str] = {}
     imports: dict[str, str] = {}
@@ -282,6 +284,9 @@ def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
         if report.shm < SHM:
             hint = "vLLM and NCCL need it: mount more, or see the container's settings"
             yield Finding("warn", report.host, f"only {size(report.shm)} free in /dev/shm", hint)
+        if report.locked is not None:
+            hint = "InfiniBand needs it unlimited: ask the site for PropagateResourceLimitsExcept=MEMLOCK, or ulimit -l unlimited in setup"
+            yield Finding("warn", report.host, f"a process may lock {size(report.locked)} of memory at most", hint)
         for module, why in report.imports.items():
             if why:
                 yield Finding(

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 import re
+import resource
 import selectors
 import socket
 import sys
@@ -46,6 +47,7 @@ PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
 CONNECT = 5.0  #: seconds to connect and be answered
 REPORT = ".report"  #: end of the name of a node's report
 UNSEEN = "hpcrl doctor: {host} does not see its directory"
+INFINIBAND = Path("/sys/class/infiniband")
 QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
 
 
@@ -67,9 +69,17 @@ def look_at_node(host: str, role: str, directory: Path) -> NodeReport:
         gpus=gpus(),
         devices=len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        locked=locked_memory(),
         shm=psutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         versions={name: found for name in PACKAGES if (found := version(name))},
     )
+
+
+def locked_memory() -> int | None:
+    """Bytes that a process here may lock, where there is InfiniBand (or RoCE), whose drivers lock what they send; None for no limit,
+    or no such network."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY or not INFINIBAND.is_dir() else limit
 
 
 def gpus(command: list[str] = QUERY, seconds: float = 20.0) -> tuple[Gpu, ...] | None:

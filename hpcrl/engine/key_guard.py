@@ -22,6 +22,7 @@ from hpcrl.queue.auth import key_of_engine
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
 ENGINE = "HPCRL_HTTP_KEY_ENGINE"  #: INDEX.LIFE
+IDLE = 15.0  #: seconds that a connection may be without a request
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -73,3 +74,30 @@ class RunKeyGuard:
     def _admits(self, scope: Scope) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+def impatient_protocol(seconds: float = IDLE) -> type[Any]:
+    """uvicorn's HTTP, for its option `http`: it closes a connection on which no request has come for `seconds` to twice that.
+
+    By itself it waits for ever for the first byte of a request and for its last, whoever asks.
+    """
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._last, self._looks = None, 0
+            self._look()
+
+        def _look(self) -> None:
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:  # ended, or a websocket by now
+                return
+            cycle = self.cycle
+            at_work = cycle is not None and (cycle is not self._last or not cycle.response_complete)
+            self._last, self._looks = cycle, 0 if at_work else self._looks + 1
+            if self._looks > 1:
+                self.transport.close()
+            else:
+                self.loop.call_later(seconds, self._look)
+
+    return Impatient

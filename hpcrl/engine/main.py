@@ -39,6 +39,8 @@ from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
+from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.trouble.scratch import SHORT, Scratch
 from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 
 SERVER = "hpcrl.engine.server"
@@ -59,7 +61,8 @@ class EngineSupervisor:
         read_config(context.options.hf_checkpoint)
         os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.life}"}
         self.key = read_key().decode()
-        self.scratch = Path(tempfile.mkdtemp(prefix="hpcrl-engine-", dir=_short_temporary()))
+        self.made = Scratch("engine", _short_temporary())
+        self.scratch, self.memory = self.made.path, MemoryWatch()
         self.stopped = threading.Event()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
@@ -151,6 +154,7 @@ class EngineSupervisor:
             life=self.context.life,
         )
         self.shared |= leftovers(descendants())
+        self.made.name(self.shared)  # for whoever cleans up after a supervisor that was killed
         self._leave_the_gpus()
         publish(self.context.rundir, peer, self.context.index)
         version = ask(self.address, "GET", "/version", 60)["version"]
@@ -181,7 +185,9 @@ class EngineSupervisor:
                 continue
             silent_since = silent_since or now
             if health != SILENT:
-                raise PeerError(f"{self.name} has died: /health answers {health or 'no more'}; {self.log.explain()}")
+                raise PeerError(
+                    f"{self.name} has died: /health answers {health or 'no more'}; {self.memory.said() or self.log.explain()}"
+                )
             if now - silent_since > patience:
                 raise PeerError(f"{self.name} hangs: it has not answered /health for {patience:.0f} s; {self.log.explain()}")
 
@@ -200,7 +206,7 @@ class EngineSupervisor:
         if (code := self.child.poll()) is None or self.stopped.is_set():
             return
         self.log.finish(2)
-        raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code)}; {self.log.explain()}")
+        raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code, self.memory)}; {self.log.explain()}")
 
     def end(self) -> None:
         """End the server and all that it started, and remove what it left on this host."""
@@ -208,17 +214,15 @@ class EngineSupervisor:
         if self.child is not None:
             end([psutil.Process(self.child.pid)] if self.child.poll() is None else [], GRACE)  # it ends its own in order
         end_descendants(1.0)
-        for path in (*self.shared, *self.scratch.rglob("*")):
-            if not path.is_dir() or path.is_symlink():
-                path.unlink(missing_ok=True)
-        for path in (*sorted(self.scratch.rglob("*"), reverse=True), self.scratch):
-            path.rmdir()
+        for path in self.shared:
+            path.unlink(missing_ok=True)
+        self.made.remove()
 
 
-def _short_temporary() -> str:
+def _short_temporary() -> Path:
     """A directory for sockets, whose paths may have 107 characters at most."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) < 40 else "/tmp"
+    return Path(usual if len(usual) < 40 else SHORT)
 
 
 def run(context: RoleContext) -> None:

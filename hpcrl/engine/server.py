@@ -17,6 +17,7 @@ from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpcrl.engine.key_guard import impatient_protocol
 from hpcrl.engine.nodes.layout import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, build, flags
 from hpcrl.errors import HpcrlError, UsageError
@@ -79,10 +80,10 @@ async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
 
     address = "http://{}:{}".format(*sock.getsockname()[:2])
     if not fork:
-        await entry.run_server_worker(address, sock, args)
+        await entry.run_server_worker(address, sock, args, http=impatient_protocol())
         return
     async with entry.build_async_engine_client_from_engine_args(forking_arguments(args)) as client:
-        ended = await entry.build_and_serve(client, address, sock, args)
+        ended = await entry.build_and_serve(client, address, sock, args, http=impatient_protocol())
     try:
         await ended
     finally:

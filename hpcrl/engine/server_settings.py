@@ -69,8 +69,9 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 
     UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    one_host = len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1
-    return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate))).BACKEND
+    one_host = len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
+    way = find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate)))
+    return getattr(way, "PIECES", way.BACKEND) if options.weight_update == "resharded" else way.BACKEND
 
 
 def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:

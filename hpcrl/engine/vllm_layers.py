@@ -11,7 +11,7 @@ Invariant: `pieces` covers every parameter of the model, or names the modules wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -31,6 +31,7 @@ from hpcrl.engine.vllm_experts import experts, is_experts
 from hpcrl.model_files.safetensors_headers import Entry
 from hpcrl.weights.bucket import dtype_name
 
+Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for all
 CHUNK = 1024  #: rows of the identity that are multiplied at once
 
 
@@ -39,12 +40,19 @@ class Holdings:
     """All pieces by name.
 
     opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers; unseen:
-    what the checkpoint has under them.
+    what the checkpoint has under them; cuts: of those of which it is known, the (rows, columns) that this worker's loader takes.
     """
 
     pieces: Mapping[str, Piece]
     opaque: tuple[str, ...]
     unseen: Mapping[str, Entry]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    def span(self, name: str, shape: Sequence[int]) -> Cut:
+        """The rows and columns of a tensor of that shape which this worker needs; all of it where that is not known."""
+        if name in self.pieces:
+            return self.pieces[name].rows, self.pieces[name].columns
+        return self.cuts.get(name, (((0, shape[0]),), None))
 
     @property
     def wanted(self) -> set[str]:
@@ -69,6 +77,7 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
     packed, names = getattr(model, "packed_modules_mapping", None) or {}, names or {}
     pieces: dict[str, Piece] = {}
     opaque: list[str] = []
+    cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
     modules = dict(model.named_modules())
     if (head := getattr(model, "lm_head", None)) is not None:
@@ -84,10 +93,12 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
             pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
             opaque += _opaque_prefixes(path, packed)
+            cuts |= _cuts(path, layer, {} if f"{path}.weight" in names else packed, names)
         else:
             pieces |= _plain(path, layer, opaque)
     prefixes = tuple(dict.fromkeys(opaque))
-    return Holdings(pieces, prefixes, {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")})
+    unseen = {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")}
+    return Holdings(pieces, prefixes, unseen, cuts)
 
 
 def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:
@@ -120,8 +131,19 @@ def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str])
     return found
 
 
-def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> dict[str, Piece]:
-    """A linear layer: one piece for each matrix that was fused into it."""
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix of the checkpoint in a linear layer: its name without .weight, shape, cut, and rows [begin, end) of the layer."""
+
+    name: str
+    shape: tuple[int, int]
+    cut: Cut
+    begin: int
+    end: int
+
+
+def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> list[_Matrix]:
+    """Those that were fused into a linear layer."""
     prefix, _, leaf = path.rpartition(".")
     local = list(layer.output_partition_sizes)
     whole = _whole_sizes(layer, local)
@@ -132,20 +154,38 @@ def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -
         groups = [[i] for i in range(len(local))]
     else:  # fused in the checkpoint too
         names, groups = [path], [list(range(len(local)))]
-    width, columns = layer.input_size, None
+    columns = None
     if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
         columns = (layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition)
-    found: dict[str, Piece] = {}
+    found = []
     for name, group in zip(names, groups, strict=True):
         bases = [0, *accumulate(whole[i] for i in group)]
         rows = tuple((base + starts[i], local[i]) for base, i in zip(bases, group, strict=False))
-        begin, end, dtype = offsets[group[0]], offsets[group[-1] + 1], _dtype(layer.params_dtype)
-        found[f"{name}.weight"] = Piece((bases[-1], width), dtype, rows, columns, partial(_product, layer, begin, end))
+        shape = (bases[-1], layer.input_size)
+        found.append(_Matrix(name, shape, (rows, columns), offsets[group[0]], offsets[group[-1] + 1]))
+    return found
+
+
+def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> dict[str, Piece]:
+    """A linear layer: one piece for each matrix that was fused into it."""
+    found: dict[str, Piece] = {}
+    dtype = _dtype(layer.params_dtype)
+    for matrix in _matrices(path, layer, packed):
+        (rows, columns), begin, end = matrix.cut, matrix.begin, matrix.end
+        found[f"{matrix.name}.weight"] = Piece(matrix.shape, dtype, rows, columns, partial(_product, layer, begin, end))
         if getattr(layer, "bias", None) is not None:
             show = partial(_part, layer, "bias", begin, end, layer.params_dtype)
-            found[f"{name}.bias"] = Piece((bases[-1],), dtype, rows, None, show)
+            found[f"{matrix.name}.bias"] = Piece(matrix.shape[:1], dtype, rows, None, show)
     extra = {n: p for n, p in layer._parameters.items() if p is not None and n not in ("weight", "bias")}
     return found | {f"{path}.{n}": _whole_piece(layer, n, p) for n, p in extra.items()}
+
+
+def _cuts(path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]], names: Mapping[str, Entry]) -> dict[str, Cut]:
+    """What the loader takes of the matrices of a linear layer that is quantised: codes are cut as numbers are."""
+    if not isinstance(layer, LinearBase):
+        return {}
+    found = {f"{matrix.name}.weight": matrix for matrix in _matrices(path, layer, packed)}
+    return {n: m.cut for n, m in found.items() if n in names and names[n].shape == m.shape}
 
 
 def _whole_sizes(layer: LinearBase, local: list[int]) -> list[int]:

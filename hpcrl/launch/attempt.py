@@ -6,13 +6,14 @@ of 0 alone proves nothing: srun, for one, returns it after a node failure); what
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 import psutil
@@ -20,15 +21,18 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.heartbeat import LEAST, Pulse
-from hpcrl.launch.host import BEATS, CLOSING, GRACE, HOST_BEAT
+from hpcrl.launch.engines.serve import borrow
+from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
-from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
+from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
+from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.trouble.storage import trouble
 
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
@@ -63,18 +67,22 @@ class Stop:
             self.requests += 1
 
     def ask(self, why: str, seconds: float = 0.0) -> None:
-        """Ask to save and end, once.  seconds: that the run may take for it, if that is more than --stop-timeout."""
+        """Ask to save and end, once.  seconds: that the run may take for it, instead of --stop-timeout; 0: no other."""
         if not self.requests:
             self.requests, self.why, self.seconds = 1, why, seconds
 
 
 @dataclass
 class Member:
-    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step."""
+    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step.
+
+    memory: what the kernel had killed before, where the process and what it stands for are on this host.
+    """
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
+    memory: MemoryWatch | None = None
 
     @property
     def status(self) -> int | None:
@@ -92,6 +100,7 @@ class Watched(Protocol):
 
     name: str
     log: Path
+    memory: MemoryWatch | None
 
     @property
     def status(self) -> int | None: ...
@@ -137,12 +146,14 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
 
 def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
     members: list[Watched] = []
+    lent: IO[bytes] | None = None
     try:
         hosts = backend.hosts(options, rundir)
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(hosts))
         plan = make_plan(options, hosts, run_id, rundir.attempt)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         make_keys(rundir, options.data_parallel_size)
+        lent = borrow(rundir, plan, options)
         members += backend.start(options, plan, rundir)
         _watch(members, options, rundir, stop, poll)
     except Stopped:
@@ -152,6 +163,8 @@ def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: 
         raise
     finally:
         _part(members, rundir, poll)
+        if lent is not None:
+            lent.close()
     summary = summary_of(rundir)
     assert summary is not None  # _watch does not return without it
     return summary
@@ -178,7 +191,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             )
         if stop.requests and stop_by == float("inf"):
             rundir.request_stop()
-            patience = max(options.stop_timeout, stop.seconds)
+            patience = stop.seconds or options.stop_timeout
             stop_by = now + patience
         if stop.requests > 1:
             raise Interrupted("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
@@ -195,6 +208,8 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
     """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
     for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
         what = f"the process of host {silent.name} {silent}"
+        if said := trouble(rundir.here):  # where we cannot write, neither can it
+            raise PeerError(f"{said}; no host can give a sign of life there", "the last checkpoint is good")
         rundir.fail("launcher", 0, what)
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 
@@ -213,8 +228,9 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
         time.sleep(0.05)
     rundir.check()
     assert gone[0].status is not None
-    how = how_it_ended(gone[0].status)
-    message = f"{gone[0].name} {how} before the run was over; a host may have failed; its log is {gone[0].log}"
+    how = how_it_ended(gone[0].status, gone[0].memory)
+    why = trouble(rundir.here) or f"a host may have failed; its log is {gone[0].log}"
+    message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)
 
@@ -222,7 +238,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
 def _part(members: list[Watched], rundir: RunDir, poll: Callable[[], None]) -> None:
     """End the attempt everywhere: hosts are told through the run directory, what is left after that is ended here."""
     if any(m.status is None for m in members):
-        rundir.request_end()
+        with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why the attempt has ended
+            rundir.request_end()
     deadline = time.monotonic() + PARTING
     while any(m.status is None for m in members) and time.monotonic() < deadline:
         poll()

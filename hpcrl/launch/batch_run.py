@@ -6,6 +6,7 @@ numbers; one that makes no headway is not started again for ever; a stop that th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ import msgspec
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
-from hpcrl.errors import DeadlineError, HpcrlError, Stopped, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.attempt import Stop
 from hpcrl.launch.job import Job, begin_job, finished, reopen_job, run_job, say
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
@@ -30,9 +31,11 @@ from hpcrl.run.job_state import CANCEL, JobStateFile
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
+from hpcrl.run.trouble.storage import trouble
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
+RETREAT = 20.0  #: seconds before the time limit that an attempt which does not save in time is ended
 PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
 
 
@@ -68,7 +71,13 @@ class Clock:
         needed = margin(rundir, self.floor) if rundir else self.floor
         if (self.ends is None and nudged) or (self.ends is not None and now > self.ends - needed):
             self.due = self.due or not stop.requests
-            stop.ask("the time limit is near", needed)
+            stop.ask("the time limit is near", needed if self.ends is None else _before(self.ends - now))
+
+
+def _before(left: float) -> float:
+    """Seconds that a run may take to save, of those that are `left`: enough remains to end it ourselves, and queue the job again,
+    before the scheduler ends it all for good."""
+    return max(left - RETREAT, left / 2, 1.0)
 
 
 def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
@@ -84,38 +93,59 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
     try:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
-    except Stopped as stopped:
+    except Stopped as end:
         if clock.due:
-            _requeue(job, allocation, stopped.what)
+            _requeue(job, allocation, end.what)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
-            _requeue(job, allocation, f"preempted; {stopped.what}")
-        say(str(stopped))
-        return {"status": "stopped", "message": str(stopped)}
+            _requeue(job, allocation, f"preempted; {end.what}")
+        say(str(end))
+        return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
+        _tell(job, allocation, error)
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error))
         elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
             _requeue(job, allocation, f"preempted ({error})")
         elif broken := _broken_host(job):
             _start_elsewhere(job, allocation, *broken)
-        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:
-            _requeue(job, allocation, f"no answer from {', '.join(lost)} ({error})")  # all of them: not the hosts' fault
+        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:  # all: not the hosts' fault
+            why = f"no answer from {', '.join(lost)}: is it up, and its network? (first seen as: {error.what})"
+            _correct(job, why)
+            _requeue(job, allocation, why)
+            raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
     return final_summary(job)
 
 
+def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
+    """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output too."""
+    if trouble(job.root):
+        with contextlib.suppress(HpcrlError):
+            allocation.mark(job.identity, str(error))
+
+
+def _correct(job: Job, why: str) -> None:
+    """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
+    if (rundir := _last_attempt(job)) is not None:
+        rundir.correct(why)
+
+
 def _broken_host(job: Job) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
-    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
-    if stage is None or not (job.directory(stage) / "options.json").is_file():
-        return None
-    rundir = RunDir.latest(job.directory(stage))
-    if not rundir.plan_file.is_file():
+    rundir = _last_attempt(job)
+    if rundir is None or not rundir.plan_file.is_file():
         return None
     if found := find_broken_host(rundir, read_plan(rundir)):
         note_broken_host(job.root, *found)
         say(f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}")
     return found
+
+
+def _last_attempt(job: Job) -> RunDir | None:
+    """Of the stage at work; None if it has not begun."""
+    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
+    begun = stage is not None and (job.directory(stage) / "options.json").is_file()
+    return RunDir.latest(job.directory(stage)) if stage is not None and begun else None
 
 
 def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> None:
@@ -152,6 +182,11 @@ def final_summary(job: Job) -> dict[str, Any]:
     """The last stage's summary.json."""
     summary = read_summary(job.directory(job.recipe.stages[-1]))
     return {} if summary is None else msgspec.to_builtins(summary)
+
+
+def stopped(summary: dict[str, Any]) -> bool:
+    """Whether what `run_in_job` returns is of a run that saved and ended early."""
+    return summary.get("status") == "stopped"
 
 
 def _requeue(job: Job, allocation: Allocation, why: str) -> None:
@@ -195,8 +230,7 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
             job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes())
         write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
         allocation.mark(job.identity)
-        run_in_job(job, allocation)
+        return Stopped.exit_code if stopped(run_in_job(job, allocation)) else 0
     except HpcrlError as error:
         print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return 0

@@ -13,12 +13,11 @@ role here has ended well.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.heartbeat import FOLDER, LEAST, Beating, Pulse
 from hpcrl.launch.engines.keeper import EngineKeeper
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
+from hpcrl.report.file_tail import last_lines
 from hpcrl.report.timeline.names import ROLES
 from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.engines.lives import restart_limit
@@ -39,25 +39,27 @@ from hpcrl.run.failure import ERROR
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options, read_plan, say
-from hpcrl.run.rundir import RunDir
-from hpcrl.run.summary import summary_of
+from hpcrl.run.rundir import BEATS, OVER, RunDir
+from hpcrl.run.trouble.hardware import hardware_words
+from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.trouble.scratch import Scratch, sweep
 
 PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
-BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
 
 @dataclass
 class Role:
-    """One started role."""
+    """One started role.  memory: what the kernel had killed before it was."""
 
     name: str
     index: int
     process: subprocess.Popen[bytes]
     log: Path
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
 
     @property
     def status(self) -> int | None:
@@ -74,8 +76,10 @@ class Role:
         return self.name == "engine" or self.name.startswith(PART)
 
     def epitaph(self) -> str:
-        """How it ended, for a user."""
-        return f"{self.name}-{self.index} {how_it_ended(self.process.returncode)}; its log is {self.log}"
+        """How it ended, for a user, with what its log says of hardware."""
+        said = hardware_words(b"\n".join(last_lines(self.log, 200)).decode(errors="replace")) if self.log.exists() else None
+        also = f"; it says: {said}" if said else ""
+        return f"{self.name}-{self.index} {how_it_ended(self.process.returncode, self.memory)}{also}; its log is {self.log}"
 
 
 @dataclass
@@ -166,7 +170,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
     """Start one role in a session of its own, its output going to its log; variables: beside those of every role."""
-    log = rundir.logs / f"{role}-{index}.log"
+    log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
@@ -176,7 +180,7 @@ def start(role: str, index: int, command: list[str], rundir: RunDir, variables: 
             start_new_session=True,
             env={**role_environment(), **variables},
         )
-    return Role(role, index, process, log)
+    return Role(role, index, process, log, memory)
 
 
 def role_environment() -> dict[str, str]:
@@ -203,7 +207,10 @@ def run_host(
     no process that was started here outlives the call.
     """
     roles: list[Role] = []
-    beats = Path(tempfile.mkdtemp(prefix="hpcrl-host-"))
+    sweep()  # after processes of an earlier attempt that were killed
+    made = Scratch("host")
+    beats = made.path / "beats"
+    beats.mkdir(mode=0o700)
     pulse = Pulse(beats)
     timeline = role_timeline(rundir, "host", slot or 0, host)
     begun = timeline.now()
@@ -227,11 +234,17 @@ def run_host(
             end_descendants(0.5)
         timeline.add(ROLES, begun, timeline.now())
         timeline.close()
-        shutil.rmtree(beats, ignore_errors=True)
+        made.remove()
+        sweep()  # after supervisors of engines that were killed
 
 
 def _watch(
-    roles: list[Role], keeper: EngineKeeper, options: Options, rundir: RunDir, told: Told, turn: Callable[[], object]
+    roles: list[Role],
+    keeper: EngineKeeper,
+    options: Options,
+    rundir: RunDir,
+    told: Told,
+    turn: Callable[[], object],
 ) -> None:
     working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
@@ -245,7 +258,8 @@ def _watch(
         _check(roles, rundir, told, keeper.host)
         now = time.monotonic()
         if told.requests and quit_by == float("inf"):
-            rundir.request_stop()  # time to save, if whoever told us leaves it
+            with contextlib.suppress(OSError):
+                rundir.request_stop()  # time to save, if whoever told us leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
             raise PeerError(f"host {keeper.host} was told to end", "the last saved checkpoint is good")
@@ -296,7 +310,7 @@ class Looks:
         signs = self.rundir.signs()
         if ERROR in signs:
             self.rundir.check()
-        self.is_over = summary_of(self.rundir) is not None
+        self.is_over = OVER in signs
         self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
 
     def end(self) -> bool:
@@ -321,7 +335,7 @@ def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
     rundir.check()
     message = gone[0].epitaph()
     if told.requests and gone[0].status == -signal.SIGTERM:
-        message = f"host {host} was told to end (cancelled, preempted, or out of time)"
+        message = f"host {host} was told to end (cancelled, preempted, out of time, or another host of the job lost)"
     rundir.fail(gone[0].name, gone[0].index, message)
     raise PeerError(message)
 

@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import as_given, swappable_by_group
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
@@ -46,6 +47,7 @@ from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.summary import read_summary
+from hpcrl.run.trouble.scratch import sweep
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def run_job(
     say(f"run directory: {job.root}")
     adopt_orphans()
     raise_file_limit()
+    sweep()
     remember(job.root)
     with (
         held(job.root),
@@ -151,6 +154,10 @@ def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Option
     look_at(job.stages)
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
+    if found := swappable_by_group(root):
+        say(
+            f"note: everybody in group {found[1]} can put something else in place of {root}: {found[0]} is writable by it (chmod g-w, or +t)"
+        )
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
     return job
 
@@ -166,14 +173,14 @@ def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would lie."""
     given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
     check_run_dir(given)
-    return Path(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).resolve()
+    return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
 
 
 def reopen_job(root: Path) -> Job:
     """The job of an existing run directory."""
     begun = read_recipe_file(root)
     recipe = load_recipe(root / COPY, origin=Path(begun.path))
-    return Job(recipe, begun.overrides, root.resolve(), begun.identity)
+    return Job(recipe, begun.overrides, as_given(root), begun.identity)
 
 
 # ---- before the first stage

@@ -18,6 +18,7 @@ from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.plan import Host, Plan, local_hosts
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.trouble.memory import MemoryWatch
 
 
 class Local:
@@ -27,10 +28,11 @@ class Local:
         return local_hosts(options)
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
-        log = rundir.logs / "host.log"
+        log, memory = rundir.logs / "host.log", MemoryWatch()
         (host,) = plan.hosts
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
-        return [Member("the process of this host", log, spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log))]
+        process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
+        return [Member("the process of this host", log, process, memory)]
 
     def again(self, root: Path) -> str:
         return f"hpcrl resume {root}"

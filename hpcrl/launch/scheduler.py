@@ -133,5 +133,5 @@ class Allocation(Protocol):
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         """Keep a job that waits in the queue off these hosts.  HpcrlError if that is refused."""
 
-    def mark(self, identity: str) -> None:
-        """Have the job carry the run's identity, if it does not yet."""
+    def mark(self, identity: str, said: str = "") -> None:
+        """Have the job carry the run's identity, if it does not yet.  said: and why it ends, where no file can say so."""

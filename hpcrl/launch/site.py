@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hpcrl.careful_files import read_given
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
@@ -224,7 +225,7 @@ def find_profile(name: str) -> Path | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_given(file))
     except OSError as error:
         raise UsageError(f"cannot read the site profile {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import settings
-from hpcrl.memory.parameters import whole_model
+from hpcrl.memory.parameters import largest_module, whole_model
 from hpcrl.memory.training import GIB, longest_sample
 from hpcrl.models.family import Config, Family
 
@@ -33,12 +33,24 @@ class EngineTerms:
 def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: float) -> EngineTerms:
     """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not fit."""
     weights = gpu_weights(options, family, config)
-    bucket = float(options.update_weight_buffer_size)
     cache = gpu_bytes * utilization(options) - weights - WORKING
     tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
     parts = options.engine_data_parallel_size  # each has requests of its own
-    terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING), "weight update": bucket}
+    terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING)}
+    terms["weight update"] = update_bytes(options, family, config)
     return EngineTerms(terms, parts * tokens, parts * (tokens // longest_sample(options)))
+
+
+def update_bytes(options: Options, family: Family, config: Config) -> float:
+    """What a weight update takes of an engine's GPU beside its share: buckets, and what vLLM keeps of a layer until it is complete.
+
+    Gathered over NCCL: two buckets under way, and the largest layer's tensors whole, be the engine as large as it may; in pieces one
+    bucket (two rounds of half of it) and this GPU's part of that layer.
+    """
+    layer = largest_module(family, config) * (1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0)
+    if options.weight_update in ("resharded", "delta"):
+        return options.update_weight_buffer_size + layer / options.rollout_num_gpus_per_engine
+    return 2.0 * options.update_weight_buffer_size + layer
 
 
 def utilization(options: Options) -> float:

@@ -119,6 +119,18 @@ def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Cou
     return Count(dense, expert)
 
 
+def largest_module(family: Family, config: Config) -> int:
+    """Parameters of the largest module that is loaded at once: a layer's experts together, an embedding, or one fused matrix."""
+    fields = family.transformer(config)
+    found = [config["vocab_size"] * fields["hidden_size"]]
+    for experts in (False, True)[: 1 + bool(fields.get("num_moe_experts"))]:
+        rules = list(_rules(family, fields, experts))
+        sizes = {rule.megatron: prod(part_shape(rule, fields, config["vocab_size"], 1, 1)) for rule in rules}
+        stacked = sum(size for name, size in sizes.items() if ".experts." in name)
+        found += [stacked * (fields.get("num_moe_experts") or 0), *(n for name, n in sizes.items() if ".experts." not in name)]
+    return max(found)
+
+
 def _rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
     """Rules of a layer, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
     seen: set[Sequence[str]] = set()

@@ -58,8 +58,22 @@ def warnings(options: Options, trainer: Terms, engine: EngineTerms | None, gpu: 
     if trainer.total > gpu * GIB:
         term = heaviest(trainer)
         yield f"warn: a trainer rank takes {trainer.total / GIB:.0f} of {gpu:g} GiB; {term} weigh most: {advice(options, term)}"
-    elif engine and options.takes_turns:
+    if engine and not options.takes_turns:
+        yield from _warn_of_update(options, engine, gpu)
+    elif engine and trainer.total <= gpu * GIB:
         yield from _warn_of_sharing(options, turns(options, trainer, engine), engine, gpu)
+
+
+def _warn_of_update(options: Options, engine: EngineTerms, gpu: float) -> Iterator[str]:
+    """A weight update that does not fit beside the engine's share."""
+    update, mine = engine.gpu["weight update"], engine.total - engine.gpu["weight update"]
+    if engine.gpu["KV cache"] <= 0 or mine + update <= gpu * GIB:
+        return
+    room = (gpu * GIB - update) / (gpu * GIB)
+    yield (
+        f"warn: a weight update takes {update / GIB:.1f} GiB of an engine's GPU beside its share of {mine / GIB:.0f} of {gpu:g}; "
+        f"lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
+    )
 
 
 def _warn_of_sharing(options: Options, taken: Mapping[str, float], engine: EngineTerms, gpu: float) -> Iterator[str]:

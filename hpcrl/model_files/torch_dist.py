@@ -13,6 +13,7 @@ Invariant: a file that is missing or too short is named before anything is read 
 from __future__ import annotations
 
 import io
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -90,6 +91,20 @@ class TorchDist:
                     f"{file} is truncated: {file.stat().st_size} bytes, {size} are needed", "the checkpoint is not complete"
                 )
 
+    def check_sums(self, part: int = 0, parts: int = 1) -> None:
+        """Read every `parts`-th of what is stored, from `part` on, and compare it with the checksums that torch wrote beside it.
+
+        DataError names the file and what is damaged in it.  Each piece is a zip archive, as torch.save writes them.
+        """
+        pieces = sorted(self.where.items(), key=lambda one: (one[1].relative_path, one[1].offset))
+        for index, info in pieces[part::parts]:
+            with (self.path / info.relative_path).open("rb") as stream:
+                view: Any = io.BufferedReader(_Window(stream, info.offset, info.length), 1 << 20)
+                _check_archive(view, f"{self.path / info.relative_path} is damaged: {index.fqn}")
+        if part == 0 and (common := self.path / "common.pt").is_file():
+            with common.open("rb") as stream:
+                _check_archive(stream, f"{common} is damaged: it")
+
     def read(self, key: str, at: Shape = ()) -> torch.Tensor:
         """Tensor `key`, or the part of it with the leading indices `at`: shape[len(at):], in its own dtype, on the CPU.
 
@@ -126,6 +141,18 @@ class TorchDist:
             raise DataError(f"{file}: {key} is {list(tensor.shape)}, .metadata says {list(shape)}")
         self._last = ((key, offset), tensor)
         return tensor
+
+
+def _check_archive(stream: BinaryIO, what: str) -> None:
+    """DataError if a zip archive is none, or a record of it fails its checksum."""
+    try:
+        bad = zipfile.ZipFile(stream).testzip()
+    except Exception as error:  # zipfile's own, zlib's, and whatever a damaged directory of it leads to
+        raise DataError(
+            f"{what} cannot be read ({type(error).__name__}: {error})", "the disk has changed it since it was written"
+        ) from error
+    if bad is not None:
+        raise DataError(f"{what} fails its checksum", "the disk has changed it since it was written")
 
 
 class _Window(io.RawIOBase):

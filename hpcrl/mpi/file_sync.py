@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from hpcrl.errors import PeerError
 from hpcrl.run.failure import ERROR
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import OVER, RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, summary_of
 
 ALLOWED = ("attempts", "keys", "options.json", SUMMARY)
@@ -28,7 +28,7 @@ class FileSync:
         here = self.rundir.here
         found = [*here.glob("peers/*.json"), here / ERROR, here / "stop", here / "end"]
         if summary_of(self.rundir) is not None:
-            found.append(self.rundir.root / SUMMARY)
+            found += [self.rundir.root / SUMMARY, here / OVER]  # in this order they are written
         names = [str(p.relative_to(self.rundir.root)) for p in found if not p.name.startswith(".") and p.exists()]
         fresh = [name for name in names if name not in self.seen]
         self.seen.update(fresh)

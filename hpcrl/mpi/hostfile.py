@@ -22,6 +22,7 @@ from pathlib import Path
 
 import hostlist
 
+from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
 from hpcrl.plan import Host
 
@@ -65,12 +66,11 @@ class _Line:
 def read_hostfile(path: str | Path) -> Hostfile:
     """Parse the hostfile at `path`.  UsageError if it cannot be read, HostfileError for a bad line."""
     try:
-        data = Path(path).read_bytes()
+        text = read_given(path)
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}", "give a file with one host a line") from error
-    try:
-        text = data.decode()
     except UnicodeDecodeError as error:
+        data = error.object
         line = data[: error.start].count(b"\n") + 1
         column = error.start - (data.rfind(b"\n", 0, error.start) + 1)
         raise HostfileError(str(path), line, column + 1, "this is not text (UTF-8)") from error

@@ -36,6 +36,7 @@ class RemoteHost:
     rank: int
     channel: Channel[FromHost]
     ended: int | None = None
+    memory: None = None
 
     @property
     def status(self) -> int | None:

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.shipped_files import shipped
+from hpcrl.run.trouble.scratch import scratch, sweep
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\
@@ -113,8 +113,9 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
     per_slot = stages[0].rank_launcher == "ranks"
     words = [word for word in argv if word not in ("--dry-run", "--print")]
     program = [*handed_on(), "bash", str(shipped("launch/task.sh")), "launch", *words]
-    with tempfile.TemporaryDirectory(prefix="hpcrl-launch-") as folder:
-        file = Path(folder) / "hosts"
+    sweep()  # after one that was killed
+    with scratch("launch") as folder:
+        file = folder / "hosts"
         file.write_text(write_hostfile(_counts(found.hosts, per_slot), "openmpi" if kind == "openmpi" else "mpich"))
         command = mpi_command(mpirun, kind, file, found.hosts, per_slot, agent, program)
         if own.get("print") or own.get("dry-run"):
@@ -127,7 +128,7 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
         if not started_by_scheduler(kind, agent, os.environ):
             reach([host.name for host in found.hosts], shlex.split(agent))
-        return _run(command, kind, agent, Path(folder) / ENDED)
+        return _run(command, kind, agent, folder / ENDED)
 
 
 def handed_on() -> list[str]:

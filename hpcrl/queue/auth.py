@@ -5,6 +5,7 @@
     RUN/keys/ranks-*.json            the same for the store of the trainer's ranks, who share one client's key
     RUN/keys/weights-*.json          the same for the store of those who send and receive weights
     RUN/keys/http.key                what the key of every engine is made from
+    RUN/keys/engine-I.key            the key of an engine that this run has not started
 
 Invariants: keys are made anew for every attempt and lie in a directory of mode 0700, in files of mode 0600; each process
 reads one file; the server admits the clients of this attempt and nobody else (a ZAP allow-list, ZeroMQ RFC 27), a client
@@ -14,10 +15,12 @@ that rank comes from the key it holds, never from what it says.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -69,23 +72,65 @@ def make_keys(rundir: RunDir, dp_size: int) -> None:
     """New keys for an attempt: of the queue's server and its `dp_size` clients, of the stores, and of the engines."""
     rundir.keys.mkdir(mode=0o700, exist_ok=True)
     rundir.keys.chmod(0o700)
-    for old in rundir.keys.glob("*-*.json"):
+    for old in (*rundir.keys.glob("*-*.json"), *rundir.keys.glob("engine-*.key")):
         old.unlink()
     services: tuple[tuple[Service, int], ...] = (("queue", dp_size), ("ranks", 1), ("weights", 1))
     for service, count in services:
-        server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
-        keys = ServerKeys(*server, tuple(public for public, _ in clients))
-        write_atomic(_server_file(rundir.keys, service), msgspec.json.encode(keys))
-        for number, client in enumerate(clients):
-            write_atomic(_client_file(rundir.keys, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
+        _make(rundir.keys, service, count)
     write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
+
+
+def _make(folder: Path, service: Service, count: int) -> None:
+    """The files of a service with so many clients."""
+    server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
+    keys = ServerKeys(*server, tuple(public for public, _ in clients))
+    write_atomic(_server_file(folder, service), msgspec.json.encode(keys))
+    for number, client in enumerate(clients):
+        write_atomic(_client_file(folder, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
+
+
+# ---- keys of engines that a run has not started
+
+
+def make_engine_keys(folder: Path) -> None:
+    """Keys for engines that serve one run after another, unless `folder` has them: http.key, and the store's of weights."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(at, fcntl.LOCK_EX)  # several may be served at once
+        if not (folder / HTTP_KEY).exists():
+            _make(folder, "weights", 1)
+            write_atomic(folder / HTTP_KEY, secrets.token_hex(32).encode())
+    finally:
+        os.close(at)
+
+
+def lend_keys(folder: Path, address: str, to: Path) -> None:
+    """Put what the engine at `address` (HOST:PORT) needs of these keys into the directory `to`."""
+    client = _client_file(Path(), 0, "weights").name
+    write_atomic(to / client, _read(folder / client))
+    write_atomic(to / HTTP_KEY, key_of_engine(_read(folder / HTTP_KEY).strip(), address).encode())
+
+
+def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: int) -> None:
+    """Make the run one that the engines at `addresses` answer; `first` is the number of the first.  HpcrlError names what is missing."""
+    for name in (_server_file(Path(), "weights").name, _client_file(Path(), 0, "weights").name):
+        write_atomic(rundir.keys / name, _read(folder / name))
+    for index, address in enumerate(addresses, first):
+        own = key_of_engine(_read(folder / HTTP_KEY).strip(), address).encode()
+        write_atomic(rundir.keys / f"engine-{index}.key", key_of_engine(own, "0.0").encode())
 
 
 def http_key(rundir: RunDir, index: int, life: int = 0) -> str:
     """The key of the HTTP routes of an engine in one of its lives, hexadecimal.
 
-    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.
+    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the run has not started
+    keeps its key over its lives.
     """
+    given = rundir.keys / f"engine-{index}.key"
+    if given.exists():
+        return _read(given).decode()
     return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{life}")
 
 

@@ -6,8 +6,11 @@ sees whole lines only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,9 @@ from hpcrl.careful_files import Damaged, open_regular, parse_json
 from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.trouble.storage import mend, patiently, words
+
+GONE = "what stood there is gone; samples/, tensorboard/ and checkpoints/ have their own record"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -46,6 +52,12 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     return row if known else None
 
 
+def _note(text: str) -> None:
+    """For the log of whoever writes."""
+    with contextlib.suppress(OSError):
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
 class MetricsLog:
     """The writer of a run's metrics."""
 
@@ -53,20 +65,27 @@ class MetricsLog:
         self.path, self.rundir = rundir.metrics_file, rundir
         self.events: EventFile | NoEvents | None = None
         self._purge: int | None = None
+        self._size = 0  # bytes that must be there
 
     def truncate(self, rollout_id: int) -> None:
         """Forget what is logged for `rollout_id` and later, and a torn last line: those steps come again.
 
-        At 0, what was logged before the first step (-1) goes too.
+        At 0, what was logged before the first step (-1) goes too.  If earlier steps are missing, because the file was removed or
+        damaged, the log says so.
         """
         first = rollout_id if rollout_id > 0 else -1
         kept = [row for row in read_metrics(self.path) if row["rollout_id"] < first]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._size = self.path.stat().st_size
         self._purge = first + 1
+        if lacking := set(range(rollout_id)) - {row["rollout_id"] for row in kept}:
+            _note(
+                f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, {min(lacking)} the first: {GONE}"
+            )
 
     def evaluated(self, rollout_id: int) -> bool:
-        """Whether an evaluation after `rollout_id` is logged."""
-        return any(row["rollout_id"] == rollout_id and any(k.startswith("eval/") for k in row) for row in read_metrics(self.path))
+        """Whether an evaluation after `rollout_id`, or a later one, is logged."""
+        return any(row["rollout_id"] >= rollout_id and any(k.startswith("eval/") for k in row) for row in read_metrics(self.path))
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Add one record; a number that is not finite is written as null.  HpcrlError when it cannot be written."""
@@ -75,14 +94,32 @@ class MetricsLog:
         line = json.dumps({"rollout_id": rollout_id, "time": round(time.time(), 3)} | told) + "\n"
         at = self.path
         try:
-            with at.open("a") as file:
-                file.write(line)
+            patiently(lambda: self._add(line.encode()))
             at = self.rundir.tensorboard
             if self.events is None:
                 self.events = open_events(at, self.rundir.attempt, self._purge)
             self.events.add(rollout_id + 1, values)
         except OSError as error:
-            raise HpcrlError(f"cannot write {at}: {error.strerror}", "free space, then continue with --resume") from error
+            raise HpcrlError(f"cannot write {at}: {words(error, at)}", f"{mend(error)}, then continue with --resume") from error
+
+    def _add(self, line: bytes) -> None:
+        """A line at the end, or nothing.  OSError."""
+        number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(number).st_size
+            if size < self._size:
+                _note(f"{self.path} was removed or cut while the run wrote it: {GONE}")
+            self._size = size
+            try:
+                while line:
+                    line = line[os.write(number, line) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(number, size)
+                raise
+            self._size = os.fstat(number).st_size
+        finally:
+            os.close(number)
 
     def close(self) -> None:
         """Close the events."""

@@ -6,6 +6,7 @@ the cost does not grow with the length of the run, since of metrics.jsonl only t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tomllib
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, count_of, read_json, read_regular
-from hpcrl.report.metrics import last_records
+from hpcrl.careful_files import Damaged, count_of, open_regular, read_json, read_regular
+from hpcrl.report.metrics import last_records, parse_record
 from hpcrl.run.engines.view import VIEW, EngineViews
 from hpcrl.run.failure import ERROR, Failure
 from hpcrl.run.job_file import JOB, JobFile
@@ -92,6 +93,13 @@ class StageFiles:
     def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
         """The last records, `most` at most, that lie whole within the last `size` bytes of metrics.jsonl."""
         return last_records(self.root / "metrics.jsonl", most, size)
+
+    def note_gap(self) -> None:
+        """Add to `notes` if metrics.jsonl does not begin with the first step: somebody has removed or cut it."""
+        with contextlib.suppress(OSError), open_regular(self.root / "metrics.jsonl") as file:
+            row = parse_record(file.readline(1 << 20))
+            if row is not None and row["rollout_id"] > 0:
+                self.notes.append(f"metrics.jsonl begins with step {row['rollout_id']}: what came before was removed from it")
 
 
 @dataclass

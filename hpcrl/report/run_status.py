@@ -86,6 +86,8 @@ def judge_run(
     if stage:
         _numbers(status, stage, now, *(BRIEF if brief else LONG))
     if not brief:
+        if stage:
+            stage.note_gap()
         status.stages = run.planned
         if phase in WORKING and stage and stage.engines:
             status.engines = stage.engines.engines

@@ -168,7 +168,9 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
 
 
 def ages(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """Which share of the tokens is how many policy versions old for a trainer at `version`; the last counts all that are older."""
+    """How many of the tokens, and which share, were sampled how many policy versions before `version`, the trainer's; the last counts
+    all that are older."""
     stale = np.minimum(version - np.concatenate([s.versions for s in samples]), AGES)
-    shares = np.bincount(stale, minlength=1) / max(len(stale), 1)
-    return {f"staleness/share/{age}{'+' * (age == AGES)}": float(share) for age, share in enumerate(shares)}
+    counts = [(f"{age}{'+' * (age == AGES)}", float(count)) for age, count in enumerate(np.bincount(stale, minlength=1))]
+    shares = {f"staleness/share/{age}": count / max(len(stale), 1) for age, count in counts}
+    return shares | {f"staleness/tokens/{age}": count for age, count in counts}

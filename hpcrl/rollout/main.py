@@ -15,26 +15,26 @@ import functools
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
-from hpcrl.report.timeline.names import EVALUATE, MAKE, REQUESTS
+from hpcrl.report.timeline.names import MAKE, REQUESTS
 from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.desk import EngineDesk
 from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.steering import look
 from hpcrl.rollout.engines.teacher import Teacher
-from hpcrl.rollout.evaluation.evaluator import Evaluator
-from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
+from hpcrl.rollout.evaluation.evaluations import Evaluations
 from hpcrl.rollout.making.ahead import AnyMaker, MadeAhead
 from hpcrl.rollout.making.maker import Maker
 from hpcrl.rollout.making.own_maker import OwnMaker
@@ -52,8 +52,8 @@ from hpcrl.rollout.work import Work
 from hpcrl.run.engines.lives import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
-from hpcrl.sample import Sample
 
+T = TypeVar("T")
 POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
 
@@ -69,7 +69,6 @@ class RolloutRole:
         self.desk = EngineDesk(context.rundir, self.pool)
         generator = Generator(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
-        self.evaluator: Evaluator | None = None
         if work.custom is not None:
             work.custom.use(generator, lambda: self.pool.model_len)
         if isinstance(work.source, SavedRollouts):
@@ -82,11 +81,10 @@ class RolloutRole:
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
             self.sampler = TaughtSampler(self.sampler, self.teacher)
-        if work.held_out:
-            self.evaluator = Evaluator(self.options, work.tokenizer, generator, work.grading, work.custom)
-        self.own_evaluator: OwnEvaluator | None = None
-        if self.evaluator is not None and (own := work.hooks.eval_function) is not None:
-            self.own_evaluator = OwnEvaluator(self.options, self.evaluator, work.held_out, own)
+        samples = context.rundir.samples
+        self.evaluations = Evaluations(
+            self.options, work, self.pool, generator, samples, self.timeline, self._in_time, self._made
+        )
         self.shelf = Shelf(self.options, work.source, context.rundir)
         self.maker: AnyMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
         self.stream: Stream | None = None  # in the loop whose engines never wait
@@ -98,7 +96,7 @@ class RolloutRole:
         self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
         if self.options.runs_ahead and self.options.deterministic_mode:
             self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
-        methods = (self.begin, self.generate, self.snapshot, self.evaluate, self.turn, self.finish)
+        methods = (self.begin, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
         methods += (self.desk.engines, self.desk.engines_updated, self.desk.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
@@ -106,8 +104,6 @@ class RolloutRole:
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
         self._making: asyncio.Task[None] | None = None
         self._made_id = -1  # the rollout of `_making`
-        self._evaluating: asyncio.Task[dict[str, Any]] | None = None
-        self._evaluates_last = False  # then a stop does not end it: nothing comes after it, or nobody makes up for it
         self._idle_since: float | None = None  # when the last rollout was done
         self._handed_over = -1  # the last rollout whose samples are in the queue
         self._stopping = False
@@ -118,7 +114,7 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        keep = asyncio.create_task(self.desk.keep())
+        keep = asyncio.create_task(keep_engines(self.desk, self.context))
         keep.add_done_callback(self._made)
         starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
@@ -138,7 +134,8 @@ class RolloutRole:
                 await self.server.fail(text_of(error))
             raise
         finally:
-            await cancel(starting, watch, keep, self._making, self._evaluating)
+            await cancel(starting, watch, keep, self._making)
+            await self.evaluations.close()
             if self.stream is not None:
                 await self.stream.close()
             self.pool.occupancy.close()
@@ -174,7 +171,7 @@ class RolloutRole:
     ) -> dict[str, Any]:
         """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is made.
 
-        consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for `evaluate`.
+        consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for `Evaluations.evaluate`.
         """
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
@@ -202,7 +199,7 @@ class RolloutRole:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
         saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too; patience: as for
-        `evaluate`.
+        `Evaluations.evaluate`.
         """
         if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
             return {UNFINISHED: {}}
@@ -215,24 +212,6 @@ class RolloutRole:
             await asyncio.to_thread(self.ahead.prune, rollout_id, saved)
         self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
         return self._states[rollout_id]
-
-    async def evaluate(self, rollout_id: int, version: int, patience: float | None = None) -> dict[str, Any]:
-        """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
-
-        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
-        """
-        if self._evaluating is None:
-            self._evaluates_last = rollout_id + 1 >= self.work.total or self.options.runs_ahead
-            if self.evaluator is None or (self._stopping and not self._evaluates_last):
-                return {}
-            late = f"the held-out samples after rollout {rollout_id}"
-            evaluation = within(self._patience, self._evaluate(rollout_id, version), lambda: self._late(late))
-            self._evaluating = asyncio.create_task(evaluation)
-        done, _ = await asyncio.wait([self._evaluating], timeout=patience)
-        if not done:
-            return {UNFINISHED: {}}
-        task, self._evaluating = self._evaluating, None
-        return {} if task.cancelled() else task.result()
 
     async def turn(self, event: str) -> dict[str, Any]:
         """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
@@ -257,8 +236,8 @@ class RolloutRole:
         waited = begun - (self._idle_since or begun)
         if self.stream is not None and self._idle_since is not None:
             begun = self._idle_since  # it never stops making
-        late = lambda: self._late(f"{self.maker} of rollout {rollout_id}")  # noqa: E731
-        made = await within(self._patience, self.maker.make(rollout_id, version, consumed), late)
+        late = lambda: f"{self.maker} of rollout {rollout_id}"  # noqa: E731
+        made = await self._in_time(self.maker.make(rollout_id, version, consumed), late)
         samples = made.rollout.samples()
         source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
@@ -285,36 +264,19 @@ class RolloutRole:
         say(f"rollout {rollout_id}: {', '.join(words)}")
         self._idle_since = time.monotonic()
 
-    @property
-    def _patience(self) -> float:
-        """--rollout-timeout less a little: the trainer waits as long, and our error can say which engine is slow."""
-        return self.options.rollout_timeout - min(1.0, 0.1 * self.options.rollout_timeout)
+    async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
+        """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout: the trainer waits
+        as long, and our error can say which engine is slow."""
+        seconds = self.options.rollout_timeout
 
-    def _late(self, what: str) -> str:
-        return f"{what} were not there within --rollout-timeout {self.options.rollout_timeout:g} s ({self.pool})"
+        def late() -> str:
+            return f"{what()} were not there within --rollout-timeout {seconds:g} s ({self.pool})"
+
+        return await within(seconds - min(1.0, 0.1 * seconds), work, late)
 
     def _made(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-
-    async def _evaluate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        await self.pool.connect()
-        at, found = self.timeline.now(), dict[str, Any]()
-        every: dict[str, list[Sample]] = {}
-        made = await self.own_evaluator.make(rollout_id, version) if self.own_evaluator else Evaluated({}, {})
-        for held in self.work.held_out:
-            if held.name in made.numbers and held.name not in made.samples:
-                continue
-            samples = every[held.name] = made.samples.get(held.name) or await self.evaluator.samples(held, version)
-            check_staleness(samples, version)
-            path = self.context.rundir.samples / f"eval-{held.name}-{rollout_id}.jsonl"
-            await asyncio.to_thread(write_samples, path, samples)
-            found[held.name] = held.results(samples, self.options.log_passrate)
-            say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
-        for name, row in made.numbers.items():
-            found[name] = found.get(name, {}) | row
-        self.timeline.add(EVALUATE, at, self.timeline.now(), rollout_id=rollout_id)
-        return await self.work.hooks.log_evaluation(every, found)
 
     # ---- stopping and failing
 
@@ -334,8 +296,7 @@ class RolloutRole:
         """Make nothing more: what is being made is dropped, and the trainer is told where to end."""
         say("asked to stop")
         self._stopping = True
-        if not self._evaluates_last:
-            await cancel(self._evaluating)
+        await self.evaluations.stop()
         if self._next is None:
             return
         end = self._next

@@ -131,8 +131,11 @@ class RolloutHooks:
             name: value for name, value in metrics.items() if not (instead and name in before and name.startswith("rollout/"))
         }
 
-    async def log_evaluation(self, samples: Mapping[str, list[Sample]], found: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """The results to log, by set.  True from the function leaves of each set only how many responses there were."""
+    async def log_evaluation(
+        self, rollout_id: int, samples: Mapping[str, list[Sample]], found: dict[str, dict[str, float]]
+    ) -> dict[str, Any]:
+        """The results to log, by set, of the weights after `rollout_id`.  True from the function leaves of each set only how many
+        responses there were."""
         if not self.has("custom_eval_rollout_log_function_path"):
             return found
         data = {
@@ -144,7 +147,7 @@ class RolloutHooks:
             for name, some in samples.items()
         }
         before = {name: set(row) for name, row in found.items()}
-        instead = await self._call("custom_eval_rollout_log_function_path", self.rollout_id, self._options, data, found)
+        instead = await self._call("custom_eval_rollout_log_function_path", rollout_id, self._options, data, found)
         for row in found.values():
             _numbers(row, self._shown("custom_eval_rollout_log_function_path"))
         if not instead:

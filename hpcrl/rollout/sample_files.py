@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.trouble.storage import PATIENCE
 from hpcrl.sample import Sample
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write the file, whole.  HpcrlError if the disk does not take it."""
-    write_atomic(path, b"".join(msgspec.json.encode(_record(sample)) + b"\n" for sample in samples))
+    write_atomic(path, b"".join(msgspec.json.encode(_record(sample)) + b"\n" for sample in samples), patience=PATIENCE)
 
 
 def _record(sample: Sample) -> dict[str, object]:

@@ -37,9 +37,9 @@ class Work:
             self.source: PromptSource | OwnSource | SavedRollouts = SavedRollouts(options)
             self.total, self.said = self.source.total, str(self.source)
             return
-        if self.samples and not context.plan.engines:
+        if self.samples and not context.plan.engine_count:
             raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
-        evaluates = options.eval_interval is not None and bool(context.plan.engines)
+        evaluates = options.eval_interval is not None and bool(context.plan.engine_count)
         if evaluates:
             self.held_out = read_held_out(options, self.tokenizer)
         self._open_source(options)

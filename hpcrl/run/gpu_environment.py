@@ -161,9 +161,11 @@ def overruled(wishes: Mapping[str, str], base: Mapping[str, str]) -> Iterator[st
                 yield f"{name}={base[name]} is set and stays; hpcrl would set {variable.name}={wish}: {variable.why}"
 
 
-#: the variable that moves a compile cache -> its folder.  All have their usual place in the home directory, which on a cluster
+#: the variable that moves a cache of code -> its folder.  All have their usual place in the home directory, which on a cluster
 #: is a shared file system that every process of the run would fill at once, or (torch) under a known name in /tmp.
+#: HF_MODULES_CACHE has the code that a model brings along (trust_remote_code); models themselves stay where HF_HOME says.
 CACHES = {
+    "HF_MODULES_CACHE": "hf-modules",
     "VLLM_CACHE_ROOT": "vllm",
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -172,11 +174,12 @@ CACHES = {
 
 
 def compile_caches(base: Mapping[str, str], spare: Path | None = None) -> dict[str, str]:
-    """CACHES that the environment `base` does not set, on this node, kept from run to run.
+    """CACHES that the environment `base` does not set, on this node, kept from run to run; with HF_HOME its own modules' as well.
 
     spare: where they lie instead if the directory for them is not ours alone; None: a new directory.
     """
-    wanted = {name: folder for name, folder in CACHES.items() if name not in base}
+    said = {*base} | ({"HF_MODULES_CACHE"} if "HF_HOME" in base else set())
+    wanted = {name: folder for name, folder in CACHES.items() if name not in said}
     if not wanted:
         return {}
     root = Path(tempfile.gettempdir()) / f"hpcrl-cache-{os.getuid()}"

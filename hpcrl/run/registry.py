@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+from hpcrl.careful_files import as_given
 from hpcrl.run.recipe_file import is_run
 
 FORGET = 90 * 86400.0  #: seconds after which a link goes whose file system is not there
@@ -26,10 +27,10 @@ def place() -> Path:
 def remember(root: Path) -> None:
     """Note a run directory; never fails."""
     with contextlib.suppress(OSError, RuntimeError):  # no home directory, or none that can be written: then not
-        root = Path(root).resolve()
+        root = as_given(root)
         links = place()
         links.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = f"{root.name}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:10]}"
+        name = f"{root.name}-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:10]}"
         beside = links / f".{name}.{os.getpid()}"
         beside.unlink(missing_ok=True)
         beside.symlink_to(root)

@@ -7,6 +7,8 @@ wrong in it is recorded once in the run directory and ends it with a non-zero st
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 import traceback
@@ -22,6 +24,7 @@ from hpcrl.plan import Plan
 from hpcrl.run.engines.lives import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.trouble.storage import WORDS, mend, words
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,9 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
 
 
 def say(text: str) -> None:
-    """A line for the role's log."""
-    print(f"{time.strftime('%H:%M:%S')} {strip_control(text, lines=True)}", file=sys.stderr, flush=True)
+    """A line for the role's log; a log that cannot be written to is no reason to end."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%H:%M:%S')} {strip_control(text, lines=True)}", file=sys.stderr, flush=True)
 
 
 def act(
@@ -97,8 +101,9 @@ def act(
     except HpcrlError as error:
         message, status = str(error), error.exit_code
     except Exception as error:  # noqa: BLE001  (the boundary of the process: everything is recorded)
-        traceback.print_exc()
-        message, status = f"{type(error).__name__}: {_first_line(error)}", 1
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        message, status = _said(error), 1
         time.sleep(late(error))
     say(f"error: {message}")
     if record is not None:
@@ -106,6 +111,14 @@ def act(
     else:
         context.rundir.fail(role, index, message)
     return status
+
+
+def _said(error: Exception) -> str:
+    """An error that no code of ours expected, for a user: what a file system or the kernel has said in plain words."""
+    if isinstance(error, OSError) and error.errno in WORDS:
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return f"{where}{words(error)}; {mend(error)}"
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

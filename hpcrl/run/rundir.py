@@ -13,7 +13,9 @@
       attempts/N/beats/NAME       a host's sign of life, while it lives
       attempts/N/stop             exists when the run was asked to save and end
       attempts/N/remove-engine-I  exists when the user wants this engine gone (engines/wishes.py)
+      attempts/N/hand-back-engine-I   exists when it has no time to finish its responses
       attempts/N/end              exists when every process of the attempt is to end now
+      attempts/N/over             exists when summary.json has what came of the attempt
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
@@ -28,37 +30,58 @@ kept and later ones never overwrite it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, count_of, make_parents, read_json, swappable, touch
+from hpcrl.careful_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.failure import ERROR, Failure
+from hpcrl.run.trouble.storage import mend, patiently, words
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+OVER = "over"  #: name of a mark in attempts/N
 #: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
+BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
+HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
+#: what an attempt alone writes into RUN; other files there may be somebody's who lives, such as `hpcrl resume`
+OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl")
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write `data` beside `path`, flush it to disk, and rename: a reader sees the old file or the new one."""
+def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0.0) -> None:
+    """Write `data` beside `path`, flush it to disk, and rename: a reader sees the old file or the new one.
+
+    patience: seconds for which it is tried again while the file system is full, read-only or stale.  HpcrlError with what the
+    system said.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
+        patiently(lambda: _write(beside, path, data, mode), patience)
+    except OSError as error:
+        raise HpcrlError(f"cannot write {path}: {words(error, path)}", mend(error) or "choose another --run-dir") from error
+
+
+def _write(beside: Path, path: Path, data: bytes, mode: int) -> None:
+    try:
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with open(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise HpcrlError(f"cannot write {path}: {error.strerror}", "free space or choose another --run-dir") from error
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def flush(path: Path) -> None:
@@ -74,7 +97,7 @@ class RunDir:
     """Paths of one attempt of one run, and the marks by which its processes tell one another how it stands."""
 
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
-        self.root, self.attempt = Path(root).resolve(), attempt
+        self.root, self.attempt = as_given(root), attempt
 
     # ---- paths
 
@@ -123,14 +146,16 @@ class RunDir:
 
         UsageError if it is not empty, cannot be made, or would lie where others may put something else in its place.
         """
-        path = Path(root).resolve()
-        if Path(root).is_symlink() and not path.is_dir():
-            raise UsageError(f"--run-dir {root} is a link to {path}, which is not there", "did you make it? name the directory")
+        path = as_given(root)
+        if path.is_symlink() and not path.is_dir():
+            raise UsageError(
+                f"--run-dir {root} is a link to {path.resolve()}, which is not there", "did you make it? name the directory"
+            )
         if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         try:
             make_parents(path)
-            if parent := swappable(path):
+            if parent := swappable(path) or swappable(path.resolve()):
                 raise UsageError(
                     f"--run-dir {root}: everybody may put something else in its place: {parent} is writable by all",
                     f"choose another directory, or chmod o-w {parent}",
@@ -140,7 +165,7 @@ class RunDir:
             for name in folders:
                 (path / name).mkdir(mode=0o700)
         except OSError as error:
-            raise UsageError(f"--run-dir {root}: {error.strerror}", "choose a writable directory") from error
+            raise UsageError(f"--run-dir {root}: {words(error, path)}", mend(error) or "choose a writable directory") from error
         return cls(path)
 
     @classmethod
@@ -153,7 +178,8 @@ class RunDir:
         return cls(path, max((n for n in numbers if n is not None), default=0))
 
     def begin(self) -> None:
-        """Make the directories of this attempt and point logs/latest to it."""
+        """Make the directories of this attempt and point logs/latest to it; what a kill left half written goes."""
+        self._sweep()
         (self.here / "peers").mkdir(parents=True, exist_ok=False, mode=0o700)
         (self.here / "hosts").mkdir(mode=0o700)
         self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -162,19 +188,34 @@ class RunDir:
         link.symlink_to(self.logs.name)
         link.replace(self.root / "logs" / "latest")
 
+    def _sweep(self) -> None:
+        """Remove the files that were being written beside their places when their writer was killed, and signs of life of the dead."""
+        shutil.rmtree(self.root / "attempts" / str(self.attempt - 1) / BEATS, ignore_errors=True)
+        for folder in (self.root, self.samples, self.root / "bank", self.root / "ledger"):
+            for name in listed(folder):
+                found = HALF.fullmatch(name)
+                if found is None or (folder == self.root and found[1] not in OWN):
+                    continue
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
+
     # ---- failure and stop
 
     def fail(self, role: str, index: int, message: str) -> None:
         """Record an error; only the first of an attempt is kept."""
         record = Failure(role, index, message, time.time())
         beside = self.here / f".error.{role}-{index}.{os.getpid()}"
-        try:
+        with contextlib.suppress(OSError):  # somebody was first, or the disk is full: exit status and launcher still tell
             beside.write_bytes(msgspec.json.encode(record))
             os.link(beside, self.here / ERROR)
-        except OSError:
-            pass  # somebody was first, or the disk is full: the exit status and the log still tell
-        finally:
-            beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+    def correct(self, message: str) -> None:
+        """Have the launcher's word stand as the attempt's error, who has found the cause of what somebody else saw first."""
+        record = Failure("launcher", 0, message, time.time())
+        with contextlib.suppress(OSError, HpcrlError):
+            write_atomic(self.here / ERROR, msgspec.json.encode(record))
 
     def failure(self) -> Failure | None:
         """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has failed."""

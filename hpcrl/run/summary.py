@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
+from hpcrl.careful_files import Damaged, read_json, touch
 from hpcrl.errors import HpcrlError
-from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.run.rundir import OVER, RunDir, listed, write_atomic
 
 SUMMARY = "summary.json"  #: its name in a stage's directory
 
@@ -34,8 +34,11 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def write_summary(directory: Path, summary: Summary) -> None:
-    """Write it into a stage's directory.  HpcrlError if that cannot be written."""
+    """Write it into a stage's directory, then the mark by which its hosts know.  HpcrlError if that cannot be written."""
     write_atomic(directory / SUMMARY, msgspec.json.encode(summary))
+    here = RunDir(directory, summary.attempt).here
+    if here.is_dir():
+        touch(here / OVER)
 
 
 def read_summary(directory: Path) -> Summary | None:

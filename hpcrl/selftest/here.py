@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
@@ -19,6 +21,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
 from hpcrl.selftest.registry import Check, Outcome, try_check
 from hpcrl.selftest.results import Results
+from hpcrl.selftest.whole_run import gpu_count
 
 LONG = 600.0  #: seconds for the checks that one set of processes makes
 CPU_RANKS = 2  #: where there is no GPU
@@ -26,23 +29,47 @@ LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "
 
 
 def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Callable[[str], None]) -> None:
-    """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a result."""
-    for kind in ("ranks", "alone", "launcher"):
-        rest = [name for name, check in chosen.items() if check.runs == kind and name not in results.read()]
-        results.clear(rest)
-        if kind == "launcher":
-            for name in rest:
-                results.write(name, try_check(chosen[name], _folder(results)))
-                told(name)
-            continue
-        while rest:
-            # what is alone has a process of its own: a deterministic mode, say, is never taken back
-            why = _one_set(rest, results, ranks, told) if kind == "ranks" else _one_set(rest[:1], results, 0, told)
-            broken = results.interrupted(rest) or (rest[0] if why else None)
-            if broken and broken not in results.read():
-                results.write(broken, Outcome("failed", why or "its process ended without a word"))
-                told(broken)
-            rest = [name for name in rest if name not in results.read()]
+    """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a result.
+
+    Without a GPU, for which they would have to take turns, the whole runs go on beside the other checks.
+    """
+    rest = {name: check for name, check in chosen.items() if name not in results.read()}
+    results.clear(list(rest))
+    gpus, gone = gpu_count(), threading.Event()
+    pool = ThreadPoolExecutor(1)
+    try:
+        runs = None if gpus else pool.submit(_runs, rest, results, told, gone)
+        _processes([name for name, check in rest.items() if check.runs == "ranks"], results, ranks, told, apart=False)
+        _processes([name for name, check in rest.items() if check.runs == "alone"], results, 0, told, apart=gpus > 0)
+        if runs is None:
+            _runs(rest, results, told, gone)
+        else:
+            runs.result()
+    finally:
+        gone.set()
+        pool.shutdown(wait=False)
+
+
+def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], None], gone: threading.Event) -> None:
+    """The checks that start whole runs.  gone: nobody waits any more, and what comes of a run that was ended is no result."""
+    for name in [name for name, check in chosen.items() if check.runs == "launcher"]:
+        outcome = try_check(chosen[name], _folder(results))
+        if gone.is_set():
+            return
+        results.write(name, outcome)
+        told(name)
+
+
+def _processes(rest: Sequence[str], results: Results, ranks: int, told: Callable[[str], None], apart: bool) -> None:
+    """The checks `rest` in processes, that of one starting anew with the next.  ranks: processes in the group, 0: one alone; apart: a
+    new process for each."""
+    while rest:
+        why = _one_set(rest[:1] if apart else rest, results, ranks, told)
+        broken = results.interrupted(rest) or (rest[0] if why else None)
+        if broken and broken not in results.read():
+            results.write(broken, Outcome("failed", why or "its process ended without a word"))
+            told(broken)
+        rest = [name for name in rest if name not in results.read()]
 
 
 def _folder(results: Results) -> Path:

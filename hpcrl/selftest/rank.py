@@ -9,6 +9,9 @@ Invariant: rank 0 alone writes results, after every rank has said its own; a ran
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import os
 import sys
 from dataclasses import replace
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcrl.run.process import die_with_parent
+from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.selftest.registry import Check, Outcome, Place, choose_checks, find_checks, try_check
 from hpcrl.selftest.results import Results
 
@@ -57,8 +60,6 @@ def run_checks(chosen: dict[str, Check], place: Place, results: Results, togethe
 
 def device_alone() -> torch.device:
     """The first GPU, or the CPU, as a trainer's only rank; Megatron works on either."""
-    import importlib.util
-
     import torch
 
     from hpcrl.trainer.parallel.devices import cuda_is_there
@@ -73,11 +74,38 @@ def device_alone() -> torch.device:
     return torch.device("cpu")
 
 
+def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> int:
+    """Each check in a process of its own, since a deterministic mode, say, is never taken back; the exit status of the first that
+    ended badly.
+
+    Of several each is a fork of this process, which then has imported what they need: that takes longer than the checks.  Only
+    where there is no GPU, which a fork could not use.
+    """
+    from hpcrl.convert.to_torch_dist import alone
+
+    alone()
+    if len(chosen) == 1:
+        run_checks(chosen, Place(0, 1, device_alone(), directory), results, together=False)
+        return 0
+    device = device_alone()
+    with contextlib.suppress(ImportError):  # the checks that need it say so
+        importlib.import_module("hpcrl.trainer.megatron.model")
+    for name, check in chosen.items():
+        if (pid := os.fork()) == 0:
+            os.environ.pop(PARENT, None)
+            die_with_parent()
+            run_checks({name: check}, Place(0, 1, device, directory), results, together=False)
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            return status if status > 0 else 128 - status
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One rank of the self-test.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="+")
-    parser.add_argument("--alone", action="store_true", help="the only rank, in no group yet")
+    parser.add_argument("--alone", action="store_true", help="the only rank, in no group yet; several checks: forks")
     parser.add_argument("--port-file", type=Path)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--link", type=float, help="bytes a second of the network between the hosts")
@@ -85,11 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     chosen, results = choose_checks(args.names, find_checks()), Results(args.directory)
     if args.alone:
-        from hpcrl.convert.to_torch_dist import alone
-
-        alone()
-        run_checks(chosen, Place(0, 1, device_alone(), args.directory), results, together=False)
-        return 0
+        return each_alone(chosen, results, args.directory)
     import torch.distributed as dist
 
     from hpcrl.trainer.start.network_speed import join

@@ -7,6 +7,7 @@ Invariant: what Slurm is asked here is asked of this job alone; what a run does 
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shlex
@@ -15,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import HpcrlError
-from hpcrl.launch.batch_run import batch_main, run_in_job
+from hpcrl.errors import HpcrlError, Stopped
+from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
 from hpcrl.launch.job import reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued
 from hpcrl.plan import Host
@@ -62,8 +63,9 @@ class SlurmAllocation:
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         _scontrol("update", f"jobid={job_id}", f"excnodelist={','.join(hosts)}")
 
-    def mark(self, identity: str) -> None:
-        _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}")
+    def mark(self, identity: str, said: str = "") -> None:
+        more = f" {' '.join(said.split())[:500]}" if said else ""
+        _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}{more}")
 
 
 def _scontrol(*words: str) -> None:
@@ -75,8 +77,15 @@ def _scontrol(*words: str) -> None:
 
 
 def run_directory(root: str) -> dict[str, Any]:
-    """What hpcrl submit has submitit call in the job: go on with the run directory that it made."""
-    return run_in_job(reopen_job(Path(root)), SlurmAllocation())
+    """What hpcrl submit has submitit call in the job: go on with the run directory that it made.
+
+    A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits for its
+    success begins.
+    """
+    found = run_in_job(reopen_job(Path(root)), SlurmAllocation())
+    if stopped(found):  # submitit keeps the result of what succeeds alone, and ends with 0 then
+        atexit.register(os._exit, Stopped.exit_code)
+    return found
 
 
 if __name__ == "__main__":

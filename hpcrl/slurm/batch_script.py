@@ -17,7 +17,7 @@ from hpcrl.launch.job_request import Component, Request
 from hpcrl.launch.submission import Script
 from hpcrl.run.shipped_files import shipped
 from hpcrl.slurm.site import SlurmSite
-from hpcrl.slurm.squeue import MARK
+from hpcrl.slurm.squeue import MARK, NAME
 
 WHAT = {"trainer": "Megatron ranks", "engine": "vLLM engines", "rollout": "the rollout process, without a GPU"}
 
@@ -64,7 +64,7 @@ def _component(script: Script, request: Request, site: SlurmSite, index: int) ->
 
 def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     """The options of the job as a whole, which only the first component carries."""
-    yield f"job-name=hpcrl-{script.name}"
+    yield f"job-name={script.name}{NAME}"  # squeue shows the first eight letters: the recipe's, not ours
     if script.identity and site.mark:
         yield f"comment={MARK}{script.identity}"
     if script.follows:

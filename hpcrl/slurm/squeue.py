@@ -20,7 +20,8 @@ from hpcrl.run.command import Answer
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
-MARK = "hpcrl:"  #: what a job's comment starts with; the run's identity follows
+MARK = "hpcrl:"  #: what a job's comment starts with; the run's identity follows, and after a space what its launcher could say nowhere else
+NAME = "-hpcrl"  #: what a job's name ends with
 FIELDS = ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
 SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
 #: how lines begin in which Slurm's programs only repeat that a task has failed
@@ -102,9 +103,14 @@ class JobRow(msgspec.Struct, frozen=True):
         user and time must do.  A job that waits again after a requeue counts as submitted then.
         """
         if self.comment.startswith(MARK):
-            return bool(identity) and self.comment == MARK + identity
-        ours = self.name.startswith("hpcrl") and self.user == getpass.getuser()
+            return bool(identity) and self.comment.partition(" ")[0] == MARK + identity
+        ours = self.name.endswith(NAME) and self.user == getpass.getuser()
         return ours and (self.submitted is None or self.submitted <= submitted + 60.0 or self.state == "PENDING")
+
+    @property
+    def said(self) -> str:
+        """The launcher's last word, where it could not write it into the run directory."""
+        return self.comment.partition(" ")[2] if self.comment.startswith(MARK) else ""
 
 
 class Rows(msgspec.Struct):
@@ -176,6 +182,8 @@ def together(rows: Iterable[JobRow]) -> QueuedJob | None:
     if lead.state in ("COMPLETED", "CANCELLED"):
         lead = next((row for row in parts if row.state in ENDINGS and row.state not in ("COMPLETED", "CANCELLED")), lead)
     outcome, reason = ENDINGS.get(lead.state, ("", ""))
+    if lead.state == "FAILED":
+        reason = next((row.said for row in parts if row.said), reason)
     never = False
     if lead.state == "PENDING":
         reason, never = worst([row.reason for row in parts])

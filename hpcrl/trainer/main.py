@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpcrl.queue.messages import UNFINISHED
-from hpcrl.report.timeline.names import EVALUATE, LOGPROBS, PAUSED, READY, SAVE, SAVED, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.timeline.names import LOGPROBS, PAUSED, READY, SAVE, SAVED, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.report.timeline.spans import Timeline, trainer_timeline
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
@@ -94,8 +94,14 @@ class Crank:
 
     def _begin(self) -> None:
         """Tell the rollout process where the run goes on, and wait for the engines: the run is ready then."""
+        from hpcrl.trainer.evaluations import Evaluations
+        from hpcrl.trainer.parallel.collectives import broadcast_json
+
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
-        self.updates = self._updates() if self.context.plan.engines else None
+        together = partial(broadcast_json, group=self.patient)
+        asking = (self._ask, self._await, self.log, together, self.timeline)
+        self.evaluations = Evaluations(self.options, self.total, *asking)
+        self.updates = self._updates(together) if self.context.plan.engine_count else None
         if self.updates:
             with self.timeline.span("wait for engines"):
                 self.updates.wait()
@@ -106,11 +112,10 @@ class Crank:
         self.timeline.started()
         self.timeline.mark(READY, rollout_id=self.at.rollout_id)
 
-    def _updates(self) -> Updates:
+    def _updates(self, together: Callable[[Any], Any]) -> Updates:
         """How weights come to engines."""
         from hpcrl.queue.auth import client_keys, http_key
         from hpcrl.trainer.engine_roster import QueueRoster
-        from hpcrl.trainer.parallel.collectives import broadcast_json
         from hpcrl.trainer.weight_stream import WeightExit
         from hpcrl.weights.sender import WeightSender
         from hpcrl.weights.updates import Updates
@@ -119,9 +124,8 @@ class Crank:
         keys = client_keys(self.context.rundir, 0, "weights")
         self.exit = WeightExit(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
-        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver)
+        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written)
         roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
-        together = partial(broadcast_json, group=self.patient)
         return Updates(sender, rundir, options.engine_start_timeout, roster, partial(http_key, rundir), together)
 
     @property
@@ -135,12 +139,13 @@ class Crank:
         self._publish()
         if self.options.runs_ahead:
             self._generate(self.at.rollout_id)
-        if self._owes_evaluation():
+        if self.evaluations.owed(self.at.rollout_id):
             self._evaluate(self.at.rollout_id - 1)
         while self.at.rollout_id < self.total:
             if not self._step():
                 self.stopping = True
                 self._save()
+                self.evaluations.look()
                 self._finish("stopped", started)
                 return
         if self.total:  # what was only evaluated has not changed
@@ -175,7 +180,7 @@ class Crank:
         self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
-        publishing = bool(steps) and publishes(self.options, rollout_id, self._evaluates_after(rollout_id))
+        publishing = bool(steps) and publishes(self.options, rollout_id, self.evaluations.due(rollout_id))
         settle = settles(self.options, publishing)
         self.weights += steps
         snapshot = partial(self._await, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
@@ -198,9 +203,14 @@ class Crank:
             self._save()
         if self.turns:
             self._give_back(rollout_id)
-        if self._evaluates_after(rollout_id):
+        self.evaluations.look()
+        if self.evaluations.due(rollout_id):
             self._evaluate(rollout_id)
         return True
+
+    def _evaluate(self, rollout_id: int) -> None:
+        if self.options.eval_interval is not None and self.context.plan.engine_count:
+            self.evaluations.begin(rollout_id, self.at.version)
 
     def _fetch(self, rollout_id: int) -> Share | None:
         """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has its own, and
@@ -244,10 +254,6 @@ class Crank:
         self._await("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
         self.asked = rollout_id
 
-    def _evaluates_after(self, rollout_id: int) -> bool:
-        interval = self.options.eval_interval
-        return (bool(interval) and (rollout_id + 1) % interval == 0) or rollout_id + 1 == self.total
-
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.at.rollout_id % interval == 0
 
@@ -270,25 +276,6 @@ class Crank:
         self.others.published(self.at.version)
         self.published = self.at.version
         return metrics
-
-    def _owes_evaluation(self) -> bool:
-        """Whether the current weights are to be evaluated and, in a run that was stopped or killed, have not been."""
-        if self.at.rollout_id == 0:
-            return not self.options.skip_eval_before_train
-        from hpcrl.trainer.parallel.collectives import broadcast_json
-
-        due = self._evaluates_after(self.at.rollout_id - 1)
-        done = broadcast_json(self.log.evaluated(self.at.rollout_id - 1) if self.log else None, group=self.patient)
-        return due and not done
-
-    def _evaluate(self, rollout_id: int) -> None:
-        """Held-out accuracy, logged with the rollout that it follows (-1: before the first)."""
-        if self.options.eval_interval is None or not self.context.plan.engines:
-            return
-        with self.timeline.span(EVALUATE, rollout_id=rollout_id):
-            results = self._await("evaluate", rollout_id=rollout_id, version=self.at.version)
-        if self.log and results:  # none if the run was asked to stop meanwhile
-            self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
 
     def _save(self) -> None:
         """Save; the last time, and before an early end, to the end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hpcrl.config.plugin_points import spelled
 from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.weights.engine_fleet import Fleet
 
 #: columns of a share's response tokens -> slime's name of them
 NAMES = {"log_probs": "log_probs", "ref_log_probs": "ref_log_probs", "values": "values"}
@@ -50,6 +52,15 @@ class TrainerHooks:
         """An optimizer step begins."""
         given = (self._options, rollout_id, step, list(policy.chunks), policy.optimizer, policy.scheduler)
         self._call("custom_megatron_before_train_step_hook_path", *given)
+
+    @property
+    def weights_written(self) -> Callable[[Path, Fleet], None] | None:
+        """What is called on rank 0 once the files of a weight update are whole; None without a hook."""
+        return self._written if "custom_update_weight_post_write_path" in self._own else None
+
+    def _written(self, directory: Path, fleet: Fleet) -> None:
+        engines = [f"http://{engine.address.host}:{engine.address.port}" for engine in fleet.engines]
+        self._call("custom_update_weight_post_write_path", self._options, str(directory), engines)
 
     @property
     def edits_masks(self) -> bool:

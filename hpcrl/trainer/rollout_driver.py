@@ -29,6 +29,7 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.run.trouble.storage import PATIENCE
 from hpcrl.trainer.engine_roster import QueueRoster
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
 from hpcrl.weights.engine_http import Address
@@ -113,7 +114,7 @@ class RolloutDriver:
             return False
         state = self._ask("snapshot", rollout_id=rollout_id, saved=0)
         self.rollout_id += 1
-        write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}))
+        write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}), patience=PATIENCE)
         self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         self.log.append(rollout_id, share.metrics | {"perf/step_time": time.monotonic() - begun})
         interval = self.options.eval_interval

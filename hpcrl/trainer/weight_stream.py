@@ -28,10 +28,10 @@ from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel.collectives import broadcast_bytes, broadcast_json
 from hpcrl.weights import gloo_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
+from hpcrl.weights.pieces.nccl_wire import post_of
 from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, prepare
 from hpcrl.weights.pieces.outbox import Addressee, Outbox
 from hpcrl.weights.pieces.planning import HeldTensor, pieces_of
-from hpcrl.weights.pieces.post import Post
 from hpcrl.weights.pieces.wire import Meeting, whereabouts
 
 PLACE, TEXT = 192, 512  #: bytes of a text of whereabouts, of an error
@@ -87,7 +87,7 @@ class WeightExit:
         self.leave()
         meeting = errand.meeting
         group = gloo_group.join(meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds)
-        post = Post(group, self.rank, meeting.ranks, meeting.seconds)
+        post = post_of(group, self.rank, meeting)
         self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit, errand.keep)
         self.dtypes = errand.dtypes
 

@@ -77,5 +77,6 @@ class Comparison:
 
 def _span(worker: Mapping[str, Any], name: str, tensor: torch.Tensor) -> tuple[Any, Any]:
     """(rows, columns) that a worker holds; all of a tensor that only its loader knows how to cut."""
-    held = worker["tensors"].get(name)
-    return (held["rows"], held["columns"]) if held is not None else ([[0, tensor.shape[0]]] if tensor.dim() else [], None)
+    if (held := worker["tensors"].get(name)) is not None:
+        return held["rows"], held["columns"]
+    return worker.get("cuts", {}).get(name) or ([[0, tensor.shape[0]]] if tensor.dim() else [], None)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
@@ -42,10 +43,18 @@ RESUME = 15.0  #: seconds that putting an engine right after a failure may take
 class WeightSender:
     """Sends the policy to the engines that it is connected to; made and used by every trainer rank, driven by one.
 
-    host: address of the driver.
+    host: address of the driver; written: is told of each directory that --weight-transfer disk has written.
     """
 
-    def __init__(self, rundir: RunDir, host: str, options: Options, is_driver: bool) -> None:
+    def __init__(
+        self,
+        rundir: RunDir,
+        host: str,
+        options: Options,
+        is_driver: bool,
+        written: Callable[[Path, Fleet], None] | None = None,
+    ) -> None:
+        self.written = written
         self.rundir, self.host, self.options, self.is_driver = rundir, host, options, is_driver
         self.said: set[str] = set()
         self.pieces: PiecesTransport | None = None
@@ -114,9 +123,8 @@ class WeightSender:
         limit = self.options.update_weight_buffer_size
         # of data-parallel parts vLLM asks all, and hands on what the first has said
         workers = [self.options.engine_data_parallel_size * len(found) for found in self.manifests]
-        return make_transport(
-            self.manifests[0][0]["backend"], Link(self.fleet, limit, host, workers, self.options.update_weight_disk_dir)
-        )
+        link = Link(self.fleet, limit, host, workers, self.options.update_weight_disk_dir, self.written)
+        return make_transport(self.manifests[0][0]["backend"], link)
 
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
@@ -179,7 +187,7 @@ class WeightSender:
         wish = self.options.weight_update
         if wish == "gathered":
             return None
-        if why := obstacle(tensors, self.manifests):
+        if why := obstacle(tensors, self.manifests, self.options.engine_data_parallel_size, wish == "delta"):
             if wish != "auto":
                 raise UsageError(f"--weight-update {wish}: {why}", "use auto or gathered")
             if why not in self.said and isinstance(tensors, Source):

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.commands import doctor
-from hpcrl.doctor import model_directory, packages, storage
+from hpcrl.doctor import model_directory, one_node, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
 from hpcrl.doctor.cards import Cards, all_cards, leave_card, share_cards
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
@@ -420,6 +420,7 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
     (on(gpus=tuple(Gpu(i, "H100", 80_000, 79_000 if i else 9) for i in range(8))), "warn  n2: GPU 0 has 9 of 80000 MiB free"),
     (on(gpus=tuple(Gpu(i, "A100", 80_000, 79_000) for i in range(8))), "warn  the trainers have different GPUs: 16 H100, 8 A100"),
     (on(shm=64 << 20), "warn  n2: only 64 MiB free in /dev/shm"),
+    (on(locked=8 << 20), "warn  n2: a process may lock 8.0 MiB of memory at most"),
     (on(imports={"vllm": "ImportError: libcudart.so.13"}), "fail  n2: vllm does not import: ImportError: libcudart.so.13"),
     (on(ranks=8, broken="DistBackendError: x"), "fail  n2: the all-reduce over the trainer ranks failed: DistBackendError: x"),
     (on(ranks=8), "warn  the all-reduce over the trainer ranks was not tried"),
@@ -428,6 +429,13 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
         "warn  all-reduce of 1.0 GiB over 24 trainer ranks (nccl): 2 GB/s bus",
     ),
 ]
+
+
+def test_memory_that_cannot_be_locked_matters_where_infiniband_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, there, said in ((1 << 20, True, 1 << 20), (1 << 20, False, None), (one_node.resource.RLIM_INFINITY, True, None)):
+        monkeypatch.setattr(one_node.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        monkeypatch.setattr(one_node, "INFINIBAND", tmp_path if there else tmp_path / "no")
+        assert one_node.locked_memory() == said
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)

@@ -62,6 +62,18 @@ def test_a_failed_run_shows_the_first_error_its_mend_and_the_log(tmp_path: Path)
     assert f"hpcrl resume {root}" in page(found)
 
 
+def test_the_way_to_go_on_is_one_that_is_open(tmp_path: Path) -> None:
+    """hpcrl resume refuses a run whose script was given to sbatch by hand, and one under mpirun."""
+    root = make(tmp_path, phase="stopped")
+    submitted(root, "100")
+    assert f"give its script to Slurm again, with --run-dir {root} in the last line" in page(look(root))
+    record = json.loads((root / "job.json").read_text())
+    put(root / "job.json", record | {"site": {"name": "mine"}})
+    assert f"hpcrl resume {root}" in page(look(root))
+    put(root / "job.json", record | {"scheduler": "mpirun"})
+    assert f"hpcrl launch --resume {root} --hostfile FILE" in page(look(root))
+
+
 def test_the_error_of_a_rank_is_in_the_log_of_the_first_on_its_host(tmp_path: Path) -> None:
     root = make(tmp_path, phase="failed")
     put(begin(root) / "error.json", {"role": "trainer", "index": 3, "message": "bad", "time": NOW})
@@ -242,6 +254,16 @@ def test_fine_tuning_shows_the_tokens_that_were_learned(tmp_path: Path) -> None:
     log(root, {"rollout_id": 0, "time": NOW, "train/loss": 0.5, "perf/train_tokens": 300.0, "perf/step_time": 0.5})
     assert look(root).tokens_per_sec == 600.0
     assert "loss        0.500" in page(look(root))
+
+
+def test_metrics_whose_beginning_is_gone_are_noted(tmp_path: Path) -> None:
+    root = make(tmp_path, phase="running")
+    begin(root)
+    log(root, *steps(2, first=7))
+    assert "metrics.jsonl begins with step 7: what came before was removed from it" in look(root).notes
+    (root / "metrics.jsonl").unlink()
+    log(root, *steps(2))
+    assert not look(root).notes
 
 
 def test_numbers_that_are_none(tmp_path: Path) -> None:

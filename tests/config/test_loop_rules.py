@@ -9,7 +9,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
-from hpcrl.trainer.pace import publishes, settles, steps_of
+from hpcrl.trainer.pace import evaluates_beside, last_evaluation, publishes, settles, steps_of
 from tests.config.test_flags import GRPO, SFT
 
 ASYNC = GRPO | {"loop": "async"}
@@ -87,3 +87,15 @@ def test_when_the_engines_get_new_weights() -> None:
 def test_a_rollout_that_trains_the_critic_alone_makes_no_version() -> None:
     options = Options(**(ASYNC | STEPS | {"advantage_estimator": "ppo", "num_critic_only_steps": 2}))
     assert [steps_of(options, rollout) for rollout in range(4)] == [0, 0, 4, 4]
+
+
+def test_which_evaluations_are_waited_for() -> None:
+    beside = [evaluates_beside(Options(**values)) for values in (GRPO, ASYNC, ASYNC | {"deterministic_mode": True}, FULLY)]
+    assert beside == [False, True, False, True]
+    every = Options(**(FULLY | {"eval_interval": 3}))
+    assert [last_evaluation(every, rollout_id, 8) for rollout_id in range(8)] == [-1, -1, 2, 2, 2, 5, 5, 7]
+    assert [last_evaluation(Options(**(FULLY | {"eval_interval": None})), rollout_id, 3) for rollout_id in range(3)] == [
+        -1,
+        -1,
+        2,
+    ]

@@ -39,7 +39,7 @@ def told(*words: str) -> str:
         ("repetition-penalty", "the trainer computes it without"),
         ("wandb", "metrics are in the run directory"),
         ("wandb-key", "metrics are in the run directory"),
-        ("custom-model-provider-path", "the model is built from config.json"),
+        ("megatron-config-path", "roles differ by options of their own"),
         ("over-sampling-filter-input-size", "there is no such way to fill a batch yet"),
         ("sglang-enable-dp-attention", "the engines are vLLM's"),
         ("sglang-mem-fraction-static", "write --vllm-gpu-memory-utilization"),

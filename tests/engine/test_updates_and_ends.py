@@ -287,8 +287,8 @@ def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side) -> None:
     assert transport is not None
     stage = transport.stage
 
-    def tampered(tensors: Any) -> None:
-        stage(tensors)
+    def tampered(tensors: Any, version: int) -> None:
+        stage(tensors, version)
         slot = next(s for s in transport.buckets[1].slots if s.name.endswith("weight"))
         transport.regions[1].buffer[slot.offset + 5] ^= 1
         names.append(slot.name)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import Recipe
-from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped
+from hpcrl.config.recipe import Recipe, Stage
+from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped, UsageError
+from hpcrl.heartbeat import Silent
 from hpcrl.launch import attempt, batch_run
 from hpcrl.launch.attempt import Stop
-from hpcrl.launch.job import Job
+from hpcrl.launch.earlier import go_back
+from hpcrl.launch.job import Job, held
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 
@@ -90,3 +92,111 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not allocation.preempted()
     with pytest.raises(HpcrlError, match="no good"):
         SlurmAllocation({"SLURM_JOB_ID": "7"})
+
+
+def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to be seen is a peer's broken connection; the host that cannot start a task any more is the cause."""
+    rundir = RunDir.create(tmp_path / "run")
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    (rundir.root / "options.json").write_text("{}")
+    rundir.begin()
+
+    def ended(*_: Any) -> int:
+        rundir.fail("trainer", 0, "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
+        rundir.check()
+        raise AssertionError
+
+    monkeypatch.setattr(batch_run, "run_job", ended)
+    monkeypatch.setattr(batch_run, "PARTING", 0.0)
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
+    allocation = Allocation(preempts=False)
+    monkeypatch.setattr(allocation.backend, "silent", staticmethod(lambda seconds: ["node2"]))
+    with pytest.raises(PeerError, match=r"^no answer from node2: .*first seen as: trainer-0: RuntimeError: Connection closed"):
+        batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    assert allocation.requeued == 1
+    failure = rundir.failure()
+    assert failure is not None and str(failure).startswith("no answer from node2")
+
+
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [("", "the process of host node1 gives no sign of life for 30 s"), ("RUN is full", "^RUN is full; no host can")],
+)
+def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str, said: str
+) -> None:
+    class Heard:
+        def silent(self, seconds: float) -> list[Silent]:
+            return [Silent("node1", 7, 30.0)]
+
+    monkeypatch.setattr(attempt, "trouble", lambda directory: disk)
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    with pytest.raises(PeerError, match=said):
+        attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
+
+
+def test_an_error_that_no_file_takes_is_left_with_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
+    marked: list[tuple[str, str]] = []
+    allocation = Allocation(preempts=False)
+    monkeypatch.setattr(allocation, "mark", lambda identity, said="": marked.append((identity, said)), raising=False)
+
+    def ended(*_: Any) -> int:
+        raise PeerError("cannot write metrics.jsonl: the file system is full")
+
+    monkeypatch.setattr(batch_run, "run_job", ended)
+    for disk in ("", "RUN cannot be written to: the file system is full"):
+        monkeypatch.setattr(batch_run, "trouble", lambda directory, disk=disk: disk)
+        with pytest.raises(PeerError):
+            batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    assert marked == [("identity", "cannot write metrics.jsonl: the file system is full")], (
+        "once: where a file takes it, that has it"
+    )
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    with pytest.raises(UsageError, match="no stage that could go on"):
+        go_back(job, 2)
+    rundir.options_file.write_text(Options().model_dump_json())
+    for number in (2, 4):
+        (rundir.checkpoints / f"iter_{number:07d}").mkdir()
+    tracker = rundir.checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text("4")
+    with pytest.raises(UsageError, match=r"--ckpt-step 3: .*/checkpoints has no such checkpoint; there are 2, 4"):
+        go_back(job, 3)
+    go_back(job, 2)
+    assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"
+    with held(rundir.root), pytest.raises(UsageError, match="in use by process"):
+        go_back(job, 4)
+
+
+@pytest.mark.parametrize(("status", "code"), [("stopped", 143), ("finished", 0)])
+def test_a_job_whose_run_was_stopped_ends_with_the_status_of_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+) -> None:
+    """Or else accounting calls it complete, and the export that waits for its success begins."""
+    import atexit
+    import os
+
+    from hpcrl.slurm import batch_process
+
+    found = {"status": status, "message": "saved and stopped after 3 of 5 rollouts"}
+    monkeypatch.setattr(batch_process, "run_in_job", lambda *_: found)
+    monkeypatch.setattr(batch_process, "reopen_job", lambda _: None)
+    monkeypatch.setattr(batch_process, "SlurmAllocation", lambda: None)
+    left: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(atexit, "register", lambda *words: left.append(words))
+    assert batch_process.run_directory("/run") == found, "submitit keeps it as the job's result"
+    assert left == ([(os._exit, code)] if code else [])
+    monkeypatch.setattr(batch_run, "run_in_job", lambda *_: found)
+    monkeypatch.setattr(batch_run, "begin_job", lambda *_: Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i"))
+    monkeypatch.setattr(batch_run, "load_recipe", lambda _: None)
+
+    class Here(Allocation):
+        scheduler, cluster = "slurm", None
+        mark = nodes = lambda *_: None
+
+    assert batch_run.batch_main(["r.toml", "--run-dir", str(tmp_path)], lambda: Here(False)) == code  # type: ignore[arg-type]

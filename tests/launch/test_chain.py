@@ -16,13 +16,14 @@ from hpcrl.launch import batch_run
 from hpcrl.launch.job import Job
 from hpcrl.launch.job_request import make_request
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
-from hpcrl.launch.restarts.restart_policy import broken_hosts, find_broken_host, hardware_words
+from hpcrl.launch.restarts.restart_policy import broken_hosts, find_broken_host
 from hpcrl.launch.submission import Script
 from hpcrl.plan import Place, Plan
 from hpcrl.run.job_file import JobFile, read_job, replace_job
 from hpcrl.run.job_state import CANCEL
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.run.trouble.hardware import hardware_words
 from hpcrl.slurm.batch_script import render
 from hpcrl.slurm.site import SlurmSite
 

@@ -16,7 +16,7 @@ from hpcrl.run import gpu_environment
 from hpcrl.run.gpu_environment import CACHES, TABLE, Where, compile_caches, missing, overruled, private_directory, wanted
 from hpcrl.run.role import RoleContext
 from hpcrl.run.rundir import RunDir
-from hpcrl.trainer.start.environment import cpu_threads, prepare_environment
+from hpcrl.trainer.start.environment import DUMPS, cpu_threads, prepare_environment
 
 
 def options(**values: Any) -> Options:
@@ -127,7 +127,7 @@ def test_threads_of_a_rank_whose_adam_is_on_the_cpu() -> None:
 
 def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opts = options(tensor_model_parallel_size=2, train_env_vars={"NCCL_DEBUG": "INFO"})
-    for name in (*CACHES, "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"):
+    for name in (*CACHES, *DUMPS, "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "mine")  # so that all are put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -144,6 +144,7 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "=ib0",
         "NCCL_DEBUG": "INFO",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{context.rundir.logs}/nccl-trace-rank-",
     }
     assert {name: os.environ.get(name) for name in expected} == expected
 

@@ -10,9 +10,11 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch import host, probe
+from hpcrl.launch.engines import keeper
 from hpcrl.launch.host import Looks
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir, listed
+from hpcrl.run.summary import Summary, write_summary
 
 
 class Clock:
@@ -38,17 +40,32 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where the calls are made: one reading of a directory, and one file that is not there, every two seconds."""
+    """Counted where the calls are made, its engines' keeper and its signs of life (two calls each) among them."""
     clock, asked = Clock(), []
     listdir, read = os.listdir, Path.read_bytes
     monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
     monkeypatch.setattr(Path, "read_bytes", lambda path: asked.append(path) or read(path))
+    monkeypatch.setattr(keeper, "time", clock)
     looks, seconds = Looks(rundir), 600
+    engines = keeper.EngineKeeper(rundir, "a", 2, {0: []}, lambda *_: None)
     for _ in range(seconds * 5):
         assert not looks.end() and not looks.over(at_once=False)
+        engines.tend([])
         clock.sleep(0.2)
-    assert seconds / 4 < len(asked) <= 1.1 * seconds
+    assert seconds / 4 < len(asked) and len(asked) + 2 * seconds / host.HOST_BEAT <= seconds
+
+
+def test_a_host_knows_that_the_run_is_over_by_the_mark_of_its_own_attempt(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(host, "time", clock)
+    looks = Looks(rundir)
+    write_summary(rundir.root, Summary("stopped", rundir.attempt + 1))
+    assert not looks.over(at_once=True), "an attempt that has no directory here"
+    write_summary(rundir.root, Summary("finished", rundir.attempt))
+    assert not looks.over(at_once=False) and looks.over(at_once=True)
 
 
 def test_a_host_ends_when_it_is_told_and_when_the_run_goes_on_without_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from hpcrl.mpi.mpirun import mpi_command, reach
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
-from hpcrl.run.rundir import RunDir
-from hpcrl.run.summary import summary_of
+from hpcrl.run.rundir import OVER, RunDir
+from hpcrl.run.summary import Summary, summary_of, write_summary
 from hpcrl.slurm.srun import HetGroup, SrunHosts, _alone, read_groups
 
 
@@ -176,9 +176,9 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
         here.check()
     here.fail("engine", 0, "later")
     assert there.failure().message == "broken"
-    (here.root / "summary.json").write_text(json.dumps({"attempt": 0, "status": "finished"}))
+    write_summary(here.root, Summary("finished", here.attempt))
     two.put(one.new())
-    assert summary_of(there).finished
+    assert summary_of(there).finished and OVER in there.signs(), "by which its hosts know"
 
 
 @pytest.mark.parametrize(
@@ -274,14 +274,18 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
-    assert stop.seconds == 60, "as long as was measured for two steps and a save, whatever --stop-timeout is"
+    assert 14 < stop.seconds <= 15, "half of what is left: whoever takes longer is ended, and queued again, before the limit"
+    ends["at"] = time.time() + 55
+    long, stop = Clock(limit, 60), Stop()
+    long.watch(stop, rundir)
+    assert 34 < stop.seconds <= 35, "a step longer than --stop-timeout has as long as the limit leaves"
     ends["at"] = None
     blind, stop = Clock(limit, 60), Stop()
     blind.watch(stop, rundir)
     assert not stop.requests
     stop.nudges = 1
     blind.watch(stop, rundir)
-    assert stop.requests and blind.due
+    assert stop.requests and blind.due and stop.seconds == 60
     stopped = Stop()
     stopped.ask("hpcrl stop")
     late = Clock(limit, 60)

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
-from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, token_bytes
+from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, token_bytes, update_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
 from hpcrl.memory.sharing import SAMPLES, TRAINS, put_away, turns
@@ -213,6 +213,21 @@ def test_data_parallel_parts_of_an_engine_hold_what_is_no_expert_each() -> None:
     count = whole_model(family, config)
     assert gpu_weights(options, family, config) == pytest.approx(2 * (count.expert / 32 + count.dense / 8))
     assert token_bytes(options, family, config) == 2 * 92 * 1 * 128 * 2
+
+
+def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
+    """Gathered, vLLM keeps a whole layer's experts until all have come; in pieces, a GPU's part of them."""
+    name = "GLM-4.5-355B, BF16 rollouts"
+    family, config = model_of(name)
+    options = guide(name).model_copy(update={"colocate": False, "rollout_num_gpus": 32, "vllm": {"gpu_memory_utilization": 0.92}})
+    bucket, experts = options.update_weight_buffer_size, 160 * 3 * 5120 * 1536 * 2
+    assert update_bytes(options, family, config) == 2 * bucket + experts
+    resharded = options.model_copy(update={"weight_update": "resharded"})
+    assert update_bytes(resharded, family, config) == bucket + experts / 32
+    said = "\n".join(memory_lines(options, family, config))
+    assert "warn: a weight update takes 8.0 GiB of an engine's GPU beside its share of 74 of 80; lower" in said
+    assert "--vllm-gpu-memory-utilization to 0.89 or less" in said
+    assert "a weight update takes" not in "\n".join(memory_lines(resharded, family, config))
 
 
 def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

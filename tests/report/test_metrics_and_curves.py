@@ -19,6 +19,7 @@ from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.trouble import storage
 
 REPO = Path(__file__).parents[2]
 
@@ -70,7 +71,8 @@ def test_resuming_forgets_the_steps_that_come_again(rundir: RunDir, start: int, 
 def test_an_evaluation_that_is_logged_is_known(rundir: RunDir) -> None:
     write(rundir, *STEPS)
     assert MetricsLog(rundir).evaluated(1) and MetricsLog(rundir).evaluated(-1)
-    assert not MetricsLog(rundir).evaluated(0)
+    assert MetricsLog(rundir).evaluated(0), "a later one makes up for it"
+    assert not MetricsLog(rundir).evaluated(2)
 
 
 def scalars(rundir: RunDir, tag: str) -> list[tuple[int, float]]:
@@ -117,6 +119,7 @@ def test_a_number_that_is_none_is_still_json(rundir: RunDir) -> None:
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
 def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 0.0)
     if full == "metrics.jsonl":
         rundir.metrics_file.symlink_to("/dev/full")
     else:
@@ -124,7 +127,7 @@ def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatc
         monkeypatch.setattr(
             Path, "open", lambda path, mode="r": plain(Path("/dev/full") if "tfevents" in path.name else path, mode)
         )
-    with pytest.raises(HpcrlError, match=f"cannot write .*{full}: No space left on device; free space"):
+    with pytest.raises(HpcrlError, match=f"cannot write .*{full}: .*full .No space left on device.*; free space"):
         MetricsLog(rundir).append(0, {"train/loss": 1.0})
 
 
@@ -202,3 +205,41 @@ def test_progress_of_a_resumed_stage_begins_where_it_goes_on(rundir: RunDir) -> 
     bar.poll()
     assert (bar.done, bar.total) == (3, 9)
     bar.close()
+
+
+def test_metrics_that_were_removed_are_missed(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """While they are written, and when the run goes on; what is written later is whole, and a run that was not touched says nothing."""
+    log = MetricsLog(rundir)
+    log.truncate(0)
+    for step in range(3):
+        log.append(step, {"train/loss": 1.0})
+    assert "gone" not in capsys.readouterr().err
+    rundir.metrics_file.unlink()
+    log.append(3, {"train/loss": 1.0})
+    log.append(4, {"train/loss": 1.0})
+    assert capsys.readouterr().err.count("was removed or cut while the run wrote it") == 1
+    assert [row["rollout_id"] for row in read_metrics(rundir.metrics_file)] == [3, 4]
+    again = MetricsLog(RunDir(rundir.root, 1))
+    again.truncate(5)
+    assert "lacks 3 of the 5 steps before this start, 0 the first" in capsys.readouterr().err
+
+
+def test_a_line_that_could_not_be_written_leaves_nothing_of_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 0.0)
+    log = MetricsLog(rundir)
+    log.append(0, {"train/loss": 1.0})
+    plain, calls = os.write, []
+
+    def half(number: int, data: bytes) -> int:
+        calls.append(number)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return plain(number, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(HpcrlError, match="the file system is full"):
+        log.append(1, {"train/loss": 2.0})
+    monkeypatch.undo()
+    log.append(1, {"train/loss": 2.0})
+    assert [row["rollout_id"] for row in read_metrics(rundir.metrics_file)] == [0, 1]
+    assert rundir.metrics_file.read_text().count("\n") == 2

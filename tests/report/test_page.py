@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.cli import main
+from hpcrl.report.page.page import tokens_by_version
 from hpcrl.report.page.svg import COLUMNS, FILL, POINTS, Bar, chart, clock, raster, ticks, timeline
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, GENERATE, READY, SAVED, STEP, TRAIN, WAIT
 from tests.report.test_accounting import PLAN, head, lines, span
@@ -179,3 +180,13 @@ def test_what_is_not_there_is_said(name: str, tmp_path: Path, capsys: pytest.Cap
     assert main([name, str(tmp_path / "none")]) == 2
     if name != "bill":
         assert main([name, str(old), "-o", str(tmp_path / "no" / "where")]) == 2
+
+
+def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
+    rows = [
+        {"rollout_id": 0, "policy_version": 2, "staleness/tokens/0": 10.0},
+        {"rollout_id": 1, "policy_version": 4, "staleness/tokens/0": 3.0, "staleness/tokens/2": 5.0, "staleness/tokens/8+": 1.0},
+        {"rollout_id": 1, "eval/x/accuracy": 1.0},
+    ]
+    assert tokens_by_version(rows) == {0: 15.0, 2: 3.0}
+    assert tokens_by_version(rows[:1]) == {1: 10.0} and tokens_by_version([]) == {}, "of one step it is taken to be one version"

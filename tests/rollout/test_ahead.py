@@ -121,5 +121,7 @@ def test_the_ages_of_tokens() -> None:
         def __init__(self, *versions: int) -> None:
             self.versions = np.asarray(versions, np.int32)
 
-    assert ages([Aged(3, 3), Aged(1, 2)], 3) == {"staleness/share/0": 0.5, "staleness/share/1": 0.25, "staleness/share/2": 0.25}  # type: ignore[list-item]
+    found = ages([Aged(3, 3), Aged(1, 2)], 3)  # type: ignore[list-item]
+    shares = {"staleness/share/0": 0.5, "staleness/share/1": 0.25, "staleness/share/2": 0.25}
+    assert found == shares | {"staleness/tokens/0": 2, "staleness/tokens/1": 1, "staleness/tokens/2": 1}
     assert ages([Aged(0)], 20)["staleness/share/8+"] == 1  # type: ignore[list-item]

@@ -23,10 +23,10 @@ from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.run.engines.lives import EngineAdded, claim, leaves, record_end
 from hpcrl.run.engines.view import read_views
-from hpcrl.run.engines.wishes import wish_removed
+from hpcrl.run.engines.wishes import wish_handed_back, wish_removed
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
-from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of
+from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
 
@@ -187,3 +187,32 @@ def test_without_any_engine_left_the_run_ends(tmp_path: Path, stack: ExitStack, 
             await office.desk.keep()
 
     Office(tmp_path, stack, None).run(job)
+
+
+def test_a_preempted_engine_hands_back_what_goes_on_elsewhere(tmp_path: Path, stack: ExitStack) -> None:
+    async def job(office: Office) -> None:
+        office.up(0, office.engines[0])
+        await office.until("joining")
+        await office.update(4)
+        asked = [asyncio.create_task(office.answer(seed)) for seed in (1, 2)]
+        while len(office.engines[0].bodies) < 2:
+            await asyncio.sleep(0.01)
+        office.up(1, office.engines[1])
+        await office.until("joining", 1)
+        await office.update(4, alone=True)
+        wish_removed(office.rundir, 0)
+        await office.until("draining")
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in asked), "it may finish them"
+        wish_handed_back(office.rundir, 0)
+        found = await asyncio.gather(*asked)
+        first, second = (sorted(engine.bodies, key=lambda body: str(body)) for engine in office.engines)
+        assert len(first) == len(second) == 2
+        for body in second:
+            begun = body["token_ids"][3:]
+            assert len(begun) == 1 and body["sampling_params"]["max_tokens"] == SAMPLING.max_tokens - 1
+            assert any(completion.tokens[:1].tolist() == begun for completion in found), "with the token that was there"
+        assert all(completion.status != "aborted" and len(completion.tokens) > 1 for completion in found)
+        await office.until("gone")
+
+    Office(tmp_path, stack, lambda engine, count, body: until_aborted(engine, count, body), None).run(job)

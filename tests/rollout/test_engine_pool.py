@@ -93,7 +93,7 @@ def stock(tmp_path: Path) -> Iterator[Bench]:
 
 def bare_pool(engines: int, limit: int) -> EnginePool:
     """A pool of engines that nobody talks to."""
-    plan: Any = SimpleNamespace(engines=())
+    plan: Any = SimpleNamespace(engines=(), external=())
     pool = EnginePool(SimpleNamespace(), plan, Options(rollout_server_concurrency=limit))  # type: ignore[arg-type]
     session: Any = None
     for index in range(engines):

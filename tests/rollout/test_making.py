@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.batch_assembly import Rollout, check_staleness
-from hpcrl.rollout.ledger import bank
+from hpcrl.rollout.engines.completion import completion_of
+from hpcrl.rollout.ledger import packed
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.held import Held, fit
 from hpcrl.rollout.ledger.journal import account
@@ -24,7 +26,6 @@ from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
-from hpcrl.rollout.samplers.single_turn import _begun
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 
@@ -465,7 +466,10 @@ def test_a_lost_or_damaged_file_costs_its_group_only(tmp_path: Path, capfd: pyte
         _, _, state = await first.step(0, 0)
         files = Bank(path / "bank")
         assert {1, 2, 3} <= set(files.numbers())
-        files.path(1).unlink()
+        lost, damaged = (next(g for g in first.shelf._source.again([n])) for n in (1, 2))
+        kept = files.read(damaged)
+        files.remove([lost.number, damaged.number])
+        files.write([kept])
         data = files.path(2).read_bytes()
         files.path(2).write_bytes(data[:-7])
         second = Attempt(path, FakeSampler(slow()), 1, state, **PARTIAL)
@@ -477,7 +481,7 @@ def test_a_lost_or_damaged_file_costs_its_group_only(tmp_path: Path, capfd: pyte
         assert not account(path).wrong
 
     asyncio.run(run())
-    assert "00000002.group is left out: it is damaged" in capfd.readouterr().err
+    assert "group 2 in " in capfd.readouterr().err
 
 
 def test_the_greedy_response_is_asked_once(tmp_path: Path) -> None:
@@ -510,7 +514,7 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     fields = {"reward": 0.5, "rewards": {"a": 1.0}, "metadata": {"k": [1, None]}, "prompt": [{"role": "user"}], "label": 3}
     finished = {1: [sample(1, [4, 4], extra=extra, response="ab", **fields), sample(1, [4])]}
     held = Held(group(), finished, {0: (sample(0, [3, 4], ABORTED),)}, 0.25)
-    found = bank.decode(bank.encode(held), group())
+    found = packed.decode(packed.encode(held), group())
     assert msgspec.msgpack.encode(found.baseline) == msgspec.msgpack.encode(0.25)
     for old, new in zip(held.all_samples(), found.all_samples(), strict=True):
         for name in ("tokens", "loss_mask", "logprobs", "versions"):
@@ -520,23 +524,63 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         rest = ("group", "index", "status", "reward", "rewards", "metadata", "prompt", "label", "response", "response_length")
         assert [getattr(old, name) for name in rest] == [getattr(new, name) for name in rest]
     with pytest.raises(HpcrlError, match="another prompt"):
-        bank.decode(bank.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
+        packed.decode(packed.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
 
 
 def test_a_damaged_file_is_an_error_of_ours_whatever_is_wrong() -> None:
-    data, chance = bank.encode(Held(group(), {0: [sample(0, [1, 1])]})), random.Random(1)
+    data, chance = packed.encode(Held(group(), {0: [sample(0, [1, 1])]})), random.Random(1)
     for _ in range(2000):
         broken = bytearray(data)
         for _ in range(chance.randint(1, 4)):
             broken[chance.randrange(len(broken))] = chance.randrange(256)
         try:
-            bank.decode(bytes(broken[: chance.randint(1, len(broken))] if chance.random() < 0.5 else broken), group())
+            packed.decode(bytes(broken[: chance.randint(1, len(broken))] if chance.random() < 0.5 else broken), group())
         except HpcrlError:
             continue
 
 
+def test_groups_that_come_while_others_are_written_share_a_file_which_goes_with_the_last(tmp_path: Path) -> None:
+    def held(number: int, reward: float = 0.0) -> Held:
+        return Held(group(number), {0: [replace(sample(0, [1]), group=number, reward=reward)]})
+
+    def files() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    async def run() -> None:
+        bank = Bank(tmp_path)
+        await asyncio.gather(*(bank.keep(held(number)) for number in range(9)))
+        assert files() == ["00000000.groups", "00000001.groups"] and bank.numbers() == list(range(9))
+        assert bank.path(0) != bank.path(1) == bank.path(8)
+        await bank.keep(held(8, 0.5))
+        bank.remove([*range(1, 8)])
+        assert files() == ["00000000.groups", "00000002.groups"], "what is written again stands in the newer file alone"
+        bank.remove([0])
+        await bank.keep(held(10))
+        again = Bank(tmp_path)
+        assert again.numbers() == [8, 10] and again.read(group(8)).finished[0][0].reward == 0.5
+        assert again.read(group(0)) is None and again.read(Group(8, Prompt(0, 0, np.asarray([7], np.int32)))) is None
+        again.path(8).write_bytes(b"\xff\xff")
+        last = Bank(tmp_path)
+        assert last.numbers() == [10] and len(files()) == 2, "who only looks removes nothing"
+        last.remove([])
+        assert files() == ["00000003.groups"]
+
+    asyncio.run(run())
+
+
+def test_whoever_shares_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    async def run() -> None:
+        bank = Bank(tmp_path / "file" / "bank")
+        (tmp_path / "file").write_text("")
+        held = [Held(group(number), {0: [sample(0, [1])]}) for number in range(4)]
+        found = await asyncio.gather(*(bank.keep(one) for one in held), return_exceptions=True)
+        assert [type(error) for error in found] == [NotADirectoryError] * 4
+
+    asyncio.run(run())
+
+
 def test_what_cannot_be_written_is_left_out_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert not Bank(tmp_path).write(Held(group(), {0: [sample(0, [1], metadata={"x": object()})]}))
+    assert not Bank(tmp_path).write([Held(group(), {0: [sample(0, [1], metadata={"x": object()})]})])
     assert Bank(tmp_path).numbers() == [] and "is not kept for a restart" in capfd.readouterr().err
 
 
@@ -570,6 +614,6 @@ def test_columns_of_a_response_are_cut_with_it_and_go_on_with_it() -> None:
     found, _ = fit(Held(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
     (part,) = found.begun[0]
     assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
-    begun = _begun(Asked(group(), 0, 0, 5, begun=(part,)))
-    assert begun is not None and begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
+    begun = completion_of(part)
+    assert begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
     assert begun.tokens.tolist() == part.tokens[2:].tolist() and begun.status == ABORTED

@@ -18,9 +18,9 @@ from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.evaluation.evaluations import Evaluations
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
-from hpcrl.rollout.main import RolloutRole
 from hpcrl.rollout.own_hooks import RolloutHooks
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import COMPLETED, Sample
@@ -168,23 +168,26 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
     own, evaluator, sets = attempt(tmp_path, tokenizer, "slimes")
     hooks = RolloutHooks(Options(), {})
+    work = SimpleNamespace(held_out=sets, hooks=hooks)
     role = SimpleNamespace(
-        pool=SimpleNamespace(connect=connected),
-        own_evaluator=own,
-        timeline=Timeline(None),
-        evaluator=evaluator,
-        options=Options(),
-        work=SimpleNamespace(held_out=sets, hooks=hooks),
-        context=SimpleNamespace(rundir=SimpleNamespace(samples=tmp_path)),
+        _pool=SimpleNamespace(connect=connected),
+        _own=own,
+        _timeline=Timeline(None),
+        _evaluator=evaluator,
+        _options=Options(),
+        _work=work,
+        _samples=tmp_path,
     )
-    found = asyncio.run(RolloutRole._evaluate(role, 3, 5))  # type: ignore[arg-type]
+    found = asyncio.run(Evaluations.make(role, 3, 5))  # type: ignore[arg-type]
     assert (found["a"]["accuracy"], found["a"]["n"], found["a"]["mine"]) == (0.25, 6, 7.0) and "ci_low" in found["a"]
     assert found["b"]["accuracy"] == 0.75 and found["other"] == {"accuracy": 0.5, "solved": 3.0}
     rows = [json.loads(line) for line in (tmp_path / "eval-a-3.jsonl").read_text().splitlines()]
     assert [row["group"] for row in rows] == [0, 0, 1, 1, 2, 2] and not (tmp_path / "eval-b-3.jsonl").exists()
-    role.own_evaluator = None
-    usually = asyncio.run(RolloutRole._evaluate(role, 3, 5))  # type: ignore[arg-type]
+    role._own = None
+    usually = asyncio.run(Evaluations.make(role, 3, 5))  # type: ignore[arg-type]
     assert usually.keys() == {"a", "b"} and "mine" not in usually["a"]
+    beside = asyncio.run(Evaluations.make(role, 3, 5, beside=True))  # type: ignore[arg-type]
+    assert beside["a"] == usually["a"] | {"policy_version": 5, "policy_version_max": 5, "policy_version_ratio": 1}
 
 
 @pytest.mark.parametrize(

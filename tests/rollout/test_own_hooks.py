@@ -158,8 +158,9 @@ def test_metrics_are_added_to_or_replaced() -> None:
         run("spoils")
     mine = hooks(custom_eval_rollout_log_function_path="of_evaluation")
     for rollout_id, wanted in ((0, {"accuracy": 0.5, "n": 4.0, "mine": 10.0}), (1, {"n": 4.0, "mine": 10.0})):
-        mine.rollout_id = rollout_id
-        assert asyncio.run(mine.log_evaluation({"a": rollout()}, {"a": {"accuracy": 0.5, "n": 4}})) == {"a": wanted}
+        mine.rollout_id = 7  # the one that is made meanwhile
+        found = asyncio.run(mine.log_evaluation(rollout_id, {"a": rollout()}, {"a": {"accuracy": 0.5, "n": 4}}))
+        assert found == {"a": wanted}
 
 
 # ---- what the trainer gets

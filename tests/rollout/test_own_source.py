@@ -264,7 +264,7 @@ def test_how_long_a_run_is(model: Path) -> None:
     def work(name: str, **values: Any) -> Work:
         base = {"hf_checkpoint": str(model), "loss_type": "sft_loss", "label_key": "label", "rollout_batch_size": 4}
         options = Options(**(base | {"data_source_path": f"{HERE}.{name}"} | values))
-        return Work(SimpleNamespace(options=options, plan=SimpleNamespace(engines=[])))  # type: ignore[arg-type]
+        return Work(SimpleNamespace(options=options, plan=SimpleNamespace(engine_count=0)))  # type: ignore[arg-type]
 
     assert work("Listed", num_epoch=3).total == 6 and work("Counting", num_rollout=5).total == 5
     found = work("Counting", num_rollout=5)

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from hpcrl.config.options import Options
 from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.errors import DataError, UsageError
+from hpcrl.rollout.prompts import prompt_files
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
@@ -51,6 +52,34 @@ def read(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., PromptFile]:
         return read_prompts(tmp_path / "p.jsonl", Reading.of(options, tokenizer), tokenizer)
 
     return go
+
+
+@given(st.lists(st.text(st.sampled_from("a1 é\ufdfa世\n"), max_size=40), min_size=1, max_size=6), st.integers(1, 60))
+@settings(max_examples=200, deadline=None)
+def test_what_is_sure_to_fit_without_being_encoded_does(model: Path, texts: list[str], limit: int) -> None:
+    tokenizer = Tokenizer(model)
+    for text in texts:
+        if tokenizer.surely_within(text, limit):
+            assert 0 < len(tokenizer.encode([text])[0]) <= limit
+    assert tokenizer.surely_within("1" * 100, 108) and not tokenizer.surely_within("1" * 101, 108)
+    assert tokenizer.surely_within("1", None) and not tokenizer.surely_within(" \n", None)
+
+
+def test_only_what_may_be_too_long_is_encoded(
+    read: Callable[..., PromptFile], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, texts: Any) -> Any:
+        encoded.extend(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    rows = [json.dumps({"prompt": "1" * count, "label": "2"}) + "\n" for count in (5, 50, 95, 120)]
+    file = read("".join(rows), rollout_max_prompt_len=100)
+    assert (len(file), file.dropped) == (3, 1)
+    assert sorted(len(text) for text in encoded if len(text) > 1) == [len("<|user|><|end|><|assistant|>") + n for n in (95, 120)]
 
 
 def test_a_prompt_is_rendered_and_keeps_what_stood_there(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
@@ -123,6 +152,23 @@ def test_a_prompt_may_be_as_long_as_the_limit(read: Callable[..., PromptFile], v
     file = read("\n".join(row(n) for n in (limit + 1, limit, limit + 9, 4)), **values)
     assert (file.dropped, [prompt.line for prompt in file.prompts]) == (2, [2, 4])
     assert "2 prompts in" in str(file) and "2 more were dropped" in str(file)
+
+
+def test_a_text_that_no_context_holds_is_never_encoded(
+    read: Callable[..., PromptFile], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Encoding takes memory of hundreds of times its length: a line of 100 MB would take more than a host has."""
+    monkeypatch.setattr(prompt_files, "MOST_TEXT", 60)
+    plain, seen = Tokenizer.encode, []
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: seen.extend(map(len, texts)) or plain(self, texts))
+    long = json.dumps({"prompt": "1" * 200, "label": "2"})
+    file = read(f"{long}\n{GOOD}\n{long}")
+    assert (file.dropped, [prompt.line for prompt in file.prompts]) == (2, [2])
+    with pytest.raises(DataError, match=r"line 2: a text of 2\d\d characters is too long, 60 are the most"):
+        read(f"{GOOD}\n{long}", overlong_prompts="error")
+    with pytest.raises(DataError, match=r"line 1: a text of 20\d characters"):
+        read(json.dumps({"prompt": "1", "label": "3" * 200}), overlong_prompts="error", loss_type="sft_loss", rollout_num_gpus=0)
+    assert seen and max(seen) <= 60
 
 
 def test_messages_without_a_template_are_an_error(read: Callable[..., PromptFile]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.journal import account
 from tests.rollout.test_rollout import EACH, GROUPS, Attempt, model  # noqa: F401  (a fixture)
 from tests.support.fake_engine import CUT, FakeEngine, partial
@@ -57,7 +58,7 @@ def killed_while_making(attempt: Attempt, rollout_id: int, state: dict[str, Any]
     """Kill -9 once a group that the checkpoint does not know is on disk."""
     bank, known = attempt.rundir.root / "bank", state["ledger"]["following"]
     attempt.call("generate", rollout_id=rollout_id, version=rollout_id)
-    until(lambda: any(int(path.stem) >= known for path in bank.glob("*.group") if path.stem.isdecimal()))
+    until(lambda: any(number >= known for number in Bank(bank).numbers()))
     attempt.process.kill()
     attempt.process.wait()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import sys
 import types
@@ -218,14 +219,38 @@ def test_ifbench_asks_the_installed_checks(monkeypatch: pytest.MonkeyPatch) -> N
     assert "2 instructions, but kwargs for 1" in worth("ifbench", "a", **(rows | {"kwargs": [{}]}))
 
 
+#: instruction, its arguments, a response that follows it, one that does not
+INSTRUCTIONS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("count:word_count_range", {"min_words": 3, "max_words": 5}, "one two three four", "one two"),
+    ("count:numbers", {"N": 2}, "I have 2 cats and 3 dogs", "I have 2 cats"),
+    ("format:no_whitespace", {}, "abc", "a bc"),
+    ("keywords:existence", {"keywords": ["red", "blue"]}, "a red and a blue one", "a red one"),
+    ("keywords:forbidden_words", {"forbidden_words": ["no"]}, "yes", "oh no"),
+    ("punctuation:no_comma", {}, "no comma here", "well, one"),
+    ("detectable_format:json_format", {}, '{"a": 1}', "a: 1"),
+    ("detectable_format:title", {}, "<<poem>> text", "poem"),
+    ("startend:quotation", {}, '"all of it"', 'not "all" of it'),
+    ("startend:end_checker", {"end_phrase": "the end."}, "And so it was. The end.", "And so it was."),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two three", "one two"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Hi.\nP.S. more", "Hi."),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "Say hi. Hi!", "Hi!"),
+]
+
+
+def test_ifbench_gives_the_verdicts_of_the_published_checks() -> None:
+    pytest.importorskip("if_verifiable.ifbench.instructions_registry", reason="pip install if-verifiable")
+    for name, given, good, bad in INSTRUCTIONS:
+        rows = {"instruction_id_list": [name], "kwargs": [given]}
+        assert (worth("ifbench", good, **rows), worth("ifbench", bad, **rows)) == (1, 0), name
+    both = {"instruction_id_list": ["punctuation:no_comma", "format:no_whitespace"], "kwargs": [{}, {"N": None}]}
+    assert (worth("ifbench", "abc", **both), worth("ifbench", "a c", **both), worth("ifbench", "a,c", **both)) == (1, 0, 0)
+
+
 def test_ifbench_without_checks_says_what_to_install() -> None:
-    try:
-        importlib.import_module("if_verifiable.ifbench.instructions_registry")
-    except ImportError:
-        with pytest.raises(UsageError, match="pip install if-verifiable"):
-            load_reward("ifbench", Options())
-    else:
-        assert worth("ifbench", "no white space"[:2], instruction_id_list=["format:no_whitespace"], kwargs=[{}]) == 1
+    if importlib.util.find_spec("if_verifiable") is not None:
+        pytest.skip("they are installed")
+    with pytest.raises(UsageError, match="pip install if-verifiable"):
+        load_reward("ifbench", Options())
 
 
 # ---- the registry

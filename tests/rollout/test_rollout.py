@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -22,6 +24,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.queue.client import QueueClient
+from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.share_format import Share
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
@@ -272,6 +275,43 @@ def test_a_stop_between_rollouts_and_during_an_evaluation(tmp_path: Path, model:
         assert attempt.fetch(1) == [None, None]
         attempt.call("finish", rollout_id=1)
         assert attempt.end() == 0
+
+
+def test_a_rollout_is_made_beside_an_evaluation_which_says_what_weights_answered(tmp_path: Path, model: Path) -> None:
+    """The last two of five held-out responses come once there are new weights."""
+    more = threading.Event()
+
+    async def late(count: int, body: dict[str, Any]) -> dict[str, Any]:
+        while count > 2 and not more.is_set():
+            await asyncio.sleep(0.01)
+        return good(body, "1" if count > 2 else "0")
+
+    def script(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
+        if "logprobs" in body["sampling_params"]:
+            return None
+        held.append(count)
+        return late(len(held) - 1, body)
+
+    held: list[int] = []
+    asked = {"rollout_id": -1, "version": 0, "beside": True}
+    with Attempt(tmp_path / "run", model, script, loop="fully-async", deterministic_mode=False, max_staleness=2) as attempt:
+        attempt.begin()
+        assert attempt.call("evaluate", **asked, patience=0.0) == {UNFINISHED: {}}
+        attempt.step(0)
+        assert attempt.call("evaluate", **asked, patience=0.0) == {UNFINISHED: {}}
+        attempt.call("engines_updated", engines=attempt.call("engines")["update"], version=1)
+        more.set()
+        found = attempt.call("evaluate", **asked, patience=20.0)["held"]
+        tokens = [row["response_len"] for row in attempt.samples()["eval-held--1.jsonl"]]
+        versions = [row["versions"] for row in attempt.samples()["eval-held--1.jsonl"]]
+        assert (found["policy_version"], found["policy_version_max"], found["n"]) == (0, 1, 5)
+        old = sum(size for size, mine in zip(tokens, versions, strict=True) if set(mine) == {0})
+        assert 0 < old < sum(tokens) and found["policy_version_ratio"] == pytest.approx(old / sum(tokens))
+        more.clear()
+        held.clear()
+        assert attempt.call("evaluate", **asked | {"rollout_id": 0, "version": 0}, patience=0.0) == {UNFINISHED: {}}
+        attempt.rundir.request_stop()
+        assert attempt.call("evaluate", **asked | {"rollout_id": 0}) == {}, "whoever goes on makes up for it"
 
 
 def test_an_engine_that_dies_in_the_middle_costs_nothing(tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,16 @@ def found(model: Path) -> dict[str, Any]:
             found["broken"] = str(error.value)
             policy.broken, policy.status = None, ABORTED
             found["ended"] = await made.make(asked(model, label="two_turns"))
+            policy.status, policy.ends = "", {len(policy.asked) + 2: 2}
+            found["parts"] = await made.make(asked(model, label="two_turns"))
+            policy.asked, policy.begun, policy.ends = [], [], {}
+            again = replace(asked(model, label="two_turns"), begun=tuple(found["parts"]), rollout_id=4, version=9)
+            found["whole"] = await made.make(again)
+            found["policy-whole"], found["begun-whole"] = policy.asked, policy.begun
+            policy.asked = []
+            done = replace(again, begun=(replace(found["whole"][0], reward=math.nan),))
+            found["graded"] = await made.make(done)
+            assert not policy.asked, "it is finished, and waits for its reward alone"
         return found
 
     return asyncio.run(run())
@@ -226,7 +238,26 @@ def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: P
 def test_an_engines_failure_is_the_runs_and_a_response_that_is_not_needed_is_given_back(found: dict[str, Any]) -> None:
     assert found["broken"] == "engine-0 answered a completion without tokens"
     [sample] = found["ended"]
-    assert sample.status == ABORTED and sample.response_length == 0
+    assert sample.status == ABORTED and sample.response_length == 3, "of the turn that was under way"
+
+
+def test_a_response_that_was_ended_early_goes_on_with_what_there_was(model: Path, found: dict[str, Any]) -> None:
+    """Its second turn was ended behind two tokens; the function begins again, and gets the same answers."""
+    first, second = found["parts"]
+    assert (first.status, first.response_length, second.status, second.response_length) == (COMPLETED, 3, ABORTED, 2)
+    (request,) = found["policy-whole"]
+    assert request[0] == second.tokens[:-2].tolist() and found["begun-whole"] == [second.tokens[-2:].tolist()]
+    [sample], [never_ended] = found["whole"], found["turns"]
+    check(sample)
+    assert sample.tokens.tolist() == never_ended.tokens.tolist()
+    assert sample.loss_mask.tolist() == never_ended.loss_mask.tolist()
+    told = sample.loss_mask == 0
+    assert sample.versions[:3].tolist() == first.versions.tolist() and sample.versions[-3:-1].tolist() == second.versions.tolist()
+    assert sample.versions[-1] >= 9 and set(sample.versions[told].tolist()) == {int(first.versions[-1])}
+    [graded] = found["graded"]
+    assert (
+        graded.tokens.tolist() == sample.tokens.tolist() and graded.grading == "error" and "set no reward" in graded.grading_error
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hpcrl.run.exit_status import how_it_ended, signal_name
+from hpcrl.run.trouble.memory import MemoryWatch
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,51 @@ from hpcrl.run.exit_status import how_it_ended, signal_name
 )
 def test_how_a_process_ended(code: str, phrase: str) -> None:
     assert how_it_ended(subprocess.run([sys.executable, "-c", code], check=False).returncode) == phrase
+
+
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/slurm/uid_0/job_7/step_0\n0::/\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/job_7/step_0/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/job_7/step_0/memory.limit_in_bytes": "9223372036854771712\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.limit_in_bytes": f"{8 << 30}\n",
+}
+V2 = {
+    "proc/self/cgroup": "0::/system.slice/job_7/step_0\n",
+    "sys/fs/cgroup/system.slice/job_7/step_0/memory.events": "low 0\nmax 9\noom 1\noom_kill 1\n",
+    "sys/fs/cgroup/system.slice/job_7/step_0/memory.max": "max\n",
+    "sys/fs/cgroup/system.slice/job_7/memory.max": f"{12 << 30}\n",
+}
+INSIDE = {"proc/self/cgroup": "0::/outside/of/us\n", "sys/fs/cgroup/memory.events": "oom_kill 1\n"}
+NONE = {
+    "proc/self/cgroup": "0::/job\n",
+    "sys/fs/cgroup/job/memory.events": "oom 0\noom_kill 0\n",
+    "sys/fs/cgroup/job/memory.max": "1\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (V1, "at the limit of 8.0 GiB (memory.limit_in_bytes of job_7): ask for more memory"),
+        (V2, "at the limit of 12.0 GiB (memory.max of job_7): ask for more memory"),
+        (INSIDE, "the kernel killed 1 process for want of memory: ask for more memory"),
+        (NONE, ""),
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "garbage\n"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_limit_of_memory_that_was_reached_is_said(files: dict[str, str], said: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = MemoryWatch(tmp_path, ever=True).said()
+    assert found.endswith(said) and bool(found) == bool(said)
+
+
+def test_the_kernels_word_takes_the_place_of_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryWatch, "said", lambda _: "the kernel did it")
+    assert how_it_ended(-9) == "was killed by SIGKILL (the kernel did it)" and how_it_ended(-15) == "was killed by SIGTERM"
+    assert how_it_ended(137) == "ended with exit code 137 (SIGKILL; the kernel did it)"
 
 
 @pytest.mark.parametrize("status", [-1000, -65, 0, 1, 127, 128, 193, 255, 4096])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.commands.find_run import all_runs
 from hpcrl.run import registry
 from hpcrl.run.registry import known, place, remember
 from tests.support.rundirs import make
@@ -66,3 +67,13 @@ def test_strange_entries_are_no_runs(home: Path) -> None:
     (place() / "file").write_text("x")
     (place() / "loop").symlink_to(place() / "loop")
     assert known() == []
+
+
+def test_a_run_that_is_reached_by_two_ways_is_listed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make(home / "real" / "runs" / "a")
+    (home / "way").symlink_to(home / "real")
+    remember(home / "way" / "runs" / "a")
+    monkeypatch.chdir(home / "real")
+    assert known() == [home / "way/runs/a"] == all_runs() and all_runs()[0].samefile(root)
+    remember(root)
+    assert all_runs() == [root], "as it was said last"

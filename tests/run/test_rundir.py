@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from hpcrl.careful_files import as_given, read_given, swappable_by_group
+from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.mpi.hostfile import read_hostfile
 from hpcrl.run.failure import ERROR
 from hpcrl.run.job_file import read_job, write_job
 from hpcrl.run.recipe_file import RecipeFile, read_recipe_file, write_recipe_file
@@ -155,3 +160,64 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lure is a link to .*/strangers/den, which is not there"):
         RunDir.create(tmp_path / "lure")
     assert not (tmp_path / "strangers").exists()
+
+
+def test_a_group_that_can_swap_it_is_named(tmp_path: Path) -> None:
+    """Said and not refused: project directories that a group shares are how many sites work."""
+    place = tmp_path / "project"
+    place.mkdir()
+    place.chmod(0o2775)
+    assert swappable_by_group(place / "run") is None, "root's group is the system's own"
+    try:
+        os.chown(place, -1, 12345)
+    except PermissionError:
+        pytest.skip("a directory cannot be given to another group here (needs root)")
+    place.chmod(0o2775)
+    assert swappable_by_group(place / "run") == (place, "12345")
+    place.chmod(0o3775)
+    assert swappable_by_group(place / "run") is None, "with the sticky bit nobody renames what is another's"
+
+
+def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
+    """A recipe, a profile, a hostfile: a link is followed, a pipe of the shell's is read, and nothing waits for ever or fills the memory."""
+    (tmp_path / "real").write_text("node1\n")
+    (tmp_path / "link").symlink_to("real")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_bytes(b"x" * 200)
+    assert read_given(tmp_path / "link") == "node1\n"
+    for name, said in (("fifo", "is no regular file"), ("large", "has more than 100 bytes"), (".", "no regular file|directory")):
+        with pytest.raises(OSError, match=said):
+            read_given(tmp_path / name, 100)
+    with pytest.raises(OSError, match="is no regular file"):
+        read_given("/dev/zero")
+    with pytest.raises(UsageError, match="fifo: is no regular file"):
+        read_hostfile(tmp_path / "fifo")
+    command = f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.careful_files import read_given; print(read_given(\"/dev/fd/7\"))'"
+    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30).stdout == "node1\n\n"
+
+
+def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a login node's links lead may not be there on the nodes of the job; another user's link may lead elsewhere later."""
+    real, said = tmp_path / "login-only" / "home", tmp_path / "home"
+    real.mkdir(parents=True)
+    said.symlink_to(real)
+    assert RunDir.create(said / "run").root == said / "run" and RunDir(said / "run" / "." / "x").root == said / "run" / "x"
+    (tmp_path / "r.toml").write_text("num_rollout = 1\n")
+    (said / "r.toml").symlink_to(tmp_path / "r.toml")
+    monkeypatch.chdir(said)
+    for shell, root in ((said, said), ("", real), (tmp_path, real), ("/nowhere", real)):
+        monkeypatch.setenv("PWD", str(shell))
+        assert as_given("runs/a") == root / "runs/a"
+        assert load_recipe("r.toml").path == root / "r.toml"
+    assert as_given(said / ".." / "x") == tmp_path / "login-only" / "x", "not beside the link"
+    (said / "open").mkdir()
+    (said / "open").chmod(0o777)
+    (tmp_path / "way").symlink_to(said / "open")
+    with pytest.raises(UsageError, match="everybody may put something else in its place"):
+        RunDir.create(tmp_path / "way" / "run")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    if said.lstat().st_uid not in (0, 4711):
+        assert as_given(said / "run") == real / "run"
+    else:  # as root: a link that is another's
+        os.lchown(said, 4712, -1)
+        assert as_given(said / "run") == real / "run"

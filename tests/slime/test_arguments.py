@@ -166,7 +166,7 @@ def test_the_commands_take_them(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda scheduler: False)
     site = ["--layout", "homogeneous", "--set", "trainer.gpus_per_node=8"]
     assert main(["submit", "--dry-run", *site, "--", *BASE.split()]) == 0
-    assert "#SBATCH --job-name=hpcrl-qwen3-4b" in capsys.readouterr().out
+    assert "#SBATCH --job-name=qwen3-4b-hpcrl" in capsys.readouterr().out
     for command in ("plan", "run", "submit", "launch"):
         assert main([command, "x.toml", "--", *BASE.split()]) == 2
     assert main(["submit", "--print", "--", *BASE.split()]) == 2

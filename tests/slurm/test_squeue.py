@@ -21,13 +21,13 @@ REAL = """\
 1003 1003 CANCELLED BeginTime 1795256920 1795256920 1795256920 1 root cnc hpcrl:zzz
 1004 1004 PENDING Resources 1795256920 1795257220 NONE 1 root fail (null)
 1002 1002 PENDING PartitionNodeLimit 1795256920 N/A N/A 5 root pend (null)
-1000+0 1000 RUNNING None 1795256920 1795256920 1795257220 1 root hpcrl-a hpcrl:abc
-1000+1 1001 RUNNING None 1795256920 1795256920 1795257220 2 root hpcrl-a hpcrl:abc
+1000+0 1000 RUNNING None 1795256920 1795256920 1795257220 1 root a-hpcrl hpcrl:abc
+1000+1 1001 RUNNING None 1795256920 1795256920 1795257220 2 root a-hpcrl hpcrl:abc
 """.replace(" ", "\x1f")
 ACCOUNTED = (
     """\
-1000+0 1000 RUNNING 1795256920 1795256920 Unknown 1 root hpcrl-a -
-1000+1 1001 RUNNING 1795256920 1795256920 Unknown 1 root hpcrl-a -
+1000+0 1000 RUNNING 1795256920 1795256920 Unknown 1 root a-hpcrl -
+1000+1 1001 RUNNING 1795256920 1795256920 Unknown 1 root a-hpcrl -
 1003 1003 CANCELLED_by_0 1795256920 None 1795256920 1 root cnc hpcrl:zzz
 """.replace(" ", "\x1f")
     .replace("_", " ")
@@ -137,7 +137,7 @@ def test_one_question_for_many_jobs_and_two_runs_of_one_number(slurm: FakeSlurm)
     mine, before, old, gone = (JobKey(i, f"id-{n}", NOW, history=h) for i, n, h in
                                [("100", "a", True), ("100", "b", True), ("101", "c", True), ("102", "d", False)])  # fmt: skip
     slurm.command("squeue", row("100", comment="hpcrl:id-a"))
-    slurm.command("sacct", "101\x1f101\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fhpcrl-x\x1fhpcrl:id-c\n")
+    slurm.command("sacct", "101\x1f101\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fx-hpcrl\x1fhpcrl:id-c\n")
     answer = look([mine, before, old, gone])
     assert [answer.jobs[key].phase for key in (mine, before, old, gone)] == ["running", "gone", "ended", "gone"]
     assert [answer.jobs[key].foreign for key in (mine, before, old, gone)] == [False, True, False, False]
@@ -156,7 +156,7 @@ def test_one_squeue_for_all_runs(slurm: FakeSlurm, capsys: pytest.CaptureFixture
     rows = [row("100+0", comment=mark[0]), row("100+1", comment=mark[0]), row("101", "PENDING", "Priority", comment=mark[1])]
     rows += [row("102", "PENDING", "PartitionTimeLimit", comment=mark[2]), row("103", comment="hpcrl:another")]
     slurm.command("squeue", "".join(rows))
-    slurm.command("sacct", "104\x1f104\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fhpcrl-x\x1f" + mark[4] + "\n")
+    slurm.command("sacct", "104\x1f104\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fx-hpcrl\x1f" + mark[4] + "\n")
     assert main(["status"]) == 0
     lines = {text.split()[0]: text for text in capsys.readouterr().out.splitlines()}
     assert "starting" in lines["runs/r0"]
@@ -285,3 +285,16 @@ def test_stop_of_a_job_that_waits_says_what_to_do(slurm: FakeSlurm, capsys: pyte
     assert main(["stop", "a"]) == 1
     assert "is not running: it is pending (waits for free nodes (Resources)" in (err := capsys.readouterr().err)
     assert "hpcrl cancel runs/a" in err and not (root / "stop").exists()
+
+
+def test_the_last_word_of_a_launcher_that_no_file_took(slurm: FakeSlurm) -> None:
+    """It stands behind the run's identity, and is why the job has failed; one that another run left is nobody's."""
+    said = "cannot write metrics.jsonl: the file system is full (No space left on device; 0.0 MB are free)"
+    key = JobKey("100", "id-a", time.time())
+    slurm.command("squeue", row("100", "FAILED", comment=f"hpcrl:id-a {said}"))
+    found = look([key]).jobs[key]
+    assert (found.outcome, found.reason) == ("failed", said)
+    slurm.command("squeue", row("100", "COMPLETED", comment=f"hpcrl:id-a {said}"))
+    assert look([key]).jobs[key].reason != said
+    slurm.command("squeue", row("100", "FAILED", comment=f"hpcrl:id-ab {said}"))
+    assert look([key]).jobs[key].foreign

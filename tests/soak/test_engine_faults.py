@@ -1,6 +1,7 @@
-"""Engines of a real run that are killed and stopped, again and again, at steps that a seed draws: nothing is lost, and nothing changes.
+"""Engines of a run on the cluster that are killed, stopped and cut off, again and again, at moments that a seed draws.
 
-SEED: which faults, and how weights travel (odd: gloo, even: shared memory); N: how many a seed (5).
+SEED: which faults, and which loop (even: sync, odd: fully-async); N: how many a seed (20).  An engine is struck at any moment of a
+step, weight update included, or while it comes back from the fault before.
 """
 
 from __future__ import annotations
@@ -8,96 +9,145 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from hpcrl.rollout.ledger.journal import account
-from hpcrl.run.engines.view import EngineViews, read_views
-from tests.support.runs import POLICY, Run, all_gone, make_task, metrics, processes, recipe, samples
+from hpcrl.run.engines.view import EngineView, read_views
+from tests.support.cluster import Cluster
+from tests.support.runs import POLICY, metrics, recipe, rows
+from tests.support.slurm import Job, hpcrl, submit
 
-pytestmark = [pytest.mark.soak, pytest.mark.vllm]
+pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
-SEEDS = [int(seed) for seed in (os.environ.get("SEED") or "1").split(",")]
-FAULTS = int(os.environ.get("N") or 5)
-ENGINES = 2
-
-
-def supervisor(root: Path, index: int) -> psutil.Process:
-    """The supervisor of an engine that lives."""
-    for pid in processes(root):
-        words = psutil.Process(pid).cmdline()
-        if "hpcrl.engine.main" in words and words[words.index("--index") + 1] == str(index):
-            return psutil.Process(pid)
-    raise AssertionError(f"engine {index} has no supervisor")
+SEEDS = [int(seed) for seed in (os.environ.get("SEED") or "1,2").split(",")]
+FAULTS = int(os.environ.get("N") or 20)
+KINDS = ("kill the server", "kill the core", "kill the supervisor", "stop the server", "stop the core", "cut off")
+CUT = (2.0, 7.0)  #: seconds without a network; Slurm declares a node lost after 12
+LONG = {"rollout_max_response_len": 120, "rollout_max_context_len": 192, "max_tokens_per_gpu": 2048}
+NEVER_WAITS = LONG | {"loop": "fully-async", "max_staleness": 2, "use_tis": True, "deterministic_mode": False}
 
 
-def server(root: Path, index: int) -> psutil.Process:
-    return supervisor(root, index).children()[0]
+class Faults:
+    """Strikes the engines of a run, and knows what it did."""
 
+    def __init__(self, cluster: Cluster, job: Job, chance: random.Random) -> None:
+        self.cluster, self.job, self.chance = cluster, job, chance
+        plan = json.loads((job.root / "attempts/0/plan.json").read_text())
+        self.hosts: list[str] = [place["host"] for place in plan["engines"]]
+        self.shared = {place["host"] for place in plan["trainers"]} | {plan["rollout"]["host"]}
+        self.done: list[dict[str, Any]] = []
 
-def core(root: Path, index: int) -> psutil.Process:
-    return server(root, index).children()[-1]
+    def views(self) -> list[EngineView]:
+        found = read_views(self.job.root / "attempts/0")
+        assert found is not None
+        return found.engines
 
+    def all_serve(self) -> bool:
+        return all(view.state == "serving" for view in self.views())
 
-#: what is done to whom
-KINDS: dict[str, tuple[Callable[[Path, int], psutil.Process], signal.Signals]] = {
-    "kill the server": (server, signal.SIGKILL),
-    "kill the core": (core, signal.SIGKILL),
-    "kill the supervisor": (supervisor, signal.SIGKILL),
-    "stop the server": (server, signal.SIGSTOP),
-    "stop the core": (core, signal.SIGSTOP),
-}
+    def moment(self) -> str:
+        """Wait until it is time for the next fault."""
+        if self.done and self.chance.random() < 0.35:  # what was struck last is on its way back
+            self.job.until(lambda: not self.all_serve() or self.settled(), 60)
+            time.sleep(self.chance.uniform(0, 12))
+            return "joining"
+        self.job.until(self.all_serve, 300)
+        steps = self.job.steps()
+        self.job.until(lambda: self.job.steps() > steps, 300)
+        time.sleep(self.chance.uniform(0, self.step_time()))
+        return "step"
 
+    def settled(self) -> bool:
+        return self.all_serve() and time.monotonic() > self.done[-1]["at"] + 30
 
-def views(root: Path) -> EngineViews:
-    found = read_views(root / "attempts/0")
-    assert found is not None
-    return found
+    def step_time(self) -> float:
+        times = [row["perf/step_time"] for row in rows(self.job.root) if "perf/step_time" in row]
+        return statistics.median(times[-10:])
 
+    def strike(self) -> None:
+        when, kind = self.moment(), self.chance.choice(KINDS)
+        index = self.chance.randrange(len(self.hosts))
+        if kind == "cut off":
+            index = next(i for i, host in enumerate(self.hosts) if host not in self.shared)
+        elif when == "joining":
+            index = next((view.index for view in self.views() if view.state != "serving"), index)
+        before = self.views()[index].state
+        hit = self.cut(self.hosts[index]) if kind == "cut off" else self.signal(index, kind)
+        until = time.monotonic() + 15
+        while not hit and time.monotonic() < until:  # between two lives
+            time.sleep(0.2)
+            hit = self.signal(index, kind)
+        self.done.append({"fault": kind, "when": when, "engine": index, "state": before, "hit": hit, "at": time.monotonic()})
+        print(json.dumps(self.done[-1] | {"step": self.job.steps()}), flush=True)
 
-def there(root: Path) -> list[int]:
-    """The engines that answer, or are about to."""
-    return [view.index for view in views(root).engines if view.state in ("serving", "joining")]
+    def cut(self, node: str) -> bool:
+        self.cluster.link(node, "down")
+        time.sleep(self.chance.uniform(*CUT))
+        self.cluster.link(node, "up")
+        return True
 
-
-def start(path: Path, task: Path, rollouts: int, way: str) -> Run:
-    path.mkdir()
-    values = {"num_rollout": rollouts, "rollout_num_gpus": ENGINES, "engine_restarts": FAULTS, "engine_hang_timeout": 8}
-    values |= {"weight_transfer": way, "save_interval": None}
-    root = path / "run"
-    return Run(recipe(path, task, **(POLICY | values | {"rollout_timeout": 600, "run_dir": str(root)})), root=root)
+    def signal(self, index: int, kind: str) -> bool:
+        """False if there was nothing to strike: between two lives."""
+        what, _, whom = kind.partition(" the ")
+        try:
+            words = {"supervisor": "hpcrl.engine.main", "server": "hpcrl.engine.server", "core": "hpcrl.engine.server"}
+            found = [
+                psutil.Process(pid)
+                for pid, argv in self.cluster.processes(self.hosts[index])
+                if words[whom] in argv and argv[argv.index("--index") + 1] == str(index) and str(self.job.root) in argv
+            ]
+            if whom == "core":
+                found = [child for server in found for child in server.children()]
+            if not found:
+                return False
+            found[-1].send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        except psutil.Error:
+            return False
+        return True
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_engines_end_at_drawn_times(tmp_path: Path, seed: int) -> None:
-    chance, task, way = random.Random(seed), make_task(tmp_path / "task"), "gloo" if seed % 2 else "shm"
-    rollouts = 4 * FAULTS + 4
-    run = start(tmp_path / "faults", task, rollouts, way)
-    for number in range(FAULTS):
-        at, kind, after = 4 * number + chance.randrange(4), chance.choice(sorted(KINDS)), chance.uniform(0, 0.5)
-        run.until(lambda at=at: run.steps() >= at, 600)
-        run.until(lambda: bool(there(run.root)), 300)
-        time.sleep(after)
-        index = chance.choice(there(run.root) or [0])  # the last one as well: then the run waits
-        find, what = KINDS[kind]
-        try:
-            find(run.root, index).send_signal(what)
-        except (AssertionError, IndexError, psutil.Error):
-            kind = "none: it was just ending"
-        print(json.dumps({"fault": kind, "engine": index, "step": run.steps()}), flush=True)
-    status, out = run.end(900)
-    assert status == 0, out + run.logs()
-    assert all_gone(run.root, [])
-    print("restarts:", [view.restarts for view in views(run.root).engines], flush=True)
-    untouched = start(tmp_path / "untouched", task, rollouts, way)
-    status, out = untouched.end(900)
-    assert status == 0, out + untouched.logs()
-    assert metrics(run.root) == metrics(untouched.root) and samples(run.root) == samples(untouched.root)
-    found = account(run.root)
+def test_engines_end_at_drawn_moments_and_the_run_goes_on(cluster: Cluster, tmp_path: Path, task: Path, seed: int) -> None:
+    values = {
+        "num_rollout": 100000,
+        "save_interval": None,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 2,
+    }
+    values |= {"engine_restarts": 2 * FAULTS, "engine_hang_timeout": 8, "rollout_timeout": 600, "update_timeout": 30}
+    settings = ("engine.gpus_per_node=1", "requeue=false")
+    more = NEVER_WAITS if seed % 2 else {}
+    job = submit(cluster, recipe(tmp_path, task, **(POLICY | values | more)), tmp_path / "run", settings=settings)
+    job.until(lambda: job.steps() >= 10)
+    faults = Faults(cluster, job, random.Random(seed))
+    assert len(set(faults.hosts)) == 2
+    before = faults.step_time()
+    while sum(one["hit"] for one in faults.done) < FAULTS:
+        faults.strike()
+    job.until(faults.all_serve, 300)
+    steps = job.steps()
+    job.until(lambda: job.steps() >= steps + 10)
+    hpcrl(cluster, "stop", job.root)
+    job.ends()
+    found, trained = account(job.root), list(metrics(job.root).values())
+    log = "".join(path.read_text() for path in job.root.glob("logs/attempt-0/trainer-0.log"))
+    during = len(re.findall(r"the weight update to version \d+ goes on without", log))
+    restarts = [view.restarts for view in faults.views()]
+    numbers = {"seed": seed, "faults": sum(one["hit"] for one in faults.done), "restarts": restarts}
+    numbers |= {"in updates": during, "steps": len(trained), "seconds a step before": before, "after": faults.step_time()}
+    print(json.dumps(numbers), flush=True)
+    assert job.attempt() == 0
+    assert [row["rollout_id"] for row in rows(job.root) if "train/loss" in row] == list(range(len(trained)))
     assert not found.wrong, found.wrong
-    assert found.trained == rollouts * POLICY["rollout_batch_size"]
+    assert found.trained == len(trained) * POLICY["rollout_batch_size"]
+    assert max(row["staleness/max"] for row in trained) <= (2 if seed % 2 else 0)
+    assert max(row["train/train_rollout_logprob_abs_diff"] for row in trained) <= 1e-5, "nobody answered with other weights"

@@ -1,4 +1,5 @@
-"""A real run with over-sampling, a filter and partial rollout, killed twice: where every group is. And many groups through one process."""
+"""A real run with over-sampling, a filter and partial rollout, killed twice, its engine once: where every group is. And many groups through
+one process."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ import pytest
 
 from hpcrl.rollout.ledger.journal import account
 from tests.rollout.test_making import Attempt, FakeSampler
+from tests.soak.test_engine_faults import core
 from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, rows, samples
 
 pytestmark = pytest.mark.soak
+ROLLOUTS = 12
 #: responses of up to 40 tokens, so that a batch of the first six of ten leaves something over; checkpoints every second rollout
 VALUES = POLICY | {
     "deterministic_mode": False,
-    "num_rollout": 6,
+    "num_rollout": ROLLOUTS,
     "rollout_batch_size": 6,
     "over_sampling_batch_size": 10,
     "dynamic_sampling_filter_path": "check_reward_nonzero_std",
@@ -27,6 +30,7 @@ VALUES = POLICY | {
     "rollout_max_response_len": 40,
     "max_staleness": 4,
     "save_interval": 1,
+    "engine_restarts": 3,
 }
 
 
@@ -37,25 +41,27 @@ def test_a_whole_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Pat
     task = make_task(tmp_path / "task")
     root = tmp_path / "run"
     run = Run(recipe(tmp_path, task, **(VALUES | {"run_dir": str(root)})), root=root)
-    for steps in (2, 4):
+    for steps in (2, 6):
         run.until(lambda run=run, steps=steps: run.steps() >= steps)
         pids = run.pids()
         os.kill(run.process.pid, signal.SIGKILL)
         run.end()
-        assert all_gone(root, pids)
+        assert run.steps() < ROLLOUTS and all_gone(root, pids)
         run = Run("--resume", root, root=root)
-    status, out = run.end()
+    run.until(lambda: run.steps() >= 8)
+    core(root, 0).kill()  # in the middle of what is made next; another life of it is given the weights
+    status, out = run.end(400)
     assert status == 0, out + run.logs()
     found = account(root)
     assert not found.wrong, found.wrong
-    assert found.attempts == 3 and found.trained == 6 * 6
+    assert found.attempts == 3 and found.trained == ROLLOUTS * 6
     assert found.following == found.trained + found.buffer + found.bank + sum(found.dropped.values())
     steps = metrics(root)
-    assert list(steps) == list(range(6))
+    assert list(steps) == list(range(ROLLOUTS))
     assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "tokens of the current policy"
     assert max(row["staleness/max"] for row in rows(root) if "staleness/max" in row) <= 4
     lines = [line for name, data in samples(root).items() if name[0].isdigit() for line in data.splitlines()]
-    assert len(lines) == 6 * 6 * 4
+    assert len(lines) == ROLLOUTS * 6 * 4
     print(found, {name: [row.get(name) for row in steps.values()] for name in ("staleness/max", "rollout/groups_issued")})
 
 

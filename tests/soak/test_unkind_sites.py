@@ -1,11 +1,9 @@
-"""Runs on a cluster that is as unkind as real sites are: no GPUs and no generic resources, no default partition, partitions of one node,
-an environment that Slurm is told not to hand on, set-up lines that fail under `set -u`, a home that cannot be written to, scratch
-that differs by node, a submission from inside another job, and a file system that remembers for a minute what it saw.
+"""Campaigns on a cluster that is as unkind as real sites are (tests/support/unkind.py): the whole quick start, a file system that
+remembers for a minute what it saw, a step that is longer than the time limit, limits by cgroups.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,26 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import POLICY, REPO, SFT, metrics, recipe, rows
-from tests.support.slurm import ENV, Job, hpcrl
+from tests.support.runs import REPO, metrics, rows
+from tests.support.slurm import ENV, Job
+from tests.support.unkind import BARE, bare, policy, sft, submit, trains  # noqa: F401
+from tests.whole_runs.test_unkind_sites import guides_command
 from tools.cluster import packages
+from tools.cluster.control import ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
-SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
-BARE = ("trainer.gpus_per_node=0", "trainer.mem=4G", "trainer.cpus_per_node=2", "engine.gpus_per_node=0", "engine.mem=4G")
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if lacking := packages.reason():
-        pytest.skip(f"no test cluster here: {lacking}")
-    running = Cluster(tmp_path_factory.mktemp("bare"), visible=[tmp_path_factory.getbasetemp()], bare=True, nodes=3)
-    yield running
-    running.stop()
 
 
 @pytest.fixture
-def cached(bare: Cluster, tmp_path: Path) -> Iterator[Path]:
+def cached(bare: Cluster, tmp_path: Path) -> Iterator[Path]:  # noqa: F811
     """A directory that every host sees through a mount of its own, which remembers names, attributes and absence for 60 s."""
     real, seen = tmp_path / "real", tmp_path / "runs"
     real.mkdir()
@@ -50,87 +40,22 @@ def cached(bare: Cluster, tmp_path: Path) -> Iterator[Path]:
             mount.wait(10)
 
 
-def sft(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    return recipe(path, task, **(SFT | SPREAD | values))
-
-
-def policy(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    return recipe(path, task, **(POLICY | SPREAD | values))
-
-
-def submit(cluster: Cluster, file: Path, root: Path, *settings: str, **more: str) -> Job:
-    words = ["submit", file, "--run-dir", root, "--set", *BARE, *settings]
-    command = [sys.executable, "-m", "hpcrl", *words]
-    done = cluster.run(command, env=ENV | more, timeout=120)
-    return Job(cluster, root, int(re.match(r"job (\d+)", done.stdout)[1]))
-
-
-def trains(job: Job, steps: int = 6) -> None:
-    job.ends()
-    assert list(metrics(job.root)) == list(range(steps)), job.logs()
-
-
-def test_a_partition_without_gpus_and_of_several_the_first_that_is_free(bare: Cluster, tmp_path: Path, task: Path) -> None:
-    job = submit(bare, sft(tmp_path, task), tmp_path / "run", "trainer.partition=cpu")
-    trains(job)
-    script = (job.root / "job.sbatch").read_text()
-    assert "--gpus" not in script and "--gres" not in script
+def test_of_several_partitions_the_first_that_is_free(bare: Cluster, tmp_path: Path, task: Path) -> None:  # noqa: F811
     trains(submit(bare, sft(tmp_path, task, actor_num_nodes=1), tmp_path / "two", "trainer.partition=one1,one2"))
 
 
-def test_without_a_default_partition_the_mend_is_named_before_the_queue(bare: Cluster, tmp_path: Path, task: Path) -> None:
-    done = hpcrl(bare, "submit", sft(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *BARE, check=False)
-    assert done.returncode == 2 and "partition" in done.stderr and not (tmp_path / "run").exists(), done.stderr
-    looked = hpcrl(bare, "doctor", sft(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *BARE, check=False, timeout=120)
-    assert "set trainer.partition; there are cpu, one1, one2, one3" in looked.stdout
+def test_the_whole_quick_start_over_three_hosts(bare: Cluster, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "mine.toml").write_text('[trainer]\npartition = "cpu"\n[engine]\npartition = "cpu"\n')
+    shown = bare.run(guides_command(), env=ENV | {"HPCRL_SITE": str(tmp_path / "mine.toml")}, cwd=tmp_path).stdout
+    job = Job(bare, Path(re.search(r"run directory: (\S+)", shown)[1]), int(re.match(r"job (\d+)", shown)[1]))
+    job.ends(seconds=1500)
+    before, after = re.search(
+        r"held-out accuracy: (\S+) -> (\S+) ", (job.root / f"logs/job-{job.number}.out").read_text()
+    ).groups()
+    assert float(after) >= float(before) + 0.25
 
 
-def test_a_partition_of_one_node_is_too_small_and_says_so(bare: Cluster, tmp_path: Path, task: Path) -> None:
-    words = ["submit", sft(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *BARE, "trainer.partition=one1"]
-    done = hpcrl(bare, *words, check=False)
-    assert done.returncode == 2 and "trainer.partition one1: 2 nodes with 2 CPUs asked for, 1 of its 1 are so" in done.stderr, (
-        done.stderr
-    )
-
-
-def test_whatever_the_sites_environment_is(bare: Cluster, tmp_path: Path, task: Path) -> None:
-    """Slurm hands nothing on, the set-up reads what is not set and ends badly, home is read-only, scratch differs by node."""
-    (tmp_path / "site.toml").write_text(
-        'setup = ["echo $CONDA_BACKUP_NOT_SET", "false", "export SCRATCH_HERE=/tmp/scratch-$SLURMD_NODENAME", '
-        '"mkdir -p $SCRATCH_HERE"]\nscratch = "$SCRATCH_HERE"\n[env]\n'
-        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in ENV.items())
-        + '[trainer]\npartition = "cpu"\n'
-    )
-    for node in bare.nodes:
-        bare.run("mkdir -p /tmp/home && mount -t tmpfs -o ro tmpfs /tmp/home", node)
-        bare.run("mkdir -p /tmp/scratch-node1", node)
-    hostile = {
-        "SBATCH_EXPORT": "NONE",
-        "SLURM_EXPORT_ENV": "NONE",
-        "HPCRL_SITE": str(tmp_path / "site.toml"),
-        "HOME": "/tmp/home",
-    }
-    try:
-        trains(submit(bare, sft(tmp_path, task), tmp_path / "run", **hostile))
-    finally:
-        for node in bare.nodes:
-            bare.run("umount /tmp/home", node)
-
-
-def test_from_inside_another_job(bare: Cluster, tmp_path: Path, task: Path) -> None:
-    """The outer job's size, memory and identity are not the new one's."""
-    words = [sys.executable, "-m", "hpcrl", "submit", str(sft(tmp_path, task)), "--run-dir", str(tmp_path / "run")]
-    words += ["--set", *BARE, "trainer.partition=cpu"]
-    outer = f"#!/bin/bash\ncd {REPO}\nexport PMIX_RANK=0 PMI_RANK=0\n{' '.join(words)} > {tmp_path}/said 2>&1\n"
-    number = bare.sbatch("--partition=cpu", "--nodes=1", "--mem-per-cpu=100", "--exclusive", script=outer)
-    bare.wait_state(number, "COMPLETED", 120)
-    inner = int(re.match(r"job (\d+)", (tmp_path / "said").read_text())[1])
-    trains(Job(bare, tmp_path / "run", inner))
-
-
-def test_the_mount_remembers_absence_for_a_minute_and_lists_what_is_there(bare: Cluster, cached: Path) -> None:
+def test_the_mount_remembers_absence_for_a_minute_and_lists_what_is_there(bare: Cluster, cached: Path) -> None:  # noqa: F811
     file = cached / "later"
     assert bare.run(["test", "-e", file], "node2", check=False).returncode == 1
     bare.run(["touch", file], "node1")
@@ -139,10 +64,50 @@ def test_the_mount_remembers_absence_for_a_minute_and_lists_what_is_there(bare: 
 
 
 def test_grpo_over_three_hosts_with_a_cache_of_a_minute_in_between(
-    bare: Cluster, cached: Path, tmp_path: Path, task: Path
+    bare: Cluster,  # noqa: F811
+    cached: Path,
+    tmp_path: Path,
+    task: Path,
 ) -> None:
     job = submit(bare, policy(tmp_path, task), cached / "run", "trainer.partition=cpu", "engine.partition=cpu")
     job.root = tmp_path / "real" / "run"  # looked at without the cache
     trains(job, 5)
     spent = [row["perf/step_time"] for row in rows(job.root) if "perf/step_time" in row]
     assert max(spent) < 50, f"no step waits for a cache to forget: {spent}"
+
+
+def test_a_step_longer_than_the_time_limit_is_given_up_and_said(bare: Cluster, tmp_path: Path, task: Path) -> None:  # noqa: F811
+    """The run is ended, and queued again, before Slurm would end it for good; after as many starts as are allowed it stays down."""
+    path = policy(tmp_path, task, custom_rm_path="tests.support.slurm.very_slow", reward_timeout=900, rollout_timeout=900)
+    cpu = ("trainer.partition=cpu", "engine.partition=cpu")
+    job = submit(bare, path, tmp_path / "run", *cpu, "time=30", "signal_margin=45", "max_requeues=1")
+    for attempt in range(2):
+        trainer = job.root / f"attempts/{attempt}/peers/trainer-0.json"
+        job.until(trainer.exists)
+        job.limit(50)
+        if not attempt:
+            job.until(lambda: "queued again (1 of 1 requeues)" in said(job), 180)
+            bare.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
+    job.ends("FAILED", 180)
+    assert "the run did not save and end within" in said(job)
+    assert "1 of 1 requeues are used up; go on with hpcrl resume" in said(job)
+    assert not metrics(job.root)
+
+
+def said(job: Job) -> str:
+    """What the batch process has said, on one line."""
+    return " ".join((job.root / f"logs/job-{job.number}.out").read_text().split())
+
+
+def test_within_limits_by_cgroups(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, task: Path) -> None:
+    """Memory and devices as the job asked for them; a run that needs more than it asked for is told so."""
+    if lacking := packages.reason():
+        pytest.skip(f"no test cluster here: {lacking}")
+    try:
+        limited = Cluster(tmp_path_factory.mktemp("limited"), visible=[tmp_path_factory.getbasetemp()], cgroups=True, nodes=2)
+    except ClusterError as error:
+        pytest.skip(f"no cluster with limits by cgroups here: {str(error).splitlines()[0]}")
+    try:
+        trains(submit(limited, sft(tmp_path, task), tmp_path / "run"))
+    finally:
+        limited.stop()

@@ -121,7 +121,7 @@ class LocalQueue:
         self._change(run, state="waiting")
 
     def cut(self, run: Submitted) -> None:
-        self._change(run, limit=time.time() - self._job(run)["started"] + 25)
+        self._change(run, limit=time.time() - self._job(run)["started"] + 40)
 
     def lengthen(self, run: Submitted) -> None:
         self._change(run, limit=1800.0)
@@ -164,7 +164,7 @@ class SlurmQueue:
         self.cluster.run(["scontrol", "release", run.number])
 
     def cut(self, run: Submitted) -> None:
-        slurm.Job(self.cluster, run.root, int(run.number)).limit(25)
+        slurm.Job(self.cluster, run.root, int(run.number)).limit(40)
         self.cluster.run(["scancel", "--batch", "--signal=USR1", run.number])  # Slurm's own warning comes up to 30 s later
 
     def lengthen(self, run: Submitted) -> None:

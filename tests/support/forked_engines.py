@@ -25,9 +25,10 @@ from typing import Any
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.engine.key_guard import KEY_FILE
+from hpcrl.engine.key_guard import ENGINE, KEY_FILE
 from hpcrl.engine.server_settings import LISTEN_FD, build, server_environment
 from hpcrl.model_files.config_json import read_config
+from hpcrl.queue.auth import http_key
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
@@ -57,23 +58,23 @@ class Nursery:
             text=True,
         )
 
-    def engines(self, root: Path, model: Path, **values: Any) -> Any:
-        """One engine for `model`, up and published."""
+    def engines(self, root: Path, model: Path, count: int = 1, **values: Any) -> Any:
+        """So many engines for `model`, up and published."""
         from tests.support.engines import Engines
 
         nursery = self
 
         class Nursed(Engines):
             def _start(self, index: int) -> Server:  # type: ignore[override]
-                return nursery._fork(self.rundir)
+                return nursery._fork(self.rundir, index)
 
-        found = Nursed(root, model, **values)
+        found = Nursed(root, model, count, **values)
         _publish(found)
         return found
 
-    def _fork(self, rundir: RunDir) -> Server:
+    def _fork(self, rundir: RunDir, index: int) -> Server:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{rundir.root}\n")
+        self.process.stdin.write(f"{index} {rundir.root}\n")
         self.process.stdin.flush()
         pid, port = map(int, self.process.stdout.readline().split())
         return Server(psutil.Process(pid), port)
@@ -103,17 +104,18 @@ class Server:
 
 
 def _publish(engines: Any) -> None:
-    """Wait for /health, then tell the run what the supervisor would."""
-    [server] = engines.processes
-    address, deadline = Address("127.0.0.1", server.port, engines.key), time.monotonic() + 120
-    while True:
-        assert server.poll() is None and time.monotonic() < deadline, engines.log_file().read_text()[-3000:]
-        try:
-            ask(address, "GET", "/health", 10)
-            break
-        except HttpError:
-            time.sleep(0.05)
-    publish(engines.rundir, EnginePeer(host=address.host, port=address.port, lean=True))
+    """Wait for /health, then tell the run what the supervisors would."""
+    deadline = time.monotonic() + 120
+    for index, server in enumerate(engines.processes):
+        address = Address("127.0.0.1", server.port, http_key(engines.rundir, index))
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, engines.log_file(index).read_text()[-3000:]
+            try:
+                ask(address, "GET", "/health", 10)
+                break
+            except HttpError:
+                time.sleep(0.05)
+        publish(engines.rundir, EnginePeer(host=address.host, port=address.port, lean=True), index)
 
 
 # ---- in the nursery
@@ -131,19 +133,20 @@ def main() -> None:
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         if (pid := os.fork()) == 0:
-            _serve(RunDir(Path(line.strip())), sock)
+            index, _, root = line.strip().partition(" ")
+            _serve(RunDir(Path(root)), int(index), sock)
         print(pid, sock.getsockname()[1], flush=True)
         sock.close()
     os._exit(0)  # taking vLLM apart takes seconds
 
 
-def _serve(rundir: RunDir, sock: socket.socket) -> None:
+def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
     """Be the server of a run directory; never returns."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent()
-        log = os.open(rundir.logs / "engine-0.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        log = os.open(rundir.logs / f"engine-{index}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -157,10 +160,11 @@ def _serve(rundir: RunDir, sock: socket.socket) -> None:
             install()
         with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
             base = dict(os.environ) | {KEY_FILE: str(rundir.keys / "http.key"), "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
+            base[ENGINE] = f"{index}.0"
             base[LISTEN_FD] = str(os.dup(sock.fileno()))
-            sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", "0"]
+            sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", str(index)]
             context = server.open_role()
-            os.environ.update(server_environment(options, context.plan, 0, base, build()))
+            os.environ.update(server_environment(options, context.plan, index, base, build()))
             sock.close()
             code = server.main()
     finally:

@@ -56,3 +56,11 @@ async def slow(options: Any, sample: Any) -> float:
 
     await asyncio.sleep(1.0)
     return await odd_tokens(options, sample)
+
+
+async def very_slow(options: Any, sample: Any) -> float:
+    """Ten minutes: longer than any time limit of a test."""
+    import asyncio
+
+    await asyncio.sleep(600)
+    return 0.0

@@ -6,14 +6,13 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.generate import Completion, Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.sample import COMPLETED, TRUNCATED
+from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from tests.support.tiny import CHAT, SPECIAL
 
 LETTERS = ["a", "b", "c", "<", ">", "m", "o", "r", "e", "1", "+", "=", "\n", "user", "assistant", "ab"]
@@ -46,9 +45,20 @@ class Policy:
         self.end, self.asked = ids("<|end|>"), []
         self.broken: HpcrlError | None = None
         self.status = ""
+        self.ends: dict[int, int] = {}  #: number of a request (from 1) -> tokens after which it is ended early
+        self.begun: list[list[int]] = []  #: what each request went on from
 
-    async def complete(self, prompt: np.ndarray, sampling: Sampling, seed: int | None, version: int, **_: Any) -> Completion:
+    async def complete(
+        self,
+        prompt: np.ndarray,
+        sampling: Sampling,
+        seed: int | None,
+        version: int,
+        begun: Completion | None = None,
+        affinity: str | None = None,
+    ) -> Completion:
         self.asked.append((prompt.tolist(), sampling, seed))
+        self.begun.append([] if begun is None else begun.tokens.tolist())
         if self.broken:
             raise self.broken
         await asyncio.sleep(0.01)
@@ -57,6 +67,12 @@ class Policy:
         logprobs = -np.arange(1, count + 1, dtype=np.float32) / 8
         versions = np.full(count, version + len(self.asked) % 2, np.int32)
         status = self.status or (COMPLETED if whole else TRUNCATED)
+        if begun is not None:
+            there = len(begun.tokens)
+            return Completion(np.asarray(tokens[there:], np.int32), logprobs[there:], versions[there:], status).after(begun)
+        if len(self.asked) in self.ends:
+            count, status = self.ends[len(self.asked)], ABORTED
+            tokens, logprobs, versions = tokens[:count], logprobs[:count], versions[:count]
         return Completion(np.asarray(tokens, np.int32), logprobs, versions, status)
 
 

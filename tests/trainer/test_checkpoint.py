@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(tmp_path: Path, models: dic
         (
             f"{cut} is truncated: 1000 bytes",
             f"{gone} is not there",
-            f"{bits.parent} does not load",
+            f"{bits} is damaged",
             "hpcrl.json cannot be read",
             ".metadata cannot be read",
         ),

@@ -55,6 +55,49 @@ def raises(options: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     raise KeyError("mine")
 
 
+def of_mine(options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+    """Another class, whose norms stay as they were."""
+    made = build()
+    made.__class__ = type("Mine", (type(made),), {})
+    CALLS.append(f"{pre_process} {post_process} {vp_stage} {config.num_layers}")
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    return made
+
+
+def renames(options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+    made = build()
+    made.extra = torch.nn.Linear(2, 2)
+    return made
+
+
+def makes_none(options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+    return config
+
+
+def provide_on_rank(every: list[Options]) -> list[Any]:
+    """A step with a model of an own function: the names of the parameters that it has changed."""
+    from hpcrl.trainer.step import train_batch
+
+    found: list[Any] = []
+    ranks = None
+    for opts in every:
+        CALLS.clear()
+        try:
+            policy = start(opts, ranks)
+        except HpcrlError as error:
+            found.append(str(error))
+            ranks = ranks or policy.ranks
+            continue
+        ranks = policy.ranks
+        before = {name: value.clone() for name, value in policy.module.named_parameters()}
+        mine = ShareExchange(ranks).exchange(shares(opts, batch())[ranks.dp_rank])
+        train_batch.train(policy, ranks, opts, mine, others_of(policy, opts))
+        moved = [name for name, value in policy.module.named_parameters() if not torch.equal(value, before[name])]
+        found.append((type(policy.module).__name__, moved, list(CALLS)))
+    return found
+
+
 def train_on_rank(every: list[Options], masked: bool = False) -> list[tuple[dict[str, float], list[str]]]:
     from hpcrl.trainer.own_hooks import TrainerHooks
     from hpcrl.trainer.step import train_batch
@@ -108,3 +151,12 @@ def test_masks_that_lose_tokens(model: Path) -> None:
     assert errors[0].startswith(f"{flag}.gains trains on tokens that were masked")
     assert errors[1].startswith(f"{flag}.forgets left loss_masks None")
     assert errors[2].startswith(f"{flag}.raises raised KeyError: 'mine' (test_own_hooks.py:")
+
+
+def test_a_model_of_an_own_function_is_trained_as_it_says(model: Path) -> None:
+    every = [options(model, custom_model_provider_path=f"{HERE}.{name}") for name in ("of_mine", "renames", "makes_none")]
+    (name, moved, calls), extra, none = run_ranks(1, provide_on_rank, every)[0]
+    assert name == "Mine" and moved and not any("norm" in one for one in moved)
+    assert len(calls) == 1 and calls[0].startswith("True True None")
+    assert "has no rule for extra.bias, extra.weight" in extra
+    assert f"--custom-model-provider-path {HERE}.makes_none returned" in none and "a GPTModel is wanted" in none

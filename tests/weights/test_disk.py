@@ -50,7 +50,12 @@ def test_what_is_published_is_a_model_directory_and_goes_afterwards(tmp_path: Pa
     fleet = Posts(tmp_path / "run")
     left = tmp_path / "disk" / "weights-of-run" / "version-00000001"
     left.mkdir(parents=True)
-    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "disk")))  # type: ignore[arg-type]
+    written: list[list[str]] = []
+
+    def note(there: Path, _: object) -> None:
+        written.append(sorted(path.name for path in there.iterdir()))
+
+    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "disk"), note))  # type: ignore[arg-type]
     made.connect()
     assert not left.exists(), "of an attempt that was killed"
     for version in (3, 4):
@@ -58,6 +63,9 @@ def test_what_is_published_is_a_model_directory_and_goes_afterwards(tmp_path: Pa
         assert [path.name for path in left.parent.iterdir()] == [f"version-{version:08d}"]
         made.send()
         assert list(left.parent.iterdir()) == []
+    assert len(written) == 2 and all(names[-1] == "model.safetensors.index.json" for names in written), (
+        "whole before it is told of"
+    )
     assert set(fleet.seen) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert fleet.seen[name].dtype == tensor.dtype

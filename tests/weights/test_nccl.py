@@ -82,7 +82,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def transport(notes: list[Any], error: Exception | None = None) -> NcclTransport:
     made = NcclTransport(Link(Fleet(notes, error), 1000, "10.0.0.1", [1, 1]))
     made.group = "group"
-    made.stage(iter([("a", torch.zeros(20)), ("b", torch.zeros(4)), ("c", torch.zeros(300))]))
+    made.stage(iter([("a", torch.zeros(20)), ("b", torch.zeros(4)), ("c", torch.zeros(300))]), 1)
     return made
 
 

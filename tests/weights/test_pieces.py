@@ -125,6 +125,10 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
         assert calls[-1]
         assert not any(calls[:-1])
         assert reader.memory is None or reader.memory.size <= max(1, 2 * plan.limit)
+        parts = [4 * size for size in reader.assembly.size.values()]
+        assert reader.assembly.most <= 4 * (plan.limit + max(parts)), (
+            "what has come in part: a round and its edges, not the model"
+        )
 
     with ThreadPoolExecutor(len(posts)) as pool:
         sent = [pool.submit(rank, post) for post in posts[:ranks]]

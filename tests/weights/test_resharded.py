@@ -17,11 +17,12 @@ from hpcrl.trainer.parallel.collectives import make_patient
 from hpcrl.trainer.parallel.parallel_state import initialize
 from hpcrl.trainer.weight_stream import WeightExit
 from hpcrl.weights.digest import digest
-from hpcrl.weights.engine_fleet import FleetEngine
-from hpcrl.weights.engine_http import Address
+from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
+from hpcrl.weights.engine_http import Address, HttpError, ask
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.sender import WeightSender
-from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate
+from tests.support.breakable import FP8
+from tests.support.engines import CLOSE, SMALL, Engines, Reference, connected, generate
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
@@ -155,3 +156,89 @@ def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tm
             assert reference.distance(PROMPT, answer) < 1e2 * CLOSE
     finally:
         assert engines.stop() == [0, 0]
+
+
+@pytest.mark.soak
+def test_an_fp8_engine_of_two_workers_gets_its_parts_of_the_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of codes once, scales to both; the engine then computes what it computes with whole tensors."""
+    monkeypatch.setenv(FP8, "1")
+    wide = make_family(tmp_path / "wide", "qwen3")
+    convert(wide, tmp_path / "fp8", Scheme("block", (32, 32)))
+    values = {
+        "rollout_num_gpus": 2,
+        "rollout_num_gpus_per_engine": 2,
+        "update_weight_buffer_size": SMALL,
+        "weight_transfer": "shm",
+    }
+    engines = Engines(tmp_path / "run", tmp_path / "fp8", 1, module="tests.support.breakable", **values)
+    try:
+        engines.wait()
+        [[*workers]] = connected(engines).manifests
+        assert all("model.layers.0.self_attn.q_proj.weight" in worker["cuts"] for worker in workers)
+        answers = []
+        for way in ("resharded", "gathered", "delta"):
+            update(engines, wide, 4, [way], **TP2 | PP2)
+            answers.append(generate(engines.address(), PROMPT, 24, seed=7))
+        assert all(answer["logprobs"] == answers[0]["logprobs"] for answer in answers)
+    finally:
+        assert engines.stop() == [0]
+
+
+# ---- engines that end and come
+
+
+def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path) -> dict[str, float]:
+    """One trainer rank: bytes of every update, by what it was."""
+    ranks = initialize(options)
+    policy = build(options, ranks)
+    load_hf(policy, wide)
+    way_out = WeightExit(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
+    sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
+    found: dict[str, float] = {}
+
+    def publish(what: str, engines: list[int], version: int) -> None:
+        if ranks.rank == 0:
+            sender.connect([FleetEngine(index, addresses[index]) for index in engines])
+            if what == "one dies":
+                Fleet(RunDir(root), [FleetEngine(1, addresses[1])], 30).call("breaking", "die_in_pieces")
+        try:
+            found[what] = sender.publish(way_out.stream(), version).get("perf/update_weights_bytes", 0.0)
+        except EngineLost as lost:
+            found[what] = -float(lost.engines[0].index)
+        change(policy, version, 64)
+
+    publish("first", [0, 1], 1)
+    publish("second", [0, 1], 2)
+    publish("one dies", [0, 1], 3)
+    publish("again", [0], 3)
+    publish("a third joins", [2], 3)
+    publish("both", [0, 2], 4)
+    publish("on they go", [0, 2], 5)
+    way_out.leave()
+    sender.close()
+    return found
+
+
+@pytest.mark.parametrize("way", ["delta", pytest.param("resharded", marks=pytest.mark.soak)])
+def test_an_engine_dies_in_the_middle_and_another_joins(way: str, nursery: Nursery, tmp_path: Path) -> None:
+    """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has changed.
+
+    Every update is compared, bit for bit, with what rank 0 gathers.
+    """
+    model = make_family(tmp_path / "model", "qwen3")
+    values = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL, "weight_update": way, "engine_restarts": 1}
+    engines = nursery.engines(tmp_path / "run", model, 3, rollout_num_gpus=3, **values)
+    options = engines.options.model_copy(update={"actor_num_gpus_per_node": 2, **TP2})
+    addresses = [engines.address(index) for index in range(3)]
+    found = run_ranks(2, fault_side, engines.rundir.root, engines.plan, addresses, options, model, timeout=240)[0]
+    whole = found["first"]
+    assert found["one dies"] == -1, "it is engine 1 that was lost"
+    assert found["again"] == found["a third joins"] == found["both"] == whole
+    later = found["second"], found["on they go"]
+    assert all(0 < sent < 0.15 * whole for sent in later) if way == "delta" else set(later) == {whole}
+    answers = [generate(addresses[index], PROMPT, 24, seed=7) for index in (0, 2)]
+    assert answers[0]["logprobs"] == answers[1]["logprobs"]
+    assert {span["version"] for answer in answers for span in answer["weight_versions"]} == {"5"}
+    with pytest.raises(HttpError):
+        ask(addresses[1], "GET", "/health", 10)
+    engines.stop()

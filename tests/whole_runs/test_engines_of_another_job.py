@@ -28,9 +28,19 @@ def on(job: Job, index: int) -> str:
 
 def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     values = {"num_rollout": 100000, "save_interval": None, "actor_num_nodes": 1, "actor_num_gpus_per_node": 1}
+    values |= {"deterministic_mode": False}  # so that responses of a preempted engine go on elsewhere from their tokens
     job = submit(cluster, recipe(tmp_path, task, **(POLICY | values)), tmp_path / "run")
     job.until(lambda: job.steps() >= 1)
-    more = ["--time", "20", "--set", "engine.partition=low", "--set", "requeue=false"]
+    more = [
+        "--time",
+        "20",
+        "--set",
+        "engine.partition=low",
+        "--set",
+        "requeue=false",
+        "--set",
+        "exclusive=true",
+    ]  # a node of its own
     said = hpcrl(cluster, "engines", "add", job.root, *more).stdout
     number = int(re.match(r"job (\d+)", said)[1])
     job.until(lambda: states(job) == ["serving", "serving"])
@@ -42,6 +52,8 @@ def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, t
     strong = cluster.sbatch("-p", "main", f"--nodelist={on(job, 1)}", "--exclusive", "--wrap", "sleep 3")
     job.until(lambda: states(job)[1] in ("gone", "suspect", "ended"))
     cluster.wait_state(strong, "COMPLETED", 60)
+    log = (job.root / "logs/attempt-0/rollout-0.log").read_text()
+    assert re.search(r"engine-1 on \w+ hands \d+ responses back", log), log
     steps = job.steps()
     job.until(lambda: job.steps() >= steps + 3)
     assert not {"RUNNING", "PENDING"} & set(cluster.states(number).values()), "it was cancelled, not requeued"

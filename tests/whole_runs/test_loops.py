@@ -67,6 +67,11 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_no_group(tmp_path: Path
     shares = [sum(value for name, value in row.items() if name.startswith("staleness/share/")) for row in steps.values()]
     assert shares == pytest.approx([1] * 6)
     assert all(row["rollout/groups_stale"] == 0 for row in steps.values()), "what is slow is waited for"
+    evaluated = {row["rollout_id"]: row for row in rows(run.root) if "eval/heldout/accuracy" in row}
+    assert {-1, 5} <= evaluated.keys() and "eval/heldout/policy_version" not in evaluated[5], "the last one is waited for"
+    beside = [row for rollout_id, row in evaluated.items() if rollout_id < 5]
+    assert all(row["eval/heldout/policy_version"] == row["rollout_id"] + 1 for row in beside)
+    assert all(0 < row["eval/heldout/policy_version_ratio"] <= 1 for row in beside)
     lines = [json.loads(line) for name, data in samples(run.root).items() if name[0].isdigit() for line in data.splitlines()]
     assert any(len(set(row["versions"])) > 1 for row in lines), "a response has tokens of several policies"
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in steps.values()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.batch import QUEUES, Queue, Submitted
+from tests.support.batch import QUEUES, Queue, SlurmQueue, Submitted
 from tests.support.runs import SFT, metrics, recipe
 
 pytestmark = pytest.mark.parametrize("queue", QUEUES, indirect=True)
@@ -53,6 +53,8 @@ def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, ta
     stopped = run.becomes("stopped", 60)
     assert "hpcrl stop" in stopped["message"] and run.steps() < STEPS, stopped
     run.until(lambda: not queue.processes(run), 20)
+    if isinstance(queue, SlurmQueue):
+        run.until(lambda: ("FAILED", "143:0") in queue.cluster.sacct(int(run.number), "State,ExitCode"), 30)
     again = queue.hpcrl("resume", run.root, "--time", "20").stdout
     second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
     assert second.number != run.number

@@ -7,13 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hpcrl.cli import main
-from tests.support.runs import SFT, Run, all_gone, metrics, processes, recipe, role_pid, samples
+from tests.support.faults.campaign import Campaign
+from tests.support.faults.checks import Reference
+from tests.support.faults.kinds import HANG, local_kinds
+from tests.support.faults.local import LocalBed
+from tests.support.runs import SFT, Run, all_gone, metrics, recipe, samples
 
 pytestmark = pytest.mark.process
 
@@ -55,28 +60,6 @@ def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
     assert {"metadata.json", ".metadata", "hpcrl.json"} <= inside
 
 
-def test_stopped_by_sigterm_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:
-    run = start(tmp_path, task, actor_num_gpus_per_node=2)
-    run.until(lambda: run.steps() >= 1)
-    run.process.send_signal(signal.SIGTERM)
-    status, out = run.end()
-    assert status == 143 and "hpcrl resume" in out, out
-    assert 1 <= run.steps() < 6
-    resume(run.root)
-    same_as(uncut, run.root)
-
-
-def test_killed_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path) -> None:
-    run = start(tmp_path, task, actor_num_gpus_per_node=2)
-    run.until(lambda: run.steps() >= 3)
-    pids = run.pids()
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.end()
-    assert all_gone(run.root, pids), processes(run.root)
-    resume(run.root)
-    same_as(uncut, run.root)
-
-
 def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path: Path, task: Path, uncut: Path) -> None:
     run = start(tmp_path, task, actor_num_gpus_per_node=2)
     run.until(lambda: (run.root / "checkpoints" / ".partial-iter_0000004").exists())
@@ -86,6 +69,22 @@ def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path:
     assert (run.root / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
     resume(run.root)
     same_as(uncut, run.root)
+
+
+def test_faults_in_a_row_each_named_and_nothing_lost_or_left(tmp_path: Path, task: Path) -> None:
+    """One run that is killed while it starts, loses a rank and the rollout process, and is stopped: the campaign's eyes after each."""
+    values = SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 30, "hang_timeout": HANG}
+    run = start(tmp_path / "untouched", task, **values)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    wanted = ("SIGKILL of the launcher", "SIGKILL of a trainer rank", "SIGKILL of the rollout process", "SIGTERM")
+    named = {kind.name: kind for kind in local_kinds()}
+    kinds = [replace(named[name], early=name == wanted[0]) for name in wanted]
+    with (tmp_path / "log").open("w") as log:
+        campaign = Campaign("row", 3, LocalBed(task, values), kinds, Reference.of(run.root), tmp_path / "runs", log, len(kinds))
+        records = campaign.each()
+    assert [record.kind for record in records] == list(wanted) and not [one for one in records if one.wrong], records
+    assert records[0].early and campaign.runs == 1
 
 
 def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
@@ -121,27 +120,6 @@ def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: 
     status, out = run.end(60)
     assert status == 143, out
     assert "asked to stop: ends after a checkpoint; a second signal ends it at once" in out
-
-
-def test_a_dead_trainer_rank_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
-    run.until(lambda: run.steps() >= 1)
-    pids = run.pids()
-    os.kill(role_pid(run.root, "hpcrl.trainer.main"), signal.SIGKILL)
-    status, out = run.end(60)
-    assert status not in (0, 143) and "hpcrl: error: trainer-" in out and "SIGKILL" in out, out
-    assert out.count("error") == 1, out
-    assert all_gone(run.root, pids)
-
-
-def test_a_dead_rollout_process_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
-    run.until(lambda: run.steps() >= 1)
-    pids = run.pids()
-    os.kill(role_pid(run.root, "hpcrl.rollout.main"), signal.SIGKILL)
-    status, out = run.end(60)
-    assert status not in (0, 143) and "rollout-0 was killed by SIGKILL" in out, out
-    assert all_gone(run.root, pids)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +167,6 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: 
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
-def test_killed_before_the_roles_have_started_leaves_none(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task)
-    run.until(lambda: (run.root / "logs" / "latest" / "trainer-0.log").exists())
-    pids = run.pids()
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.end()
-    assert all_gone(run.root, pids)
-    assert run.steps() == 0
-    resume(run.root)
-
-
 def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) -> None:
     run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
     run.until(lambda: run.steps() >= 1)
@@ -221,13 +188,19 @@ def test_another_runs_checkpoints_are_not_taken_for_our_own(tmp_path: Path, task
 
 
 def test_a_damaged_checkpoint_and_an_unwritable_directory_are_named(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, num_rollout=2)
+    run = start(tmp_path, task, num_rollout=4)
     assert run.end()[0] == 0
+    whole = metrics(run.root)
     (run.root / "summary.json").unlink()
-    shard = next((run.root / "checkpoints" / "iter_0000002").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:100])
+    shard = next((run.root / "checkpoints" / "iter_0000004").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
     status, out = Run("--resume", run.root, root=run.root).end(60)
-    assert status == 1 and f"{shard} is truncated: 100 bytes" in out, out
+    assert status == 1 and f"{shard} is damaged" in out and "hpcrl resume RUN --ckpt-step 2" in out, out
+    command = [sys.executable, "-m", "hpcrl", "resume", str(run.root), "--ckpt-step", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and metrics(run.root) == whole, done.stderr
     (tmp_path / "file").touch()
     (tmp_path / "b").mkdir()
     other = start(tmp_path / "b", task, save=str(tmp_path / "file" / "x"))

@@ -121,7 +121,7 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     status, out = uncut.end()
     assert status == 0, out
     job.until(lambda: job.training(0))
-    job.limit(25)  # Slurm signals that the limit is near: the run saves and queues itself again
+    job.limit(40)  # Slurm signals that the limit is near: the run saves and queues itself again
     job.until(lambda: set(cluster.states(job.number).values()) == {"PENDING"})
     out = (job.root / f"logs/job-{job.number}.out").read_text()
     assert "(the time limit is near); queued again (1 of 20 requeues)" in " ".join(out.split()), job.logs()

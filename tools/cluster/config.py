@@ -48,7 +48,8 @@ def slurm(layout: Layout) -> str:
         f"JobAcctGatherType=jobacct_gather/{kind}",
         "JobAcctGatherFrequency=task=2",
         "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_CPU_Memory",
+        f"SelectTypeParameters={'CR_Core_Memory' if layout.bare else 'CR_CPU_Memory'}",
+        *([f"TaskProlog={layout.etc}/task_prolog"] if layout.bare else []),
         # the nodes say that they have more than this machine
         "SlurmdParameters=config_overrides",
         "SlurmctldParameters=preempt_send_user_signal",
@@ -67,8 +68,10 @@ def slurm(layout: Layout) -> str:
         "SchedulerParameters=bf_interval=1,bf_hetjob_immediate,sched_interval=2,sched_min_interval=100000,batch_sched_delay=0",
         "PreemptMode=REQUEUE",
         *(_accounting(layout) if layout.accounting else ["PreemptType=preempt/partition_prio"]),
-        "NodeName=DEFAULT CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=64000"
-        + ("" if layout.bare else f" Gres=gpu:{GPUS_PER_NODE}"),
+        "NodeName=DEFAULT CPUs=16 Sockets=1 RealMemory=64000 "
+        + (
+            "CoresPerSocket=8 ThreadsPerCore=2" if layout.bare else f"CoresPerSocket=16 ThreadsPerCore=1 Gres=gpu:{GPUS_PER_NODE}"
+        ),
         *(f"NodeName={node} NodeAddr={layout.address(node)}" for node in layout.workers),
         *_partitions(layout),
     ]
@@ -136,6 +139,14 @@ StorageLoc=slurm_acct_db
 """
 
 
+#: Of a bare cluster: every job has a temporary directory of its own on each node, which no other node has under that name.
+TASK_PROLOG = """\
+#!/bin/bash
+mkdir -p "/tmp/job-$SLURM_JOB_ID-$SLURMD_NODENAME"
+echo "export TMPDIR=/tmp/job-$SLURM_JOB_ID-$SLURMD_NODENAME"
+"""
+
+
 CGROUP = """\
 CgroupPlugin=cgroup/v1
 CgroupMountpoint=/sys/fs/cgroup
@@ -192,8 +203,11 @@ def write(layout: Layout) -> None:
         texts["slurmdbd.conf"] = slurmdbd(layout)
     if layout.cgroups:
         texts["cgroup.conf"] = CGROUP
+    if layout.bare:
+        texts["task_prolog"] = TASK_PROLOG
+    modes = {"slurmdbd.conf": 0o600, "task_prolog": 0o755}
     for name, text in texts.items():
-        _private(layout.etc / name, text.encode(), 0o600 if name == "slurmdbd.conf" else 0o644)
+        _private(layout.etc / name, text.encode(), modes.get(name, 0o644))
     _private(layout.base / "munge.key", secrets.token_bytes(128), 0o400)
     for name in ("host", "id"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"hpcrl-{name}", "-f", str(layout.ssh / name)]

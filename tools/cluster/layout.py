@@ -26,7 +26,8 @@ PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 class Layout:
     """One cluster: `shared` is DIR; `visible` are further directories that every node sees although they lie below a private one.
 
-    bare: nodes without GPUs and without generic resources, no default partition, and partitions of one node each as well.
+    bare: nodes without GPUs and without generic resources, of cores with two hardware threads each, which jobs get whole; no default
+    partition, and partitions of one node each as well; a TMPDIR of each job and node, which Slurm's task prolog makes.
     """
 
     shared: Path

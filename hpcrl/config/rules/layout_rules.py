@@ -1,4 +1,4 @@
-"""How ranks, stages, experts and engines divide the GPUs: pure functions of the resolved options.
+"""How ranks, stages and experts divide the trainer's GPUs: pure functions of the resolved options.
 
 Invariant: what passes makes whole numbers of everything; whether the model can be cut so is `hpcrl/models/divisions.py`.
 """
@@ -18,22 +18,6 @@ def check_ranks(o: Options) -> None:
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
     expert_layout(o)
-
-
-def check_engines(o: Options) -> None:
-    gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
-    if gpus % each:
-        raise UsageError(
-            f"--rollout-num-gpus {gpus} cannot be divided by --rollout-num-gpus-per-engine {each}", "change one of them"
-        )
-    parts = o.engine_data_parallel_size
-    if parts < 1 or each % parts:
-        raise UsageError(
-            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
-        )
-    if o.needs_engines and gpus < 1:
-        why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
-        raise UsageError(f"{why} needs engines", "give --rollout-num-gpus, 1 or more")
 
 
 def expert_layout(o: Options) -> None:

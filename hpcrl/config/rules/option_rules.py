@@ -18,7 +18,8 @@ from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
 from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
-from hpcrl.config.rules.layout_rules import check_engines, check_ranks, check_virtual_stages
+from hpcrl.config.rules.engine_rules import check_engines, check_external, inert_in_external
+from hpcrl.config.rules.layout_rules import check_ranks, check_virtual_stages
 from hpcrl.config.rules.looking_rules import check_looking
 from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
@@ -38,7 +39,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
 
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing), options)
+    layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing, check_external), options)
     wrong = failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
     wrong += failures((check_passed_through, check_engine_settings), options)
     batches = [] if layout else failures((_batches,), options)
@@ -239,7 +240,7 @@ _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval
 
 def inert(o: Options) -> dict[str, str]:
     """Options that do nothing in this combination -> why."""
-    return {name: why for names, why in _inert(o) for name in names.split()}
+    return {name: why for names, why in (*_inert(o), *inert_in_external(o)) for name in names.split()}
 
 
 def _inert(o: Options) -> Iterator[tuple[str, str]]:
@@ -256,17 +257,18 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines and not o.trains_only:
         yield (
-            "rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
+            "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
             "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
             "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
             "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
-            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm",
+            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm "
+            "custom_update_weight_post_write_path",
             _NO_ENGINE,
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
     if o.weight_transfer != "disk":
-        yield "update_weight_disk_dir", f"--weight-transfer is {o.weight_transfer}"
+        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
     if o.weight_update != "delta":
         yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
     if not o.apply_chat_template:

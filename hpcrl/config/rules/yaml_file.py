@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
 
 
@@ -13,7 +14,7 @@ def read_yaml(path: Path, flag: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(read_given(path))
     except OSError as error:
         raise UsageError(f"cannot read {flag} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -19,6 +19,12 @@ class ClusterOptions(Base):
         ge=0,
     )
     rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
+    rollout_external_engine_addrs: list[str] = opt(
+        [],
+        "HOST:PORT of engines that hpcrl engines serve has started, beside the run's own or in their place (docs/engines.md)",
+        "slime",
+    )
+    rollout_external_engine_keys: str | None = opt(None, "directory with the keys of these engines, as they were served with")
     colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/colocation.md)", "slime")
     offload_train: bool | None = opt(
         None,

@@ -46,6 +46,14 @@ class PluginOptions(Base):
     custom_convert_samples_to_train_data_path: str | None = opt(
         None, "(options, samples) -> samples, or slime's train data: what the trainer gets of a rollout", "slime"
     )
+    custom_model_provider_path: str | None = opt(
+        None,
+        "(options, config, build, *, pre_process, post_process, vp_stage) -> GPTModel: makes the model of a rank, with the same parameters",
+        "slime",
+    )
+    custom_update_weight_post_write_path: str | None = opt(
+        None, "(options, version_dir, rollout_engines), once --weight-transfer disk has written the files of an update", "slime"
+    )
     custom_megatron_init_path: str | None = opt(None, "(options), once Megatron's groups are there", "slime")
     custom_megatron_before_log_prob_hook_path: str | None = opt(
         None, "(options, model, store_prefix), before each pass for log-probs", "slime"

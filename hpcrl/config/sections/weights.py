@@ -19,9 +19,9 @@ class WeightOptions(Base):
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"
     )
     weight_update: Literal["auto", "resharded", "delta", "gathered"] = opt(
-        "gathered",
-        "gathered: rank 0 collects and sends whole tensors; resharded: every rank sends pieces to the workers that need them; "
-        "delta: as resharded, and from the second update on only what has changed; auto: resharded where it can be",
+        "auto",
+        "resharded: every rank sends pieces to the workers that need them; delta: the same, and from the second update on only what "
+        "has changed; gathered: rank 0 collects and sends whole tensors; auto: resharded where it can be, else gathered",
     )
     weight_update_check_interval: int = opt(
         100,

@@ -6,10 +6,12 @@ complete are memory beside the model, and so are, with `keep`, all parts: the ho
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcrl.engine.pieces.part_tensor import part_tensor
@@ -19,22 +21,42 @@ from hpcrl.weights.digest import digest
 from hpcrl.weights.pieces.changes import WHOLE, read, size, words
 from hpcrl.weights.pieces.wire import Inbox, Message, Tensor
 
+HOST = torch.device("cpu")
 Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, length), columns or None for all
+
+
+class Room:
+    """Memory for parts; the host's is used again once nobody holds a tensor in it: a new page costs more than to fill it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], of whatever values."""
+        if self.device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # torch itself keeps what was given back
+        free = self.free.setdefault(nbytes, [])
+        block = free.pop() if free else np.empty(nbytes, dtype=np.uint8)
+        lease = block[:]  # lives as long as the last tensor over it
+        weakref.finalize(lease, free.append, block)
+        return torch.from_numpy(lease)
 
 
 class Assembly:
     """The parts of tensors that have come so far.
 
-    held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update.  ValueError if the
-    inbox does not bring all of it once.
+    held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update;
+    device: where messages and parts are.  ValueError if the inbox does not bring all of it once.
     """
 
-    def __init__(self, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
+    def __init__(self, inbox: Inbox, held: Mapping[str, Held], keep: bool = False, device: torch.device = HOST) -> None:
         self.inbox, self.held, self.keep = inbox, held, keep
         self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
         self.missing: dict[str, int] = {}
         self.parts: dict[str, torch.Tensor] = {}
         self.most = self.bytes = 0
+        self.room = Room(device)
         self.current = False  #: all parts are those of the last update
         self.messages = list(inbox.messages())
         self.mine: dict[
@@ -101,8 +123,9 @@ class Assembly:
         if tensor.name not in self.parts:
             rows, columns = self.held[tensor.name]
             shape = (sum(length for _, length in rows), columns[1] if columns is not None else (*tensor.shape, 1)[1])
-            self.parts[tensor.name] = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
-            self.bytes += self.parts[tensor.name].nbytes
+            nbytes = shape[0] * shape[1] * ITEM_BYTES[tensor.dtype]
+            self.parts[tensor.name] = self.room.take(nbytes).view(getattr(torch, tensor.dtype)).view(shape)
+            self.bytes += nbytes
             self.most = max(self.most, self.bytes)
         return self.parts[tensor.name]
 

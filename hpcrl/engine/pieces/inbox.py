@@ -22,10 +22,11 @@ from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
 from hpcrl.queue.auth import keys_in
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.changes import WHOLE
+from hpcrl.weights.pieces.nccl_wire import post_of
 from hpcrl.weights.pieces.outbox import MEMORY
-from hpcrl.weights.pieces.post import Post, Transfer
+from hpcrl.weights.pieces.post import Post, Room, Transfer
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Inbox, Invitation, Message
-from hpcrl.weights.shared_memory import Region, open_region
+from hpcrl.weights.shared_memory import open_region
 
 if TYPE_CHECKING:
     from hpcrl.engine.vllm_layers import Holdings
@@ -37,15 +38,15 @@ class InboxReader:
     """One worker, member `post.me`, of the landing whose inbox this is."""
 
     def __init__(self, post: Post, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
-        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held, keep)
+        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held, keep, post.device)
         self.porter = post.me == inbox.porter
         self.mates = [worker for worker in inbox.workers if worker != post.me] if self.porter else []
-        self.memory: Region | None = None
+        self.memory: Room | None = None
         self.maps: dict[int, tuple[torch.Tensor, int]] = {}
         if self.porter:
             far = [sum(m.nbytes for m in messages if not m.near) for messages in inbox.rounds]
             half = max(far, default=0)
-            self.memory = Region(max(1, half * HALVES))
+            self.memory = post.room(max(1, half * HALVES))
             self.maps[post.me] = self.memory.buffer, half
             post.show(f"{MEMORY}{post.me}", json.dumps(self.memory.to_wire() | {"half": half}))
 
@@ -96,13 +97,15 @@ class InboxReader:
         """Begin to receive what comes over sockets in a round: its bytes, or of changes the letters, which say how many bytes follow."""
         if not self.porter:
             return {}
-        return {
+        found = {
             place: self.post.hear(message.sender, READY, len(message.pieces))
             if changes
             else self.post.receive(self._bytes(message), message.sender, DATA)
             for place, message in enumerate(self.inbox.rounds[turn])
             if not message.near
         }
+        self.post.flush()
+        return found
 
     def _arrived(self, message: Message, arriving: Transfer, changes: bool) -> torch.Tensor | None:
         """Wait for a message that comes over sockets; its letter, if it brings changes."""
@@ -128,6 +131,7 @@ class InboxReader:
             content = content[: sum(sizes(self.inbox, message, letter))]
         onward = [self.post.tell(porter, READY, letter) for porter in self.inbox.onward if letter is not None]
         onward += [self.post.send(content, porter, DATA) for porter in self.inbox.onward if len(content)]
+        self.post.flush()
         told = [self.post.tell(mate, READY, letter) for mate in self.mates]
         return onward + told + [self.post.hear(mate, DONE) for mate in self.mates]
 
@@ -164,10 +168,8 @@ def join(invitation: Invitation, rank: str, held: Holdings) -> InboxReader:
             )
     if missing := held.wanted - {tensor.name for tensor in inbox.tensors}:
         raise ValueError(f"{len(missing)} tensors are not to come, the first is {min(missing)}")
-    shapes = {tensor.name: tensor.shape for tensor in inbox.tensors}
-    pieces = held.pieces
-    mine = {n: (pieces[n].rows, pieces[n].columns) if n in pieces else (((0, shapes[n][0]),), None) for n in shapes}
+    mine = {tensor.name: held.span(tensor.name, tensor.shape) for tensor in inbox.tensors}
     keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
     own_host = os.environ.get("VLLM_HOST_IP") or meeting.host
     group = gloo_group.join(meeting.host, meeting.port, keys, number, meeting.world, own_host, meeting.seconds)
-    return InboxReader(Post(group, number, meeting.ranks, meeting.seconds), inbox, mine, invitation.keep)
+    return InboxReader(post_of(group, number, meeting), inbox, mine, invitation.keep)

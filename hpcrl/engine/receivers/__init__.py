@@ -17,7 +17,8 @@ def register_receivers() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for module in pkgutil.iter_modules(__path__):
-        backend = find_way(module.name).BACKEND
+        way = find_way(module.name)
+        backend = getattr(way, "PIECES", way.BACKEND)
         if backend not in WeightTransferEngineFactory._registry:
             receiver = importlib.import_module(f"{__name__}.{module.name}").RECEIVER
             WeightTransferEngineFactory.register_engine(backend, receiver)

@@ -29,7 +29,7 @@ from hpcrl.report.timeline.names import ENDS, JOINS, ROLES
 from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.run.engines.lives import EngineAdded, claim, with_added
 from hpcrl.run.engines.view import read_views
-from hpcrl.run.engines.wishes import wish_removed
+from hpcrl.run.engines.wishes import wish_handed_back, wish_removed
 from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
@@ -83,7 +83,12 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
 
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(whole, name, index, host, None, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return start(name, index, command, rundir, gpus)
+        # a scheduler sends its warning to every process that it finds; what is started while we ignore it does so, too
+        ours = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            return start(name, index, command, rundir, gpus)
+        finally:
+            signal.signal(signal.SIGUSR1, ours)
 
     roles: list[Role] = []
     timeline = role_timeline(rundir, "joined", indexes[0], host)
@@ -97,14 +102,18 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
     try:
         with timeline.span(ROLES):
             roles += [begin("engine", index, command) for index, command in commands.items()]
-            _keep(roles, keeper, turn, looks, rundir, told)
+            # a response that goes on elsewhere goes on with other noise, so a run that repeats bit for bit begins it again
+            _keep(roles, keeper, turn, looks, rundir, told, finish=options.deterministic_mode)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
         end_descendants(0.5)
         timeline.mark(ENDS)
 
 
-def _keep(roles: list[Role], keeper: EngineKeeper, turn: Callable[[], None], looks: Looks, rundir: RunDir, told: Told) -> None:
+def _keep(
+    roles: list[Role], keeper: EngineKeeper, turn: Callable[[], None], looks: Looks, rundir: RunDir, told: Told, finish: bool
+) -> None:
+    """finish: whether engines that are told to end are given time to finish their responses."""
     sign, leave_by = LifeSign(rundir), float("inf")
     while not looks.end() and not looks.over(at_once=False):
         turn()
@@ -118,9 +127,11 @@ def _keep(roles: list[Role], keeper: EngineKeeper, turn: Callable[[], None], loo
             return
         if told.requests and leave_by == float("inf"):
             leave_by = time.monotonic() + LEAVE
-            say("told to end: the engines finish what they have")
+            say(f"told to end: the engines {'finish what they have' if finish else 'hand back what they have'}")
             for role in roles:
                 wish_removed(rundir, role.index)
+                if not finish:
+                    wish_handed_back(rundir, role.index)
         if told.requests > 1 or time.monotonic() > leave_by:
             return
         time.sleep(0.2)

@@ -14,7 +14,7 @@ from hpcrl.run.engines.lives import PAUSE, leaves, record_end, starts_again, was
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
-LOOK = 2.0  #: seconds between two looks for engines that are let go
+LOOK = 5.0  #: seconds between two looks for engines that are let go
 
 
 class Kept(Protocol):

@@ -8,7 +8,6 @@ says that the hardware is.
 from __future__ import annotations
 
 import contextlib
-import re
 import statistics
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import last_records
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
+from hpcrl.run.trouble.hardware import hardware_words
 
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
 RECENT = 20  #: records that an estimate looks back on
@@ -64,18 +64,7 @@ def check_headway(root: Path, restarts: int) -> None:
 # ---- hosts that broke
 
 BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
-#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError) and NVIDIA's driver (the Xid
-#: errors after which a GPU needs a reset or a replacement) say of hardware
-HARDWARE = re.compile(
-    r"uncorrectable ECC error|uncorrectable NVLink error|hardware stack error|GPU is lost|fallen off the bus"
-    r"|NVRM: Xid \([^)]*\): (?:48|62|63|64|74|79|92|94|95|119|120)\b|double.bit ECC"
-)
 LOOKED_AT = 200  #: lines at the end of a log
-
-
-def hardware_words(text: str) -> str | None:
-    """The line that says that hardware is broken, if one does."""
-    return next((line.strip()[:200] for line in text.splitlines() if HARDWARE.search(line)), None)
 
 
 def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:

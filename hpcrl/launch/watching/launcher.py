@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from hpcrl.run.job_state import STATE, JobState, write_state
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.trouble.scratch import scratch
 
 
 @contextlib.contextmanager
@@ -37,9 +37,20 @@ def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
     if os.isatty(0):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="hpcrl-launcher-") as folder:
+    with scratch("launcher") as made:
+        folder = made / "beats"
+        folder.mkdir(mode=0o700)
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--launcher", str(os.getpid())]
-        command = [sys.executable, "-m", "hpcrl.launch.watching.launcher", *words, "--beats", folder, "--seconds", str(seconds)]
+        command = [
+            sys.executable,
+            "-m",
+            "hpcrl.launch.watching.launcher",
+            *words,
+            "--beats",
+            str(folder),
+            "--seconds",
+            str(seconds),
+        ]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True
         )

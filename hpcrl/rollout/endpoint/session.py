@@ -3,6 +3,9 @@
 Invariants: every token is sampled as the run samples (temperature, top-p and their like are the run's, whatever is asked for), so
 that it can be trained on; the noise of a request depends on the response and on the tokens asked with, not on the order in which
 requests come; an engine's failure is kept and ends the run, a bad request is the asker's error alone.
+
+A response that was ended early is gone on with by asking again: whoever asks the same as before gets the answer that there was, without an
+engine, and what an engine had begun is gone on with from its exact tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
 from hpcrl.sample import ABORTED, TRUNCATED
@@ -25,6 +28,7 @@ from hpcrl.sample import ABORTED, TRUNCATED
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all
 DIALOGUES = 256  #: conversations of one response
+KEPT = 2**20  #: tokens of one response's requests that are kept so that it can be gone on with
 
 
 class BadRequest(Exception):
@@ -51,23 +55,35 @@ class Making:
         return self.sampling.max_tokens
 
 
+class Asked(NamedTuple):
+    """tokens: int32 that the policy was asked with; answer: what it said, ABORTED if that was ended early."""
+
+    tokens: np.ndarray
+    answer: Completion
+
+
 @dataclass
 class Session:
     """The engines, for one response.
 
     broken: the error of ours that ends the run; ended: the run ended the response early; in_flight: requests that engines work on.
+    earlier: what an earlier session of the response was answered, in order; turns: the same of this one, empty once it is more than
+    KEPT tokens.
     """
 
     making: Making
     generator: Generator
     tokenizer: Tokenizer
     context: Callable[[], int | None]
+    earlier: Sequence[Asked] = ()
+    turns: list[Asked] = field(default_factory=list)
     dialogues: list[Dialogue] = field(default_factory=list)
     broken: HpcrlError | None = None
     ended: bool = False
     in_flight: int = 0
     requests: int = 0
     _asked: Counter[bytes] = field(default_factory=Counter)
+    _kept: int = 0
 
     async def ask(self, tokens: Sequence[int], params: Mapping[str, Any]) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
@@ -83,24 +99,37 @@ class Session:
                 f"more than {SIDE_BY_SIDE} requests at once, or {REQUESTS} in all, for one response", "rate_limit_exceeded"
             )
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        begun = self._answered(ids, self._asked[digest], sampling.max_tokens)
         seed = None
         if sampling.temperature > 0:
             seed = seed_of(*self.making.seed, digest.hex(), self._asked[digest])
         self._asked[digest] += 1
         self.in_flight, self.requests = self.in_flight + 1, self.requests + 1
         try:
-            affinity = "/".join(map(str, self.making.seed))  # all turns to the engine that has their beginning in its cache
-            found = await self.generator.complete(ids, sampling, seed, self.making.version, affinity=affinity)
+            found = begun
+            if begun is None or begun.status == ABORTED:
+                affinity = "/".join(map(str, self.making.seed))  # all turns to the engine that has their beginning in its cache
+                found = await self.generator.complete(ids, sampling, seed, self.making.version, begun, affinity)
         except HpcrlError as error:
             self.broken = self.broken or error
             raise
         finally:
             self.in_flight -= 1
+        self._keep(ids, found)
         if found.status == ABORTED:
             self.ended = True
             raise BadRequest("the response was ended early: it is not needed any more", "ended_early")
         finish = LENGTH if found.status == TRUNCATED else STOP
         return Turn(found.tokens, found.logprobs, found.versions, finish, self.text(found.tokens))
+
+    def _answered(self, ids: np.ndarray, times: int, most: int) -> Completion | None:
+        """What was said earlier when these tokens were asked with for the `times`-th time (from 0), if it is `most` tokens at most."""
+        alike = [asked.answer for asked in self.earlier if np.array_equal(asked.tokens, ids)]
+        return alike[times] if times < len(alike) and len(alike[times].tokens) <= most else None
+
+    def _keep(self, ids: np.ndarray, found: Completion) -> None:
+        self._kept += len(ids) + len(found.tokens)
+        self.turns = [*self.turns, Asked(ids, found)] if self._kept <= KEPT else []
 
     def text(self, tokens: np.ndarray) -> str:
         """A turn's text, without the token that ended it."""

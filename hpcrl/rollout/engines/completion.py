@@ -73,6 +73,18 @@ class Completion:
         )
 
 
+def completion_of(sample: Sample) -> Completion:
+    """What `Completion.sample` made a sample of."""
+    experts = sample.extra.get("routed_experts")
+    return Completion(
+        sample.tokens[len(sample.tokens) - sample.response_length :],
+        sample.logprobs,
+        sample.versions,
+        sample.status,
+        None if experts is None else experts[:-1],  # the engine has not read the last token
+    )
+
+
 class Wanted(NamedTuple):
     """What an answer must agree with.
 

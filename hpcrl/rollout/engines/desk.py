@@ -19,7 +19,7 @@ from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.registry import Member, Registry
 from hpcrl.run.engines.lives import let_leave
 from hpcrl.run.engines.view import EngineView, write_views
-from hpcrl.run.engines.wishes import removed
+from hpcrl.run.engines.wishes import handed_back, removed
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -38,6 +38,7 @@ class EngineDesk:
         self._written: tuple[float, list[EngineView]] = (0.0, [])
         self._asked = 0.0
         self._wished: set[int] = set()
+        self._handed: set[int] = set()
 
     @property
     def _registry(self) -> Registry:
@@ -111,7 +112,8 @@ class EngineDesk:
 
     def _drain(self) -> None:
         """Engines that the user wishes gone get no new requests."""
-        wished = removed(self._rundir.signs()) & self._registry.members.keys()
+        signs = self._rundir.signs()
+        wished = removed(signs) & self._registry.members.keys()
         for index in sorted(wished - self._wished):
             self._wished.add(index)
             self._registry.drain(index)
@@ -119,6 +121,10 @@ class EngineDesk:
             say(f"{self._registry.members[index]} is drained")
             if self._registry.members[index].state == "gone":  # it has nothing to finish
                 let_leave(self._rundir, index)
+
+        for index in sorted(handed_back(signs) & self._wished - self._handed):
+            self._handed.add(index)
+            say(f"{self._registry.members[index]} hands {self._pool.hand_back(index)} responses back")
 
     def _let_go(self) -> None:
         """Engines that are drained, and have no request left, end."""

@@ -37,7 +37,7 @@ class Dispatcher:
         self._sent: dict[asyncio.Task[None], Request] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = False
-        pool.changed = self._wake
+        pool.changed, pool.hand_back = self._wake, self.hand_back
 
     def submit(self, key: Hashable, seed: int | None, make: Callable[[list[Call]], Request]) -> Call:
         """One sample of the request that `make` builds, together with all that are submitted under `key` in this turn."""
@@ -100,7 +100,7 @@ class Dispatcher:
         for part in [request] if engine.lean else [request.part([call]) for call in request.calls]:
             part.task = asyncio.create_task(self._serve(engine, part))
             for call in part.calls:
-                call.engine, call.request, call.flying = engine, part, True
+                call.engine, call.request, call.flying, call.moved = engine, part, True, False
             self._sent[part.task] = part
             part.task.add_done_callback(self._sent.pop)
 
@@ -171,20 +171,41 @@ class Dispatcher:
 
         DeadlineError names the engine that does not end what it was told to within --request-timeout.
         """
-        deadline, pause = time.monotonic() + self._pool.request_timeout, AGAIN[0]
+        deadline = time.monotonic() + self._pool.request_timeout
         requests = [*self._gathering.values(), *self._waiting, *self._sent.values()]
         calls = [call for request in requests if not request.sampling.evaluation for call in request.open()]
         for call in calls:
             call.ended = True
             if not call.flying:
                 call.answer.set_result(Completion.empty())
+        if left := await self._end(calls, deadline):
+            limit = f"--request-timeout {self._pool.request_timeout:g} s"
+            raise DeadlineError(f"{left[0].engine} did not end {len(left)} aborted samples within {limit}")
+
+    def hand_back(self, index: int) -> int:
+        """End every sample in flight at an engine, each to go on elsewhere from what is there of it; how many they are.
+
+        One that is not ended in time is begun again, once its engine is gone.
+        """
+        open_calls = [call for request in self._sent.values() for call in request.open()]
+        calls = [call for call in open_calls if call.flying and call.engine is not None and call.engine.index == index]
+        for call in calls:
+            call.moved = True
+        errand = asyncio.create_task(self._end(calls, time.monotonic() + self._pool.request_timeout))
+        self._errands.add(errand)
+        errand.add_done_callback(self._errands.discard)
+        return len(calls)
+
+    async def _end(self, calls: list[Call], deadline: float) -> list[Call]:
+        """Tell engines to end these until they have; those that have not by `deadline`."""
+        pause = AGAIN[0]
         while calls := [call for call in calls if not call.answer.done()]:
             if time.monotonic() > deadline:
-                limit = f"--request-timeout {self._pool.request_timeout:g} s"
-                raise DeadlineError(f"{calls[0].engine} did not end {len(calls)} aborted samples within {limit}")
+                return calls
             await asyncio.gather(*(self._tell(engine, idents) for engine, idents in _by_engine(calls).items()))
             await asyncio.wait([call.answer for call in calls], timeout=pause)
             pause = min(2 * pause, AGAIN[1])
+        return []
 
     async def _tell(self, engine: PooledEngine, idents: list[str]) -> None:
         try:

@@ -111,8 +111,12 @@ class EnginePool:
         self.registry = Registry(options.engine_restarts, trusting=True) if registry is None else registry
         for index, place in enumerate(plan.engines):
             self.registry.expect(index, place.host)
+        for number, address in enumerate(plan.external):
+            self.registry.expect(len(plan.engines) + number, address)
         self.peers: dict[int, EnginePeer] = {}  #: where each engine is in its last life
         self.changed: Callable[[], None] = lambda: None  #: called when requests that wait may have a place to go
+        #: called with an engine that has no time left: has its responses go on elsewhere, and says how many
+        self.hand_back: Callable[[int], int] = lambda _: 0
         self.engines: list[PooledEngine] = []  #: those that are given requests
         self._by_number: dict[int, PooledEngine] = {}
         self._parting: list[PooledEngine] = []  # those that are given none any more, and may still have some
@@ -132,7 +136,7 @@ class EnginePool:
         DeadlineError names the first that has not; PeerError as soon as the attempt has failed elsewhere.
         """
         async with self._connecting:
-            if self._count or not self._plan.engines:
+            if self._count or not self._plan.engine_count:
                 return
             deadline = time.monotonic() + self._patience
             while self.look() or self.registry.starting() or not self.engines:
@@ -211,6 +215,8 @@ class EnginePool:
         )
 
     def _log(self, index: int) -> str:
+        if len(self._plan.engines) <= index < self._plan.engine_count:
+            return "what its hpcrl engines serve says"
         return str(self._rundir.logs / f"engine-{index}.log")
 
     async def turn(self, event: Event) -> None:

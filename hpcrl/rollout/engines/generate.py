@@ -51,7 +51,7 @@ class Generator:
         PeerError names the engine whose answer is none, or that ends a request unasked again and again; DataError if the engine's
         context leaves no room for a response.
         """
-        there = 0 if begun is None else len(begun.tokens)
+        whole, noise, there = prompt, seed, 0 if begun is None else len(begun.tokens)
         room = None if self._pool.model_len is None else self._pool.model_len - len(prompt)
         if room is not None and room < 1:
             raise DataError(
@@ -78,6 +78,8 @@ class Generator:
                 raise
             if completion.status != ABORTED or call.ended:
                 return completion.after(begun)
+            if call.moved:
+                return await self.complete(whole, sampling, noise, version, completion.after(begun), affinity)
         where = call.engine
         raise PeerError(f"{where} aborted one request {ABORTS} times", f"see {where.log}" if where else "")
 

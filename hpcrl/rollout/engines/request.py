@@ -26,7 +26,7 @@ class Call:
     """One sample that somebody waits for.
 
     ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight there; ended: somebody asked for
-    its early end.
+    its early end; moved: it was ended to go on at another engine.
     """
 
     seed: int | None
@@ -36,6 +36,7 @@ class Call:
     request: Request | None = None
     flying: bool = False
     ended: bool = False
+    moved: bool = False
 
 
 @dataclass(eq=False)

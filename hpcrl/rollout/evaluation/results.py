@@ -45,6 +45,21 @@ def results(samples: Sequence[Sample], each: int, passrate: bool = False, droppe
     return found | (pass_rates(rewards) if passrate and each > 1 else {})
 
 
+def answered_by(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """Which policies have answered where new weights may have come meanwhile.
+
+    policy_version: the one that is evaluated, `version`; policy_version_max: the newest that has sampled a token;
+    policy_version_ratio: the share of the tokens that `version` itself has sampled.
+    """
+    versions = np.concatenate([sample.versions for sample in samples])
+    share = float(np.mean(versions == version)) if len(versions) else 1.0
+    return {
+        "policy_version": float(version),
+        "policy_version_max": float(versions.max(initial=version)),
+        "policy_version_ratio": share,
+    }
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that of k responses, drawn without replacement from n of which c are right, one at least is right.
 

@@ -1,65 +1,55 @@
-"""Groups on disk, one file each: RUN/bank/NUMBER.group.
+"""Groups on disk: RUN/bank/NUMBER.groups, a file for those that were written together.
 
-Invariants: a file is whole or absent (written beside, flushed, renamed); reading one runs nothing that it says (msgpack into declared
-types); a file that is damaged, or of another prompt, counts as absent, and its group is made again.
+    length of the index (4 bytes, little-endian) | index: msgpack, [number of the group, bytes of it] each | the groups (`packed.py`)
+
+What comes while a file is being written goes into the next one: an fsync costs about as much for one group as for many.  A group that is
+written again stands in two files; the newer counts.  A file is removed with the last group that stands in no newer one.
+
+Invariants: a file is whole or absent (written beside, flushed, renamed); a group that is damaged, or of another prompt, counts as absent,
+and is made again; the maps are changed under their lock, as groups are written in one thread and removed in another.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import math
-from collections.abc import Collection
+import asyncio
+import struct
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import msgspec
-import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.ledger.held import Held
+from hpcrl.rollout.ledger.packed import decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
-from hpcrl.sample import Sample
+from hpcrl.run.trouble.storage import PATIENCE
 
-SUFFIX = ".group"
-#: the columns of a sample and their dtypes
-COLUMNS = {"tokens": "<i4", "loss_mask": "u1", "logprobs": "<f4", "versions": "<i4"}
-
-
-class _Column(msgspec.Struct):
-    """A column of `Sample.extra`."""
-
-    dtype: str
-    shape: list[int]
-    data: bytes
+SUFFIX = ".groups"
+_LENGTH = struct.Struct("<I")
+_Index = list[tuple[int, Annotated[int, msgspec.Meta(ge=0)]]]
 
 
-class PackedSample(msgspec.Struct):
-    """A sample; columns: bytes of COLUMNS; fields: what else it holds, by name."""
+class _Place(NamedTuple):
+    """Where a group stands.  file: its number; begin, size: in bytes."""
 
-    group: int
-    index: int
-    response_length: int
-    columns: dict[str, bytes]
-    status: str
-    fields: dict[str, Any]
-    extra: dict[str, _Column]
+    file: int
+    begin: int
+    size: int
 
 
-class _File(msgspec.Struct):
-    """prompt: BLAKE2b of its token ids; finished, begun: index of a response -> its samples."""
+@dataclass(eq=False)
+class _Together:
+    """Groups that go into one file.  done: it is on disk, or could not be written for the reason `error`."""
 
-    number: int
-    prompt: bytes
-    finished: dict[int, list[PackedSample]]
-    begun: dict[int, list[PackedSample]]
-    baseline: float | None
-
-
-#: what else a sample holds, as it is
-FIELDS = {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *COLUMNS}
+    groups: list[Held] = field(default_factory=list)
+    done: bool = False
+    error: Exception | None = None
 
 
 class Bank:
@@ -67,94 +57,135 @@ class Bank:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._places: dict[int, _Place] = {}
+        self._alive: dict[int, set[int]] = {}  # file -> the groups that stand in no newer one
+        self._spent: list[int] = []  # files that are of no use; whoever only looks removes none
+        self._next = -1  # number of the next file; -1: nobody has looked yet
+        self._maps = threading.Lock()
+        self._coming, self._writing = _Together(), asyncio.Lock()
         self._unwritable: set[str] = set()  # said once each
 
     def path(self, number: int) -> Path:
-        return self._folder / f"{number:08d}{SUFFIX}"
+        """The file in which a group stands.  KeyError if it stands in none."""
+        self._look()
+        return self._file(self._places[number].file)
+
+    def _file(self, file: int) -> Path:
+        return self._folder / f"{file:08d}{SUFFIX}"
 
     def numbers(self) -> list[int]:
-        """Of all files, in order."""
-        if not self._folder.is_dir():
-            return []
-        return sorted(int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
+        """Of all groups, in order."""
+        self._look()
+        return sorted(self._places)
 
-    def write(self, held: Held) -> bool:
-        """Have the group on disk; False if it holds what cannot be written (an own sampler's metadata).  HpcrlError if the disk does not take it."""
+    async def keep(self, held: Held) -> None:
+        """Have the group on disk, together with what else is to be written just now.  Errors as `write`."""
+        mine = self._coming
+        mine.groups.append(held)
+        async with self._writing:
+            if not mine.done:
+                if self._coming is mine:
+                    self._coming = _Together()
+                try:
+                    await asyncio.to_thread(self.write, mine.groups)
+                except Exception as error:  # noqa: BLE001  (for everybody whose group it was)
+                    mine.error = error
+                mine.done = True
+        if mine.error is not None:
+            raise mine.error
+
+    def write(self, groups: Iterable[Held]) -> list[int]:
+        """Have groups on disk, in one file; the numbers of those that could be written (an own sampler's metadata may be anything).
+        HpcrlError if the disk does not take it."""
+        packed = {held.number: data for held in groups if (data := self._encode(held)) is not None}
+        if not packed:
+            return []
+        self._look()
+        with self._maps:
+            file, self._next = self._next, self._next + 1
+        sizes = [(number, len(data)) for number, data in packed.items()]
+        index = msgspec.msgpack.encode(sizes)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self._file(file), b"".join((_LENGTH.pack(len(index)), index, *packed.values())), patience=PATIENCE)
+        with self._maps:
+            self._spent += self._enter(file, len(index), sizes)
+        self._sweep()
+        return list(packed)
+
+    def _encode(self, held: Held) -> bytes | None:
         try:
-            data = encode(held)
+            return encode(held)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             if (text := f"{type(error).__name__}: {error}") not in self._unwritable:
                 self._unwritable.add(text)
                 say(f"group {held.number} is not kept for a restart: {text}")
-            return False
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(self.path(held.number), data)
-        return True
+            return None
 
     def read(self, group: Group) -> Held | None:
         """What is on disk of a group; None if there is nothing, or nothing that can be read."""
-        path = self.path(group.number)
+        self._look()
+        if (place := self._places.get(group.number)) is None:
+            return None
+        path = self._file(place.file)
         try:
-            return decode(path.read_bytes(), group)
+            with path.open("rb") as file:
+                file.seek(place.begin)
+                return decode(file.read(place.size), group)
         except FileNotFoundError:
             return None
         except (HpcrlError, OSError) as error:
-            say(f"{path} is left out: {error}")
+            say(f"group {group.number} in {path} is left out: {error}")
             return None
 
     def remove(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            self.path(number).unlink(missing_ok=True)
+        """Forget groups, and remove the files that hold no other."""
+        self._look()
+        with self._maps:
+            self._spent += [file for number in numbers if (file := self._leave(number)) is not None]
+        self._sweep()
 
+    def _sweep(self) -> None:
+        with self._maps:
+            spent, self._spent = self._spent, []
+        for file in spent:
+            self._file(file).unlink(missing_ok=True)
 
-def encode(held: Held) -> bytes:
-    """A group as a file.  TypeError and the like for what msgpack does not know."""
-    every = lambda several: {index: [pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
-    baseline = None if math.isnan(held.baseline) else held.baseline
-    return msgspec.msgpack.encode(_File(held.number, _name(held.group), every(held.finished), every(held.begun), baseline))
+    # ---- the maps
 
+    def _look(self) -> None:
+        """Read the files' indexes, once."""
+        with self._maps:
+            if self._next < 0:
+                self._read_indexes()
 
-def decode(data: bytes, group: Group) -> Held:
-    """The group of a file.  HpcrlError if it is damaged, or of another group or prompt."""
-    try:
-        file = msgspec.msgpack.decode(data, type=_File)
-        if (file.number, file.prompt) != (group.number, _name(group)):
-            raise HpcrlError(f"it is of group {file.number} with another prompt")
-        every = lambda several: {i: [unpack(sample) for sample in samples] for i, samples in several.items()}  # noqa: E731
-        begun = {index: tuple(samples) for index, samples in every(file.begun).items()}
-        return Held(group, every(file.finished), begun, math.nan if file.baseline is None else file.baseline)
-    except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
-        raise HpcrlError(f"it is damaged: {type(error).__name__}: {error}") from error
+    def _read_indexes(self) -> None:
+        paths = {int(path.stem): path for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdecimal()}
+        self._next = max(paths, default=-1) + 1
+        for file, path in sorted(paths.items()):
+            try:
+                with path.open("rb") as data:
+                    (length,) = _LENGTH.unpack(data.read(_LENGTH.size))
+                    index = msgspec.msgpack.decode(data.read(length), type=_Index)
+            except (OSError, struct.error, msgspec.MsgspecError) as error:
+                say(f"{path} is left out: it is damaged: {error}")
+                index = []
+            self._spent += self._enter(file, length, index) if index else [file]
 
+    def _enter(self, file: int, index: int, sizes: list[tuple[int, int]]) -> list[int]:
+        """Groups stand in `file` now, behind an index of so many bytes; the files that are of no use any more."""
+        begins = accumulate((size for _, size in sizes), initial=_LENGTH.size + index)
+        spent = [old for number, _ in sizes if (old := self._leave(number)) is not None]
+        self._places |= {number: _Place(file, begin, size) for (number, size), begin in zip(sizes, begins, strict=False)}
+        self._alive[file] = {number for number, _ in sizes}
+        return spent
 
-def _name(group: Group) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(group.prompt.tokens, "<i4").tobytes(), digest_size=16).digest()
-
-
-def pack(sample: Sample) -> PackedSample:
-    """A sample as it is written."""
-    columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in COLUMNS.items()}
-    extra = {
-        name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
-        for name, array in sample.extra.items()
-    }
-    fields = {name: getattr(sample, name) for name in sorted(FIELDS)}
-    return PackedSample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
-
-
-def unpack(packed: PackedSample) -> Sample:
-    """The sample again.  ValueError, KeyError or TypeError if it is none."""
-    columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in COLUMNS.items()}
-    count = packed.response_length
-    if not len(columns["loss_mask"]) == len(columns["logprobs"]) == len(columns["versions"]) == count <= len(columns["tokens"]):
-        raise ValueError(f"the columns of sample {packed.index} have other lengths than its response of {count} tokens")
-    fields = {name: value for name, value in packed.fields.items() if name in FIELDS}
-    extra = {name: _array(column) for name, column in packed.extra.items()}
-    return Sample(packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra)
-
-
-def _array(column: _Column) -> np.ndarray:
-    dtype = np.dtype(column.dtype)
-    if dtype.hasobject:
-        raise ValueError(f"a column of {dtype}")
-    return np.frombuffer(column.data, dtype).reshape(column.shape).copy()
+    def _leave(self, number: int) -> int | None:
+        """A group stands nowhere any more; its file, if that was its last."""
+        if (place := self._places.pop(number, None)) is None:
+            return None
+        alive = self._alive[place.file]
+        alive.discard(number)
+        if alive:
+            return None
+        del self._alive[place.file]
+        return place.file

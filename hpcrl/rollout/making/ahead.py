@@ -19,7 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.ledger.account import HandedOver
-from hpcrl.rollout.ledger.bank import PackedSample, pack, unpack
+from hpcrl.rollout.ledger.packed import PackedSample, pack, unpack
 from hpcrl.rollout.making.maker import Made
 from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.run.role import say

@@ -89,7 +89,7 @@ class Shelf:
 
     def _adopt(self, version: int) -> tuple[list[int], int]:
         """(groups after the checkpoint that are on disk and of use, how many are of none); those files are removed."""
-        alive, kept, again, useless = set(self.ledger.waiting), [], 0, []
+        alive, kept, again, useless, changed = set(self.ledger.waiting), [], 0, [], []
         numbers = self._bank.numbers()
         wanted = [number for number in numbers if number in alive or number >= self.ledger.following]
         groups = self._source.again(wanted)
@@ -103,11 +103,12 @@ class Shelf:
             if held.empty:
                 useless.append(group.number)
             elif lost:
-                self._bank.write(held)
+                changed.append(held)
             if group.number in alive:
                 self._hold(held)
             elif not held.empty:
                 kept.append(group.number)
+        self._bank.write(changed)
         self._bank.remove([*useless, *(set(numbers) - {group.number for group in groups})])
         self._on_disk = set(kept)
         return kept, again
@@ -180,7 +181,7 @@ class Shelf:
     async def write(self, held: Held) -> None:
         """Have what there is of a group on disk."""
         if self._kept and not held.empty:
-            await asyncio.to_thread(self._bank.write, held)
+            await self._bank.keep(held)
 
     def finish(self, held: Held) -> None:
         """A group that was worked on is finished, and good, and written: in the bank."""

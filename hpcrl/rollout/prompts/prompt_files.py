@@ -21,10 +21,11 @@ from hpcrl.config.prompts.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.row_checks import Keys, Row, read_row
 from hpcrl.prompt_files.rows import Rows, open_rows
-from hpcrl.rollout.prompts.rendering import Tokens, encode, render
+from hpcrl.rollout.prompts.rendering import Rendered, Tokens, encode, render
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 CHUNK = 1024  #: rows that are encoded at once
+MOST_TEXT = 1 << 23  #: characters of a prompt, or of what is learned after it: more than any model's context holds
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,20 @@ class Drawn(Sequence[Prompt]):
         )
 
     def check(self) -> np.ndarray:
-        """Look at every row: int64, those that are not too long.  Fills `types`.  DataError as `read_prompts`."""
+        """Look at every row: int64, those that are not too long.  Fills `types`.  DataError as `read_prompts`.
+
+        Only what may be too long is encoded, which takes most of the time.
+        """
         kept: list[np.ndarray] = []
         for begin in range(0, len(self._rows), CHUNK):
             rows = [(at, self._row(at)) for at in range(begin, min(begin + CHUNK, len(self._rows)))]
             for at, row in rows:
                 self._note_type(at, row)
-            fits = [self._fits(at, tokens) for (at, _), tokens in zip(rows, self._encode(rows), strict=True)]
-            kept.append(begin + np.flatnonzero(fits))
+            texts = [(at, text) for (at, _), text in zip(rows, self._texts(rows), strict=True) if self._short(at, text)]
+            sure = [self._surely_fits(text) for _, text in texts]
+            measured = iter(encode([text for (_, text), known in zip(texts, sure, strict=True) if not known], self._tokenizer))
+            fits = [at for (at, _), known in zip(texts, sure, strict=True) if known or self._fits(at, next(measured))]
+            kept.append(np.asarray(fits, np.int64))
         return np.concatenate(kept)
 
     def _row(self, at: int) -> Row:
@@ -224,12 +231,28 @@ class Drawn(Sequence[Prompt]):
         """Their tokens.  DataError names the row that the chat template refuses."""
         return encode(list(self._texts(rows)), self._tokenizer)
 
-    def _texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Any]:
+    def _texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Rendered]:
         for at, row in rows:
             try:
                 yield render(row, self._reading.keys, self._tokenizer)
             except ValueError as error:
                 raise DataError(f"{self._rows.where(at)}: {error}") from error
+
+    def _short(self, at: int, text: Rendered) -> bool:
+        """Whether a row may be encoded, which takes memory of two hundred times its length.  DataError as `_fits`."""
+        length = max(map(len, (text.prompt, *text.targets, *(piece.text for piece in text.turns))))
+        if length <= MOST_TEXT:
+            return True
+        if not self._reading.drop:
+            raise DataError(
+                f"{self._rows.where(at)}: a text of {length} characters is too long, {MOST_TEXT} are the most",
+                "shorten it, or drop it: --overlong-prompts drop",
+            )
+        return False
+
+    def _surely_fits(self, text: Rendered) -> bool:
+        alone = not text.targets and not text.turns
+        return alone and self._tokenizer.surely_within(text.prompt, self._reading.limit)
 
     def _fits(self, at: int, tokens: Tokens) -> bool:
         """Whether a prompt is within the limits.  DataError if it is empty, or is not and may not be dropped."""

@@ -27,6 +27,11 @@ _IDS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "retu
 _PLAIN = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  #: transformers' own tag, which jinja2 does not know
 
 
+#: bytes of UTF-8 that Unicode's normalization forms make of one at most (NFKC, https://unicode.org/faq/normalization.html); tokens that
+#: a tokenizer puts before a text without being told, and some more
+EXPANSION, PREFIX = 11, 8
+
+
 class Tokenizer:
     """A tokenizer that fits its model.
 
@@ -45,6 +50,7 @@ class Tokenizer:
         self.context: int | None = config.get("max_position_embeddings")
         self._hf = _load(self.directory)
         self.template_kwargs: dict[str, Any] = {}
+        self._visible: dict[str, bool] = {}  # character -> whether it has a token
         self._check_vocabulary()
         generation = read_object(self.directory, "generation_config.json") or {}
         self.eos_ids = frozenset(
@@ -109,6 +115,20 @@ class Tokenizer:
         if not texts:
             return []
         return [np.asarray(ids, np.int32) for ids in self._hf(list(texts), **_IDS_ALONE)["input_ids"]]
+
+    def surely_within(self, text: str, limit: int | None) -> bool:
+        """Whether it is certain without encoding that `text` has a token, and `limit` of them at most.
+
+        A token stands for a byte at least, and a normalizer makes at most EXPANSION bytes of one, of ASCII none more.  A text is not
+        empty if its first visible character is not.
+        """
+        first = text.lstrip()[:1]
+        most = len(text) if text.isascii() else EXPANSION * len(text.encode(errors="surrogatepass"))
+        if not first or (limit is not None and most + PREFIX > limit):
+            return False
+        if first not in self._visible:
+            self._visible[first] = bool(len(self.encode([first])[0]))
+        return self._visible[first]
 
     def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset(), skip_special: bool = False) -> str:
         """The text of a response, without the last token if it merely ended the response; skip_special: nor any special token."""

@@ -18,7 +18,9 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.server import Endpoint
+from hpcrl.rollout.endpoint.session import Asked as Turned
 from hpcrl.rollout.endpoint.session import Making, Session, sampling_params
+from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.engines.generate import Generator, Sampling
 from hpcrl.rollout.grading.frames import send_sample
 from hpcrl.rollout.grading.service import Grading
@@ -69,18 +71,24 @@ class CustomSampler:
         await self._endpoint.stop()
 
     async def make(self, asked: Asked) -> list[Sample]:
-        """The samples of one response; one without a token, ABORTED, if the run ended it early: it is begun again another time.
+        """The samples of one response; if the run ended it early, a sample of each of its turns, the last of them ABORTED: the function is
+        called again another time, and what it asks again is answered as before.
 
         HpcrlError once too many calls of the batch have failed, or an engine has."""
+        if asked.begun and all(sample.status != ABORTED for sample in asked.begun):  # finished, and not graded
+            found = list(asked.begun)
+            await self._grade(asked, found)
+            return found
         making = Making(self._sampling(asked), self._seed(asked), asked.version)
         prompt = self._prompt(asked)
         done, found = await self._call(asked, making, prompt, 1.0)
-        if found is not None and done.failure and self._options.deterministic_mode:
+        if done is not None and done.failure and self._options.deterministic_mode:
             done, found = await self._call(asked, making, prompt, MORE)
-        if found is None:
-            return [replace(prompt, status=ABORTED)]
+        if done is None:
+            return found
         if done.failure:
             return [self._failed(asked, prompt, done)]
+        asked.made.extend(found)
         await self._grade(asked, found)
         return found
 
@@ -115,13 +123,14 @@ class CustomSampler:
 
     # ---- the call
 
-    async def _call(self, asked: Asked, making: Making, prompt: Sample, patience: float) -> tuple[Done, list[Sample] | None]:
-        """What came of one call, and its samples if it did not fail; None if the run ended it early."""
+    async def _call(self, asked: Asked, making: Making, prompt: Sample, patience: float) -> tuple[Done | None, list[Sample]]:
+        """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it early."""
         assert self._generator is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
+        earlier = [_asked(sample) for sample in asked.begun]
 
         def call(number: int) -> Call:
-            session = Session(making, self._generator, self._tokenizer, self._context)
+            session = Session(making, self._generator, self._tokenizer, self._context, earlier)
             sessions.append((self._endpoint.open(session), session))
             return Call(
                 number,
@@ -140,7 +149,7 @@ class CustomSampler:
             if session is not None and session.broken is not None:
                 raise session.broken
             if session is not None and session.ended:
-                return done, None
+                return None, _turns(asked, session) or [replace(prompt, status=ABORTED)]
             if done.failure:
                 return done, []
             assert session is not None
@@ -228,6 +237,19 @@ class CustomSampler:
             held = asked.held_out
             return f"evaluation {held.name} of policy version {asked.version}", held.size, held.each
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
+
+
+def _turns(asked: Asked, session: Session) -> list[Sample]:
+    """What there is of a response: each turn as a sample, which has the tokens that it was asked with before its own; those that were
+    ended last.  Empty if that is too much to be kept."""
+    prompt, number = asked.group.prompt, asked.group.number
+    turns = [turn.answer.sample(number, asked.index, replace(prompt, tokens=turn.tokens), "") for turn in session.turns]
+    return sorted(turns, key=lambda sample: sample.status == ABORTED)
+
+
+def _asked(sample: Sample) -> Turned:
+    """A turn that `_turns` has kept."""
+    return Turned(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
 
 
 def _received(sent: Made, prompt: Sample) -> Sample:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.engines.completion import completion_of
+from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
@@ -30,7 +31,7 @@ class SingleTurnSampler:
         group, index = asked.group, asked.index
         seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
-        completion = _begun(asked)
+        completion = completion_of(*asked.begun) if asked.begun else None
         if completion is None or completion.status == ABORTED:
             completion = await self._generator.complete(group.prompt.tokens, sampling, seed, asked.version, begun=completion)
         stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens
@@ -43,18 +44,3 @@ class SingleTurnSampler:
             tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
             await self._grading.grade(sample, group.prompt.where, tally)
         return [sample]
-
-
-def _begun(asked: Asked) -> Completion | None:
-    """What there is of the response already."""
-    if not asked.begun:
-        return None
-    (sample,) = asked.begun
-    experts = sample.extra.get("routed_experts")
-    return Completion(
-        sample.tokens[len(sample.tokens) - sample.response_length :],
-        sample.logprobs,
-        sample.versions,
-        sample.status,
-        None if experts is None else experts[:-1],  # the engine has not read the last token
-    )

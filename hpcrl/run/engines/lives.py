@@ -68,7 +68,7 @@ def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
     beside = rundir.here / "peers" / f".engine-added.{socket.gethostname()}.{os.getpid()}"
     try:
         beside.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid())))
-        for index in count(len(plan.engines)):
+        for index in count(plan.engine_count):
             with contextlib.suppress(FileExistsError):
                 os.link(beside, _added_file(rundir, index))
                 return index
@@ -87,13 +87,13 @@ def is_added(rundir: RunDir, index: int) -> bool:
 
 def with_added(rundir: RunDir, plan: Plan) -> Plan:
     """The plan with the engines that were added since: an engine of its own for each number."""
-    engines = list(plan.engines)
+    engines = [*plan.engines, *(Place(address, (), address) for address in plan.external)]
     while (path := _added_file(rundir, len(engines))).name in listed(path.parent):
         found = _read(rundir, path.name)
         if not isinstance(found, EngineAdded):
             break
         engines.append(found.place())
-    return msgspec.structs.replace(plan, engines=tuple(engines))
+    return msgspec.structs.replace(plan, engines=tuple(engines), external=())
 
 
 def restart_limit(options: Options, plan: Plan) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
@@ -34,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TRACKER, TorchDist, latest, step
 from hpcrl.run.rundir import flush, write_atomic
 from hpcrl.trainer.checkpoint import compatibility, rng_state
@@ -171,10 +172,29 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     return Position(record["rollout_id"], record["version"], record["data"])
 
 
+def open_whole(path: Path, ranks: Ranks) -> TorchDist:
+    """A checkpoint of ours whose files are all there and hold what was written, each rank reading a share; collective.
+
+    DataError, the same on all ranks, names the file, and the checkpoint to go on from instead.
+    """
+    try:
+        stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+        agree(lambda: stored.check_sums(ranks.rank, dist.get_world_size()))
+    except DataError as error:
+        raise DataError(error.what, _instead(path) or error.hint) from error
+    return stored
+
+
+def _instead(path: Path) -> str:
+    """How to go on from the checkpoint before one that is damaged; "" if there is none."""
+    before = sorted(other for other in path.parent.glob("iter_*") if other.name < path.name)
+    return f"go on from the one before: hpcrl resume RUN --ckpt-step {int(before[-1].name[5:])}" if before else ""
+
+
 def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours; collective.  DataError likewise."""
     cpu_shim.before_load(policy.optimizer)
-    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    stored = open_whole(path, ranks)
     request = everything(policy, ranks, Position(), loading=True)
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
         del request["rng_state"]
@@ -235,7 +255,9 @@ def _record(path: Path, run_id: str | None) -> dict[str, Any]:
         record = msgspec.json.decode((path / RECORD).read_bytes(), type=dict)
         known = {name: record[name] for name in ("run_id", "rollout_id", "version", "data")}
     except (OSError, msgspec.DecodeError, KeyError) as error:
-        raise HpcrlError(f"{path / RECORD} cannot be read: {error}", "--load starts from the weights alone") from error
+        raise DataError(
+            f"{path / RECORD} cannot be read: {error}", _instead(path) or "--load starts from the weights alone"
+        ) from error
     if run_id not in (None, known["run_id"]):
         raise HpcrlError(f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights")
     return known

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.parallel.collectives import agree
 
 
 def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -30,7 +28,7 @@ def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path
 
 def load_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
     """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.  DataError as `load_weights`."""
-    stored = agree(lambda: TorchDist(directory, whole=policy.ranks.rank == 0))
+    stored = save_load.open_whole(directory, policy.ranks)
     state = save_load.read(_request(policy, values), stored, policy)
     return {name: state[model][key] for name, (model, key) in _places(policy, values).items()}
 

@@ -7,12 +7,14 @@
 A rank holds one chunk of consecutive layers, or with virtual pipeline stages several: chunk i of every pipeline rank comes
 before chunk i + 1 of any.
 
-Invariant: all of the architecture comes from config.json of --hf-checkpoint.
+Invariant: all of the architecture comes from config.json of --hf-checkpoint; a model that an own function makes (--custom-model-provider-path)
+has the same parameters, or loading it says which it has not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from megatron.core import parallel_state
@@ -23,8 +25,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from hpcrl.config.dotted_path import guarded, short
 from hpcrl.config.options import Options
-from hpcrl.errors import UsageError
+from hpcrl.config.plugin_points import load_own, spelled
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.routing import find_routing, replay_flag
@@ -36,6 +40,7 @@ from hpcrl.trainer.megatron.value_head import give_values
 from hpcrl.trainer.parallel.parallel_state import Ranks, check_layout
 
 __all__ = ["Policy", "build", "export", "load_hf"]
+PROVIDER = "custom_model_provider_path"
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     config = construct(TransformerConfig, settings.transformer)
     stages = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)  # some of Megatron asks here, some the config
-    modules = [_module(config, family, hf_config, gpt, ranks, stage) for stage in (range(stages) if stages else [None])]
+    module = partial(_module, options, config, family, hf_config, gpt, ranks)
+    modules = [module(stage) for stage in (range(stages) if stages else [None])]
     if value_head:
         for module in modules:
             give_values(module, ranks.device)
@@ -124,21 +130,41 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
 
 
 def _module(
-    config: TransformerConfig, family: Family, hf_config: Config, gpt: dict[str, Any], ranks: Ranks, stage: int | None
+    options: Options,
+    config: TransformerConfig,
+    family: Family,
+    hf_config: Config,
+    gpt: dict[str, Any],
+    ranks: Ranks,
+    stage: int | None,
 ) -> Any:
-    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None)."""
+    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).  HpcrlError names an own function that
+    makes something else."""
     last = config.virtual_pipeline_model_parallel_size
-    return GPTModel(
-        config,
-        block_spec(config, family.adapt, stage),
-        vocab_size=padded_vocab_size(hf_config["vocab_size"], ranks.tp_size),
-        max_sequence_length=hf_config.get("max_position_embeddings", 2**20),
-        pre_process=ranks.first_stage and stage in (None, 0),
-        post_process=ranks.last_stage and stage in (None, (last or 0) - 1),
-        parallel_output=True,
-        vp_stage=stage,
-        **gpt,
-    ).to(ranks.device)
+    ends = {
+        "pre_process": ranks.first_stage and stage in (None, 0),
+        "post_process": ranks.last_stage and stage in (None, (last or 0) - 1),
+    }
+
+    def build() -> GPTModel:
+        return GPTModel(
+            config,
+            block_spec(config, family.adapt, stage),
+            vocab_size=padded_vocab_size(hf_config["vocab_size"], ranks.tp_size),
+            max_sequence_length=hf_config.get("max_position_embeddings", 2**20),
+            parallel_output=True,
+            vp_stage=stage,
+            **ends,
+            **gpt,
+        )
+
+    if (path := options.custom_model_provider_path) is None:
+        return build().to(ranks.device)
+    shown = f"{spelled(PROVIDER)} {path}"
+    made = guarded(load_own(PROVIDER, path), shown)(options, config, build, **ends, vp_stage=stage)
+    if not isinstance(made, GPTModel):
+        raise HpcrlError(f"{shown} returned {short(made)}, a GPTModel is wanted", "return build(), changed as you like")
+    return made.to(ranks.device)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

@@ -12,6 +12,10 @@ from hpcrl.config.options import Options
 from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
 from hpcrl.run.role import RoleContext, say
 
+#: where torch's flight recorder puts what it knows of NCCL's collectives when one takes too long (the rank's number is added), by its
+#: name and its elder one
+DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
 
 def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
     """Set the environment of these ranks, which share a host; what the user has set stays, and is said."""
@@ -21,6 +25,8 @@ def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
     for line in overruled(wishes, base):
         say(line)
     os.environ.update(missing(wishes, base) | compile_caches(base))
+    if not base.keys() & DUMPS:  # a node's /tmp may go with the job
+        os.environ[DUMPS[0]] = str(context.rundir.logs / "nccl-trace-rank-")
     os.environ.update(context.options.train_env_vars)
 
 

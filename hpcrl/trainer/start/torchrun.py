@@ -9,16 +9,19 @@ error before anybody else's complaint about the lost connection.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from hpcrl.errors import PeerError
 from hpcrl.run.exit_status import how_it_ended, signal_name
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.trouble.scratch import scratch
 from hpcrl.trainer.start.environment import prepare_environment
 
 
-def command(context: RoleContext) -> list[str]:
-    """torchrun's arguments for the ranks of this host."""
+def command(context: RoleContext, logs: Path) -> list[str]:
+    """torchrun's arguments for the ranks of this host.  logs: where it may keep files of its own."""
     hosts = context.plan.trainer_hosts
     return [
         *("--nnodes", str(len(hosts))),
@@ -28,6 +31,7 @@ def command(context: RoleContext) -> list[str]:
         *("--local-addr", _first(context).at),
         *("--nproc-per-node", str(len(context.plan.ranks_on(hosts[context.index])))),
         *("--max-restarts", "0"),
+        *("--log-dir", str(logs)),
         *("--monitor-interval", "0.2"),
         *("--module", "hpcrl.trainer.main", str(context.rundir.root)),
         *("--attempt", str(context.rundir.attempt)),
@@ -55,15 +59,19 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     from hpcrl.trainer.start.rendezvous import register
 
     register(context, context.index)
+    memory = MemoryWatch()
     try:
-        torchrun(command(context))
+        with scratch("torchrun") as logs:
+            torchrun(command(context, logs))
     except SignalException as error:
         host, name = context.plan.trainer_hosts[context.index], signal_name(error.sigval)
-        raise PeerError(f"host {host} was told to end by {name} (cancelled, preempted, or out of time)") from None
+        raise PeerError(
+            f"host {host} was told to end by {name} (cancelled, preempted, out of time, or another host of the job lost)"
+        ) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         place = context.plan.trainers[rank].host
-        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode)}"
+        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode, memory)}"
         say(message)
         context.rundir.fail("trainer", rank, message)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)

@@ -20,7 +20,6 @@ from hpcrl.weights.pieces.numbers import Numbers
 from hpcrl.weights.pieces.planning import COLUMNS, Parcel, parcels
 from hpcrl.weights.pieces.post import Post, Transfer
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY
-from hpcrl.weights.shared_memory import Region
 
 NBYTES = COLUMNS.index("nbytes")
 MEMORY = "memory of "  #: under which a member shows where its memory is
@@ -49,7 +48,7 @@ class Outbox:
         self.rounds = parcels(own)
         most = max((sum(parcel.nbytes for parcel in parcels) for parcels in self.rounds), default=0)
         self.half = most if len(self.rounds) > 1 else 0  # where the second half begins
-        self.memory = Region(max(most * min(HALVES, max(1, len(self.rounds))), 1))
+        self.memory = post.room(max(most * min(HALVES, max(1, len(self.rounds))), 1))
         post.show(f"{MEMORY}{post.me}", json.dumps(self.memory.to_wire() | {"half": self.half}))
         sizes = [parcel.pieces[:, NBYTES] for found in self.rounds for parcel in found] if keep else []
         self.kept = torch.empty(sum(int(padded(found).sum()) for found in sizes), dtype=torch.uint8)
@@ -72,6 +71,7 @@ class Outbox:
                 under_way[half] += self._dispatch(parcel, letter, nbytes)
                 sent += nbytes if changes else int(parcel.pieces[:, NBYTES].sum())
                 kept += parcel.nbytes
+            self.post.flush()
         for transfers in under_way:
             _wait(transfers)
         return sent

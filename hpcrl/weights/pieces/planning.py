@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -91,21 +91,29 @@ def _spans(name: str, shape: tuple[int, ...], manifests: Manifests) -> Iterator[
     workers = [worker for engine in manifests for worker in engine]
     for number, worker in enumerate(workers):
         held = worker["tensors"].get(name)
-        if held is None:  # known to the checkpoint alone: how the worker cuts it is its loader's to know
-            yield number, [(0, shape[0])], None
+        if held is None:  # known to the checkpoint alone
+            rows, columns = worker.get("cuts", {}).get(name) or ([(0, shape[0])], None)
+            yield number, rows, columns
         else:
             yield number, held["rows"], held["columns"]
 
 
-def make(held: Mapping[str, HeldTensor], manifests: Manifests, hosts: Sequence[str], limit: int, memory: bool) -> Redistribution:
+Sharing = Literal["host", "engine", "worker"]
+
+
+def make(
+    held: Mapping[str, HeldTensor], manifests: Manifests, hosts: Sequence[str], limit: int, sharing: Sharing
+) -> Redistribution:
     """The plan.
 
-    hosts: whereabouts of each rank; limit: bytes of --update-weight-buffer-size; memory: whether processes of one host may open
-    each other's, without which every engine of a host gets its own bytes over sockets.
+    hosts: whereabouts of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together: all workers
+    of a host, where processes may open each other's memory; those of an engine on a host; or every worker its own.
     """
     workers = []
     for number, engine in enumerate(manifests):
-        workers += [Worker(number, w["where"] if memory else f"engine {number} on {w['where']}") for w in engine]
+        for at, worker in enumerate(engine):
+            apart = {"host": "", "engine": f"engine {number} on ", "worker": f"worker {at} of engine {number} on "}[sharing]
+            workers.append(Worker(number, f"{apart}{worker['where']}"))
     return redistribute(layouts_of(held, manifests), workers, hosts, limit // HALVES)
 
 

@@ -9,12 +9,13 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.weights.gloo_group import GlooGroup
+from hpcrl.weights.shared_memory import Region
 
 LEAVING = 99  #: a kind of message that nobody sends
 LATE = ("timed out", "timeout")  #: gloo's words
@@ -31,13 +32,27 @@ class Transfer:
 
     def wait(self) -> torch.Tensor:
         """Its tensor, once it has ended.  DeadlineError or PeerError say who did not take part."""
-        with _named(self.what, self.seconds):
+        with named(self.what, self.seconds):
             self.work.wait(timedelta(seconds=self.seconds))
         return self.tensor
 
 
+class Room(Protocol):
+    """Memory of a member; `Region` is one."""
+
+    buffer: torch.Tensor
+
+    @property
+    def size(self) -> int: ...
+
+    def to_wire(self) -> dict[str, int]:
+        """How others of this host open it."""
+
+    def close(self) -> None: ...
+
+
 @contextlib.contextmanager
-def _named(what: str, seconds: float) -> Iterator[None]:
+def named(what: str, seconds: float) -> Iterator[None]:
     """gloo's errors as ours."""
     try:
         yield
@@ -61,13 +76,13 @@ class Post:
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send a contiguous uint8 tensor."""
         what = f"sending weights to {self._name(to)}"
-        with _named(what, self.seconds):
+        with named(what, self.seconds):
             return Transfer(self.group.group.send([tensor], to, tag), tensor, what, self.seconds)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
         """Begin to receive one into `tensor`."""
         what = f"receiving weights from {self._name(source)}"
-        with _named(what, self.seconds):
+        with named(what, self.seconds):
             return Transfer(self.group.group.recv([tensor], source, tag), tensor, what, self.seconds)
 
     def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
@@ -77,6 +92,18 @@ class Post:
     def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
         """Begin to receive one; pieces: of the message that a letter is of, 0: there is none."""
         return self.receive(torch.zeros(max(1, 4 * pieces), dtype=torch.uint8), source, tag)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes of messages lie."""
+        return torch.device("cpu")
+
+    def room(self, size: int) -> Room:
+        """Memory for messages; others of this host may open it."""
+        return Region(size)
+
+    def flush(self) -> None:
+        """Have what was begun really begin, where sends and receives are collected."""
 
     def show(self, name: str, text: str) -> None:
         """Let all members read a text under a name."""

@@ -9,6 +9,7 @@ Invariant: while the ranks send, what the engines say is watched, so an engine t
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -21,15 +22,17 @@ from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights.engine_fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.outbox import Addressee
-from hpcrl.weights.pieces.planning import HeldTensor, Manifests, check_codes, coded, inboxes, make, to_bytes, wanted
+from hpcrl.weights.pieces.planning import HeldTensor, Manifests, Sharing, check_codes, coded, inboxes, make, to_bytes, wanted
 from hpcrl.weights.pieces.wire import Inbox, Invitation, Meeting, known
+from hpcrl.weights.transports.nccl import unique_id
 
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("hpcrl_shm", "hpcrl_gloo")  #: the engines' ends that can take pieces
+NCCL = "hpcrl_nccl"
+#: the engines' ends that can take pieces, and who gets bytes once together
+BACKENDS: dict[str, Sharing] = {"hpcrl_shm": "host", "hpcrl_gloo": "engine", NCCL: "worker"}
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
-MEMORY = "hpcrl_shm"  #: the one where processes of a host may open each other's memory
 
 
 @runtime_checkable
@@ -78,18 +81,19 @@ class PiecesTransport:
         if self.plan is not None:
             return
         held, hosts = source.describe()
-        memory = self.manifests[0][0]["backend"] == MEMORY
+        backend = self.manifests[0][0]["backend"]
         limit = self.options.update_weight_buffer_size
         needs = wanted(self.manifests)
         check_codes(held, needs, self.scheme)
-        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, memory)
+        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, BACKENDS[backend])
         dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
         self._leave()
         self.current = False
         self.meeting = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
         workers = sum(len(engine) for engine in self.manifests)
-        meeting = Meeting(self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds)
+        nccl = base64.b64encode(unique_id()).decode() if backend == NCCL else ""
+        meeting = Meeting(self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl)
         bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._invitations(plan, boxes, meeting)]
         pending = self.fleet.begin("the meeting for weights", "/collective_rpc", bodies)
         errand = {
@@ -162,13 +166,20 @@ def _addressees(plan: Redistribution, boxes: list[Inbox], rank: int) -> list[Add
     ]
 
 
-def obstacle(tensors: object, manifests: Manifests) -> str | None:
-    """Why an update cannot be resharded, as the end of a sentence; None if it can."""
+def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: bool = False) -> str | None:
+    """Why an update cannot be resharded, as the end of a sentence; None if it can.
+
+    data_parallel: parts of an engine; delta: it is to bring what has changed.
+    """
     first = manifests[0][0]
     if not isinstance(tensors, Source):
         return "the weights do not come from trainer ranks"
     if first["backend"] not in BACKENDS:
         return f"the engines receive with {first['backend']}, which takes whole tensors"
+    if first["backend"] == NCCL and delta:
+        return "what has changed is found and kept in the host's memory, and over NCCL bytes come from the GPU's"
+    if data_parallel > 1:
+        return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
     if first["opaque"] and not first["unseen"]:
         return f"how the engines hold {first['opaque'][0]}* is not known"
     return None

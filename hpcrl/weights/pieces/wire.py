@@ -62,13 +62,17 @@ class Inbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the members of an update meet: `world` of them, trainer ranks below `ranks`."""
+    """Where the members of an update meet: `world` of them, trainer ranks below `ranks`.
+
+    nccl: the name of a group of NCCL's over which bytes go (base64), or "" if they go as words do.
+    """
 
     host: str
     port: int
     world: int
     ranks: int
     seconds: float
+    nccl: str = ""
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

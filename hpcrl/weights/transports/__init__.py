@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from hpcrl.errors import UsageError
+from hpcrl.errors import PeerError, UsageError
 from hpcrl.weights.engine_fleet import Fleet
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ Stream = Iterator[tuple[str, "torch.Tensor"]]
 @dataclass(frozen=True)
 class Link:
     """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine, how many;
-    directory: on a file system that engines have too, or None for the run's.
+    directory: on a file system that engines have too, or None for the run's; written: is told of each directory that is whole.
     """
 
     fleet: Fleet
@@ -40,6 +41,7 @@ class Link:
     host: str
     workers: list[int]
     directory: str | None = None
+    written: Callable[[Path, Fleet], None] | None = None
 
     def first_ranks(self) -> list[int]:
         """The rank of each engine's first worker in a group where the trainer is rank 0."""
@@ -76,7 +78,7 @@ class Transport(Protocol):
 class Way(Protocol):
     """What a file of this room holds."""
 
-    BACKEND: str  #: vLLM's name of the weight-transfer backend
+    BACKEND: str  #: vLLM's name of the weight-transfer backend; PIECES beside it: of another, which takes pieces alone
 
     def obstacle(self, site: Site) -> str | None:
         """Why it cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
@@ -109,4 +111,30 @@ def choose(wish: str, site: Site) -> str:
 
 def make_transport(backend: str, link: Link) -> Transport:
     """The sending end for what the engines say that they receive with."""
-    return next(way for name in names() if backend == (way := find_way(name)).BACKEND).make(link)
+    for way in map(find_way, names()):
+        if backend == way.BACKEND:
+            return way.make(link)
+        if backend == getattr(way, "PIECES", None):
+            return NoTransport(link)
+    raise PeerError(f"the engines receive with {backend}, which is no way of ours")
+
+
+class NoTransport:
+    """For engines that take pieces alone."""
+
+    bytes = 0
+
+    def __init__(self, link: Link) -> None:
+        self.fleet = link.fleet
+
+    def connect(self) -> None:
+        self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
+
+    def stage(self, tensors: Stream, version: int) -> None:
+        raise UsageError("the engines take pieces alone", "they were started with --weight-update resharded: keep it")
+
+    def send(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -3,7 +3,7 @@
     DIR/version-00000007/model-00001.safetensors, ..., model.safetensors.index.json
 
 It is written while engines still generate, and has its name once every byte of it is on disk.  Engines are told over HTTP where it is,
-with a digest of each file, and read it themselves; afterwards it goes.  It is a directory as Hugging Face's are, so what is
+with a digest of each file, and read it themselves; afterwards it goes.  A hook may bring it to where they see it.  It is a directory as Hugging Face's are, so what is
 not started by hpcrl can read it too.
 
 Invariants: a directory that has its name is whole; at most one bucket is held in memory; nothing is left behind but by a run that is
@@ -34,7 +34,7 @@ class DiskTransport:
     """One directory an update."""
 
     def __init__(self, link: Link) -> None:
-        self.fleet, self.limit, self.bytes = link.fleet, link.limit, 0
+        self.fleet, self.limit, self.written, self.bytes = link.fleet, link.limit, link.written, 0
         root = link.fleet.rundir.root
         self.base = Path(link.directory) / f"weights-of-{root.name}" if link.directory else root / "weights"
         self.there: Path | None = None
@@ -62,6 +62,8 @@ class DiskTransport:
             ) from error
         finally:
             self._remove(beside)
+        if self.written is not None:
+            self.written(there, self.fleet)
 
     def _write(self, tensors: Stream, directory: Path) -> None:
         import torch

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUFFERS = 2  #: buckets under way at once in vLLM's broadcast
 BACKEND = "nccl"
+PIECES = "hpcrl_nccl"  #: for --weight-update resharded: our own receiver, which takes pieces alone
 
 
 def obstacle(site: Site) -> str | None:

@@ -1,7 +1,13 @@
 """The worker extension plus calls that spoil something."""
 
+import os
+import signal
+
 from hpcrl.engine import cpu_repairs, weight_loading
 from hpcrl.engine.weight_receiver import WorkerExtension
+from tests.support.breakable import fp8_on_cpu
+
+fp8_on_cpu.install_if_told()  # here in every worker, before it has a model
 
 
 class Extension(WorkerExtension):
@@ -28,3 +34,16 @@ class Extension(WorkerExtension):
     def remember(self) -> None:
         """Undo that."""
         self.weight_transfer_engine.held = None
+
+    def die_in_pieces(self) -> None:
+        """The next update in pieces ends this process once its first message was taken."""
+        assert self._hpcrl_pieces is not None
+        assembly = self._hpcrl_pieces.assembly
+        take = assembly.take
+
+        def last(*args: object) -> object:
+            if assembly.missing != assembly.size:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return take(*args)
+
+        assembly.take = last

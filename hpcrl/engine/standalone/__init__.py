@@ -1,0 +1,1 @@
+"""An engine that no run has started."""

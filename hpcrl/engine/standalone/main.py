@@ -1,0 +1,62 @@
+"""An engine that no run has started: it answers at a port that its user names, until it is ended.
+
+    python -m hpcrl.engine.standalone.main DIR --attempt 0        (from `hpcrl engines serve`)
+
+Invariants: those of an engine of a run (`engine/main.py`); DIR, which is of this one alone, is gone when it ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import sys
+
+from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.engine.main import EngineSupervisor, supervise
+from hpcrl.errors import UsageError
+from hpcrl.report.timeline.spans import NOWHERE
+from hpcrl.run.process import adopt_orphans
+from hpcrl.run.role import RoleContext, act, open_role, say
+
+
+class ServedEngine(EngineSupervisor):
+    """One server at the address that its plan names as the only external one."""
+
+    @property
+    def listen(self) -> str:
+        return self.context.plan.external[0]
+
+    def _bind(self) -> socket.socket:
+        host, port = split_address(self.listen)
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+        except OSError as error:
+            raise UsageError(f"--listen {self.listen}: {error.strerror or error}", "name a free port of this machine") from error
+        return sock
+
+    def publish(self) -> None:
+        super().publish()
+        say(f"a run asks it with {ADDRS} {self.listen} {KEYS} {self.context.rundir.root.parent}")
+
+
+def run(context: RoleContext) -> None:
+    supervise(context, ServedEngine(context), NOWHERE)
+
+
+def main() -> int:
+    adopt_orphans()
+    context = open_role()
+    for number in (signal.SIGTERM, signal.SIGINT):  # until it is supervised, there is nothing to end
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        return act("engine", context, 0, lambda: run(context), record=lambda _: None)
+    finally:
+        shutil.rmtree(context.rundir.root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

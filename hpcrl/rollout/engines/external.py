@@ -1,0 +1,123 @@
+"""Engines that the run has not started (--rollout-external-engine-addrs): found at their addresses, and watched.
+
+For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engines/lives.py`): it is up, it has ended.
+Nobody here can start it again; but once it answers again, within --engine-restarts, that is another life of it, and it gets the weights
+before it is asked.
+
+Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has ended, for which
+nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+
+from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.errors import DeadlineError, UsageError
+from hpcrl.queue.auth import http_key
+from hpcrl.rollout.async_tasks import cancel
+from hpcrl.rollout.engines.desk import CORE, EngineDesk
+from hpcrl.run.engines.lives import EngineEnd, leaves, tell_end
+from hpcrl.run.peers import EnginePeer, publish
+from hpcrl.run.role import RoleContext, say
+
+POLL = 1.0  #: seconds between two questions whether it lives
+NAME = "policy"  #: what the engines of hpcrl call their model
+
+
+async def keep_engines(desk: EngineDesk, context: RoleContext) -> None:
+    """Keep the registry true, and watch the engines that nobody else does; as `EngineDesk.keep`."""
+    first = len(context.plan.engines)
+    found = [ExternalEngine(context, first + number, text) for number, text in enumerate(context.plan.external)]
+    tasks = [asyncio.create_task(work) for work in (desk.keep(), *(engine.keep() for engine in found))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
+
+
+class ExternalEngine:
+    """One of them.  address: HOST:PORT, as the user gave it."""
+
+    def __init__(self, context: RoleContext, index: int, address: str) -> None:
+        self._rundir, self._options = context.rundir, context.options
+        self._index, self._address, (self._host, self._port) = index, address, split_address(address)
+        self._name = f"engine-{index} at {address}"
+
+    async def keep(self) -> None:
+        """Tell its lives until it has ended once too often, or the run lets it go.
+
+        DeadlineError if it does not answer when the run begins, UsageError if what answers is no engine for this run.
+        """
+        headers = {"Authorization": f"Bearer {http_key(self._rundir, self._index)}"}
+        connector = aiohttp.TCPConnector(force_close=True)  # a kept connection that was closed looks like a dead engine
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+            for life in range(self._options.engine_restarts + 1):
+                peer = await self._come_up(session, life)
+                publish(self._rundir, peer, self._index)
+                say(f"{self._name} answers" + (" again" if life else ""))
+                if (why := await self._watch(session)) is None:
+                    return
+                again = life < self._options.engine_restarts
+                end = EngineEnd(host=self._address, life=life, why=why, again=again, time=time.time())
+                tell_end(self._rundir, self._index, end)
+
+    async def _come_up(self, session: aiohttp.ClientSession, life: int) -> EnginePeer:
+        begun, limit = time.monotonic(), self._options.engine_start_timeout
+        while True:
+            status, _ = await self._ask(session, "/health", POLL * 5)
+            if status == 401:
+                raise UsageError(f"{self._name} does not take the keys of {KEYS}", "give the directory that it was served with")
+            if status == 200:
+                break
+            if not life and time.monotonic() > begun + limit:
+                raise DeadlineError(
+                    f"{self._name} did not answer within --engine-start-timeout {limit:.0f} s ({self._said(status)})",
+                    "is it served, and is this its address on the run's network?",
+                )
+            await asyncio.sleep(POLL)
+        _, models = await self._ask(session, "/v1/models", 60.0)
+        try:
+            model = next(entry for entry in models["data"] if entry["id"] == NAME)
+            length = int(model["max_model_len"])
+        except (TypeError, KeyError, StopIteration, ValueError):
+            raise UsageError(
+                f"{ADDRS}: {self._name} is no engine of hpcrl: it does not serve {NAME!r}", "start it with hpcrl engines serve"
+            ) from None
+        return EnginePeer(host=self._host, port=self._port, model_len=length, lean=True, life=life)
+
+    async def _watch(self, session: aiohttp.ClientSession) -> str | None:
+        """Why this life has ended; None if the run lets the engine go."""
+        patience, heard = self._options.engine_hang_timeout, time.monotonic()
+        while not leaves(self._rundir, [self._index]):
+            health, _ = await self._ask(session, "/health", POLL * 5)
+            if health not in (200, None):
+                return f"{self._name} has died: {self._said(health)}"
+            core, _ = await self._ask(session, CORE, POLL * 5) if health == 200 else (None, None)
+            if core is not None and core > 0:
+                heard = time.monotonic()
+            if time.monotonic() - heard > patience:
+                return f"{self._name} hangs: no sign of life for {patience:.0f} s (--engine-hang-timeout)"
+            await asyncio.sleep(POLL)
+        return None
+
+    async def _ask(self, session: aiohttp.ClientSession, path: str, seconds: float) -> tuple[int | None, Any]:
+        """The status and what came with it; None for no answer in time, 0 where nobody listens."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with session.get(f"http://{host}:{self._port}{path}", timeout=timeout) as answer:
+                data = await answer.read()
+                return answer.status, await answer.json() if data[:1] == b"{" else None
+        except TimeoutError:
+            return None, None
+        except (aiohttp.ClientError, OSError, ValueError):
+            return 0, None
+
+    @staticmethod
+    def _said(status: int | None) -> str:
+        return "nobody listens there" if status == 0 else "no answer" if status is None else f"/health answers {status}"

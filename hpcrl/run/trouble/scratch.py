@@ -1,0 +1,110 @@
+"""Directories on a host's own disk for as long as a process lives, found and removed after one that was killed.
+
+    with scratch("engine") as folder:       # /tmp/hpcrl-engine-x7f2k1
+        ...
+    sweep()                                 # removes those whose makers are gone
+
+Each holds a file that its maker has locked: the kernel lets go when the maker ends, however, and whatever namespaces hide its
+number from us.  Invariants: only directories of this user are removed, and never one whose maker lives; of files elsewhere only
+those that the directory names, in /dev/shm, and this user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.careful_files import Damaged, open_regular, read_json
+
+PREFIX, LOCK, ELSEWHERE = "hpcrl-", ".lives", ".elsewhere"
+SHARED, SHORT = Path("/dev/shm"), Path("/tmp")  #: SHORT: where sockets lie if the temporary directory's name is too long for them
+
+
+class Scratch:
+    """A directory and the lock on it.  kind: what it is for, in its name."""
+
+    def __init__(self, kind: str, below: Path | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=below))
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a file system without locks: nobody could tell that we live
+            (self.path / LOCK).unlink()
+
+    def name(self, files: Iterable[Path]) -> None:
+        """Have these files in /dev/shm removed as well, should this process be killed."""
+        with contextlib.suppress(OSError):
+            (self.path / ELSEWHERE).write_bytes(msgspec.json.encode(sorted(map(str, files))))
+
+    def remove(self) -> None:
+        """Remove it; what cannot be removed stays."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+@contextlib.contextmanager
+def scratch(kind: str) -> Iterator[Path]:
+    """A directory for as long as the context."""
+    made = Scratch(kind)
+    try:
+        yield made.path
+    finally:
+        made.remove()
+
+
+def sweep() -> list[Path]:
+    """Remove what killed processes of this user have left in the temporary directory and in SHORT; what went."""
+    gone = []
+    for place in {Path(tempfile.gettempdir()), SHORT}:
+        for path in _candidates(place):
+            if _abandoned(path):
+                _remove(path)
+                gone.append(path)
+    return gone
+
+
+def _candidates(place: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(place) if entry.name.startswith(PREFIX) and _mine(Path(entry.path))]
+    except OSError:
+        return []
+
+
+def _mine(path: Path) -> bool:
+    """Whether it is a directory of this user, and no link."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether the maker of a directory with a lock is gone."""
+    try:
+        with open_regular(path / LOCK) as file:
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+            if age < 1.0:  # between its making and its locking
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        return False  # it lives, has no lock, or is gone meanwhile
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError, Damaged):
+        for name in read_json(path / ELSEWHERE, list[str]):
+            file = Path(name)
+            if file.parent == SHARED and file.lstat().st_uid == os.getuid() and stat.S_ISREG(file.lstat().st_mode):
+                file.unlink()
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""What the system says of files, in words that tell a full disk from a stale one: the one phrase for an OSError.
+
+Invariants: what a file system does for a moment (full, read-only, stale) is told from what a path is (not there, not ours); a probe of a
+directory leaves nothing in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+#: what a file system may say for a moment, and then no more: of network ones when their server is started again, among others
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+PATIENCE = 10.0  #: seconds for which a write that a run needs is tried again
+AGAIN = 0.5  #: seconds between two tries
+
+#: errno -> (what is so, what to do)
+WORDS: dict[int, tuple[str, str]] = {
+    errno.ENOSPC: ("the file system is full", "free space"),
+    errno.EDQUOT: ("your quota on the file system is used up", "free space, or ask for more"),
+    errno.EROFS: ("the file system is read-only", "have it mounted for writing; after an error a kernel mounts it so by itself"),
+    errno.ESTALE: ("the network file system has lost it", "is its server up, and the directory still there?"),
+    errno.EIO: ("the disk or the network file system fails", "see the host's kernel log, dmesg"),
+    errno.ETIMEDOUT: ("the network file system does not answer", "is its server up?"),
+    errno.EMFILE: ("this process has too many files open", "raise the hard limit, ulimit -Hn"),
+    errno.ENFILE: ("the host has too many files open", "raise fs.file-max, or look who has them open"),
+    errno.EPERM: ("the system does not permit it", "is the directory protected (lsattr), or another user's?"),
+    errno.EACCES: ("you may not", "whose is it? see ls -ld"),
+    errno.ENOMEM: ("the host has no memory left for it", "ask for more memory"),
+}
+
+T = TypeVar("T")
+
+
+def words(error: OSError, path: Path | None = None) -> str:
+    """What is wrong.  path: where; with a full file system it is said how much is free there."""
+    theirs = error.strerror or str(error)
+    if error.errno not in WORDS:
+        return theirs
+    where = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and where is not None and (space := free(where)) is not None:
+        theirs += f"; {space / 1e6:.1f} MB are free"
+    return f"{WORDS[error.errno][0]} ({theirs})"
+
+
+def mend(error: OSError) -> str:
+    """What to do about it; "" if that is not known."""
+    return WORDS.get(error.errno or 0, ("", ""))[1]
+
+
+def free(path: Path) -> int | None:
+    """Bytes that are free where `path` is, or is to be; None if that cannot be found out."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None
+
+
+def trouble(directory: Path) -> str:
+    """Why nothing can be written into a directory now; "" if something can."""
+    probe = directory / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb", buffering=0) as file:
+            file.write(b"x" * 4096)
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{directory} cannot be written to: {words(error, directory)}"
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return ""
+
+
+def patiently(action: Callable[[], T], seconds: float | None = None) -> T:
+    """What `action` returns; it is tried again for so long (PATIENCE) if a file system refuses it for a reason that may pass.  OSError."""
+    deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in PASSING or time.monotonic() > deadline:
+                raise
+        time.sleep(AGAIN)

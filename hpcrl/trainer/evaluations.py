@@ -1,0 +1,86 @@
+"""When the trainer has its weights evaluated, whether it waits for that, and where the numbers go.
+
+Invariants: every rank takes the same turn, as all of them hear rank 0's answers; one evaluation at a time, so another one that is due
+waits for the one before it; the last one of a run is waited for; a run that goes on makes up for one that was due and is not logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.queue.messages import UNFINISHED
+from hpcrl.report.metrics import MetricsLog
+from hpcrl.report.timeline.names import EVALUATE
+from hpcrl.report.timeline.spans import Timeline
+from hpcrl.trainer.pace import evaluates_beside, last_evaluation
+
+#: asks the rollout process; every rank gets the answer
+Ask = Callable[..., dict[str, Any]]
+
+
+class Evaluations:
+    """Of one attempt of `total` rollouts.  ask: answers at once; wait: asks until the answer is there; log: of rank 0 alone;
+    together: rank 0's value, on every rank."""
+
+    def __init__(
+        self,
+        options: Options,
+        total: int,
+        ask: Ask,
+        wait: Ask,
+        log: MetricsLog | None,
+        together: Callable[[Any], Any],
+        timeline: Timeline,
+    ) -> None:
+        self._options, self._total, self._ask, self._wait, self._log = options, total, ask, wait, log
+        self._together, self._timeline = together, timeline
+        self._beside = evaluates_beside(options)
+        self._open: dict[str, int] | None = None  # what goes on beside the training
+
+    def due(self, rollout_id: int) -> bool:
+        """Whether the weights after `rollout_id` are to be evaluated."""
+        return last_evaluation(self._options, rollout_id, self._total) == rollout_id
+
+    def owed(self, trained: int) -> bool:
+        """Whether the weights after `trained` rollouts, with which this attempt begins, are to be evaluated before anything else."""
+        if trained == 0:
+            return not self._options.skip_eval_before_train
+        last = last_evaluation(self._options, trained - 1, self._total)
+        if last != trained - 1 and not self._beside:  # an earlier one was waited for
+            return False
+        done = self._together(self._log.evaluated(last) if self._log else None)
+        return not done and (last >= 0 or not self._options.skip_eval_before_train)
+
+    def begin(self, rollout_id: int, version: int) -> None:
+        """Have held-out accuracy measured, and logged with the rollout that it follows (-1: before the first)."""
+        self.settle()
+        asked = {"rollout_id": rollout_id, "version": version}
+        if self._beside and rollout_id + 1 < self._total:
+            self._open = asked
+            self.look()
+            return
+        with self._timeline.span(EVALUATE, rollout_id=rollout_id):
+            self._append(rollout_id, self._wait("evaluate", **asked))
+
+    def look(self) -> None:
+        """Log what goes on beside the training, if it is done."""
+        if self._open is not None:
+            self._take(self._open, self._ask("evaluate", **self._open, beside=True, patience=0.0))
+
+    def settle(self) -> None:
+        """Wait for what goes on beside the training."""
+        if self._open is not None:
+            with self._timeline.span(EVALUATE, rollout_id=self._open["rollout_id"]):
+                self._take(self._open, self._wait("evaluate", **self._open, beside=True))
+
+    def _take(self, asked: dict[str, int], results: dict[str, Any]) -> None:
+        if UNFINISHED not in results:
+            self._open = None
+            self._append(asked["rollout_id"], results)
+
+    def _append(self, rollout_id: int, results: dict[str, Any]) -> None:
+        if self._log and results:  # none if the run was asked to stop meanwhile
+            rows = {f"eval/{name}/{key}": value for name, row in results.items() for key, value in row.items()}
+            self._log.append(rollout_id, rows)

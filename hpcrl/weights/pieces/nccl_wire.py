@@ -1,0 +1,64 @@
+"""NCCL between trainer ranks and engine workers: grouped sends and receives on one stream.
+
+vLLM's own binding of NCCL is used at both ends, as --weight-update gathered does; members are named by rank 0, which tells the name
+under each engine's key.  This module has run on no GPU yet.
+
+Invariants: groups are started on the stream on which tensors are packed and loaded, so neither waits for the other but on the device;
+nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as Late
+from typing import Any
+
+import torch
+
+from hpcrl.errors import DeadlineError
+from hpcrl.weights.engine_fleet import in_thread
+from hpcrl.weights.gloo_group import GlooGroup
+from hpcrl.weights.pieces.device_post import DevicePost
+from hpcrl.weights.pieces.post import Post
+from hpcrl.weights.pieces.wire import Meeting
+
+
+class NcclWire:
+    """Member `rank` of `world`; name: NCCL's, 128 bytes."""
+
+    def __init__(self, name: bytes, rank: int, world: int, device: torch.device) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        with torch.cuda.device(device):
+            self.device, self.communicator = device, uid_init_process_group(name, rank, world, device)
+
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Any:
+        with torch.cuda.device(self.device):  # another thread begins on GPU 0
+            stream, done = torch.cuda.current_stream(), torch.cuda.Event()
+            self.communicator.group_start()
+            try:
+                for tensor, member in sends:
+                    self.communicator.send(tensor, member, stream)
+                for tensor, member in receives:
+                    self.communicator.recv(tensor, member, stream)
+            finally:
+                self.communicator.group_end()
+            done.record(stream)
+        return done
+
+    def close(self) -> None:
+        self.communicator.destroy()  # aborts, and waits 5 s for that at most
+
+
+def post_of(group: GlooGroup, me: int, meeting: Meeting) -> Post:
+    """A member's post, once it has joined the meeting's group; with NCCL the wire as well.  DeadlineError if that takes too long."""
+    if not meeting.nccl:
+        return Post(group, me, meeting.ranks, meeting.seconds)
+    device = torch.device("cuda", torch.cuda.current_device())
+    name = base64.b64decode(meeting.nccl)
+    joining = in_thread(lambda: NcclWire(name, me, meeting.world, device))
+    try:
+        return DevicePost(group, me, meeting.ranks, meeting.seconds, wire=joining.result(meeting.seconds))
+    except Late:
+        raise DeadlineError(f"not all members of the weight update came to NCCL within {meeting.seconds:.0f} s") from None

@@ -1,0 +1,199 @@
+"""Engines that the run has not started: found, watched, back again; and whose keys open what."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DeadlineError, HpcrlError, UsageError
+from hpcrl.launch.engines.serve import borrow, prepare
+from hpcrl.plan import Place, Plan
+from hpcrl.queue.auth import client_keys, http_key, make_keys, server_keys
+from hpcrl.rollout.engines import external
+from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.external import ExternalEngine
+from hpcrl.rollout.engines.registry import Registry
+from hpcrl.run.engines.lives import EngineAdded, claim, let_leave, with_added
+from hpcrl.run.role import RoleContext, read_plan
+from hpcrl.run.rundir import RunDir
+
+HERE = Place("127.0.0.1", (0,))
+
+
+class Served:
+    """A server that answers what an engine's does.  core: whether its engine core answers; model: what it serves."""
+
+    def __init__(self, key: str, port: int = 0) -> None:
+        self.core, self.model, served = True, "policy", self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.headers["Authorization"] != f"Bearer {key}":
+                    return self.say(401, b'{"error": "key"}')
+                if self.path == external.CORE and not served.core:
+                    time.sleep(0.2)
+                    return None
+                return self.say(200, b'{"data": [{"id": "%s", "max_model_len": 64}]}' % served.model.encode())
+
+            def say(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                return None
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@contextmanager
+def serving(key: str, port: int = 0) -> Iterator[Served]:
+    served = Served(key, port)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "POLL", 0.02)
+
+
+def run_with(path: Path, *addresses: str, **values: float) -> RoleContext:
+    """A run that has these engines, and the keys of `path`/keys."""
+    plan = Plan("run", 0, (HERE,), (HERE,), HERE, addresses)
+    options = Options(rollout_external_engine_keys=str(path / "keys"), rollout_external_engine_addrs=list(addresses), **values)
+    rundir = RunDir.create(path / "run")
+    rundir.begin()
+    make_keys(rundir, 1)
+    return RoleContext(rundir, options, plan, 0)
+
+
+async def until(condition: object, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
+    with serving("k" * 64) as served:
+        port = served.port
+    context = run_with(tmp_path, f"127.0.0.1:{port}", engine_restarts=1, engine_hang_timeout=0.3)
+    (context.rundir.keys / "engine-1.key").write_text("k" * 64)
+    pool = EnginePool(context.rundir, context.plan, context.options, registry=Registry(1))
+    member = pool.registry.members[1]
+
+    def state() -> str:
+        pool.look()
+        return f"{member.state} {member.life}"
+
+    async def go() -> None:
+        watching = asyncio.create_task(ExternalEngine(context, 1, f"127.0.0.1:{port}").keep())
+        await asyncio.sleep(0.1)
+        assert state() == "starting 0"
+        with serving("k" * 64, port):
+            await until(lambda: state() == "joining 0")
+            assert pool.peers[1].port == port and pool.peers[1].model_len == 64
+        await until(lambda: state() == "ended 0")
+        assert "nobody listens there" in member.why
+        with serving("k" * 64, port) as served:
+            await until(lambda: state() == "joining 1")
+            served.core = False
+            await until(lambda: state() == "gone 1")
+            assert "no sign of life" in member.why, "a core that answers nothing is a hung engine"
+            await asyncio.wait_for(watching, 5)
+        await pool.close()
+
+    asyncio.run(go())
+
+
+def test_one_that_is_removed_is_not_watched_any_more(tmp_path: Path, fast: None) -> None:
+    with serving("k" * 64) as served:
+        context = run_with(tmp_path, f"127.0.0.1:{served.port}")
+        (context.rundir.keys / "engine-1.key").write_text("k" * 64)
+        let_leave(context.rundir, 1)
+        asyncio.run(asyncio.wait_for(ExternalEngine(context, 1, f"127.0.0.1:{served.port}").keep(), 20))
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "wrong", "message"),
+    [
+        ("k" * 64, "llama", UsageError, "does not serve 'policy'.*hpcrl engines serve"),
+        ("x" * 64, "policy", UsageError, "does not take the keys of --rollout-external-engine-keys"),
+        (None, "policy", DeadlineError, "did not answer within --engine-start-timeout 1 s .nobody listens there"),
+    ],
+)
+def test_what_is_no_engine_for_this_run_ends_it(
+    tmp_path: Path, fast: None, key: str | None, model: str, wrong: type[HpcrlError], message: str
+) -> None:
+    with serving(key or "") as served:
+        served.model = model
+        if key is None:
+            served.close()
+        context = run_with(tmp_path, f"127.0.0.1:{served.port}", engine_start_timeout=0.5)
+        (context.rundir.keys / "engine-1.key").write_text("k" * 64)
+        with pytest.raises(wrong, match=message.replace("1 s", "0 s")):
+            asyncio.run(ExternalEngine(context, 1, f"127.0.0.1:{served.port}").keep())
+
+
+def test_both_sides_have_the_same_keys_and_the_engine_none_of_another(tmp_path: Path) -> None:
+    """What `hpcrl engines serve` starts with, and what the run borrows."""
+    keys, addresses = tmp_path / "keys", ("127.0.0.1:8100", "127.0.0.1:8101")
+    served = [prepare(Options(hf_checkpoint="m"), address, keys) for address in addresses]
+    context = run_with(tmp_path, *addresses)
+    lent = borrow(context.rundir, context.plan, context.options)
+    assert lent is not None
+    ours = [http_key(context.rundir, 1 + number) for number in range(2)]
+    assert ours == [http_key(rundir, 0) for rundir in served] and len(set(ours)) == 2
+    for rundir in served:
+        theirs = client_keys(rundir, 0, "weights")
+        assert theirs.public in server_keys(context.rundir, "weights").clients
+        assert not (rundir.keys / "weights-server.json").exists()
+        assert read_plan(rundir).external and oct(rundir.root.stat().st_mode)[-3:] == "700"
+    other = run_with(tmp_path / "other", *addresses)
+    options = context.options
+    with pytest.raises(UsageError, match="another run has the engines"):
+        borrow(other.rundir, other.plan, options)
+    lent.close()
+    again = borrow(other.rundir, other.plan, options)
+    assert again is not None
+    again.close()
+    make_keys(context.rundir, 1)
+    assert http_key(context.rundir, 1) not in ours, "keys of an earlier attempt are not kept"
+
+
+def test_keys_that_are_not_there_are_missed_by_name(tmp_path: Path) -> None:
+    context = run_with(tmp_path, "127.0.0.1:8100")
+    with pytest.raises(UsageError, match="--rollout-external-engine-keys .*keys: No such file"):
+        borrow(context.rundir, context.plan, context.options)
+    assert borrow(context.rundir, Plan("run", 0, (HERE,), (HERE,), HERE), context.options) is None
+
+
+def test_an_engine_elsewhere_is_refused_where_it_could_not_reach_the_trainer(tmp_path: Path) -> None:
+    context = run_with(tmp_path, "10.0.0.5:8100")
+    with pytest.raises(UsageError, match="10.0.0.5:8100: the run is on this machine alone and listens on 127.0.0.1"):
+        borrow(context.rundir, context.plan, context.options)
+
+
+def test_engines_that_are_added_come_after_these(tmp_path: Path) -> None:
+    context = run_with(tmp_path, "127.0.0.1:8100")
+    assert claim(context.rundir, context.plan, EngineAdded(host="b", slots=(3,))) == 2
+    assert [place.host for place in with_added(context.rundir, context.plan).engines] == ["127.0.0.1", "127.0.0.1:8100", "b"]

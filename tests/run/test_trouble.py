@@ -1,0 +1,226 @@
+"""What goes wrong with machines: full and read-only file systems, memory that the kernel takes back, hardware, and what the killed leave."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.run.exit_status import NOT_MEMORY, how_it_ended
+from hpcrl.run.role import RoleContext, act
+from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.trouble import scratch as scratch_module
+from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.trouble.scratch import Scratch, sweep
+from hpcrl.run.trouble.storage import WORDS, patiently, trouble, words
+
+# ---- file systems
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here (needs root)")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            return filler
+    return filler
+
+
+def test_a_full_and_a_read_only_file_system_are_called_so(small: Path) -> None:
+    assert not trouble(small) and list(small.iterdir()) == [], "a probe leaves nothing"
+    filler = fill(small)
+    assert "the file system is full (No space left on device; 0.0 MB are free)" in trouble(small)
+    with pytest.raises(HpcrlError, match=r"cannot write .*/a: the file system is full .*; free space"):
+        write_atomic(small / "a", b"x" * 8192)
+    assert not (small / "a").exists() and [path.name for path in small.iterdir() if path.name.startswith(".")] == []
+    filler.unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    assert "the file system is read-only (Read-only file system)" in trouble(small)
+    with pytest.raises(HpcrlError, match=r"read-only .*; have it mounted for writing"):
+        write_atomic(small / "a", b"x")
+    with pytest.raises(UsageError, match=r"--run-dir .*: the file system is read-only"):
+        RunDir.create(small / "run")
+
+
+def test_a_disk_that_is_full_for_a_moment_ends_nothing(small: Path) -> None:
+    filler = fill(small)
+    child = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.7); os.unlink({str(filler)!r})"])
+    write_atomic(small / "a", b"x" * 8192, patience=30)
+    assert (small / "a").read_bytes() == b"x" * 8192
+    assert child.wait(10) == 0
+
+
+def test_only_what_may_pass_is_tried_again() -> None:
+    tries: list[int] = []
+
+    def fail(number: int) -> None:
+        tries.append(number)
+        raise OSError(number, os.strerror(number))
+
+    for number, again in ((errno.EACCES, False), (errno.ENOENT, False), (errno.ESTALE, True)):
+        tries.clear()
+        with pytest.raises(OSError, match=os.strerror(number)):
+            patiently(lambda number=number: fail(number), 0.6)
+        assert (len(tries) > 1) == again
+
+
+@pytest.mark.parametrize("number", sorted(WORDS))
+def test_what_the_system_says_stands_beside_ours(number: int) -> None:
+    said = words(OSError(number, os.strerror(number), "/some/where"))
+    assert os.strerror(number) in said and not said.startswith(os.strerror(number))
+
+
+def test_a_role_says_what_the_system_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+
+    def body() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/dev/shm/x")
+
+    assert act("rollout", RoleContext(rundir, None, None, 0), 0, body) == 1  # type: ignore[arg-type]
+    failure = rundir.failure()
+    assert failure is not None
+    assert (
+        failure.message
+        == "/dev/shm/x: this process has too many files open (Too many open files); raise the hard limit, ulimit -Hn"
+    )
+
+
+def test_the_launchers_word_replaces_an_echo(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    rundir.fail("trainer", 0, "Connection closed by peer")
+    rundir.correct("host node2 does not answer (trainer-0: Connection closed by peer)")
+    assert str(rundir.failure()) == "host node2 does not answer (trainer-0: Connection closed by peer)"
+
+
+def test_what_was_half_written_when_its_writer_was_killed_goes(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    (rundir.root / "bank").mkdir()
+    half = [rundir.samples / ".00000238.jsonl.3858", rundir.root / "bank" / ".7.group.12", rundir.root / ".state.json.9"]
+    kept = [rundir.samples / "00000238.jsonl", rundir.root / "prepared.1", rundir.root / ".job.json.5", rundir.samples / ".mine"]
+    for path in (*half, *kept):
+        path.write_text("x")
+    rundir.begin()
+    assert not any(path.exists() for path in half) and all(path.exists() for path in kept)
+
+
+# ---- memory
+
+
+def tree(root: Path, own: str, files: dict[str, str]) -> Path:
+    """A /proc and a /sys, as a process in cgroup `own` sees them."""
+    for name, text in {"proc/self/cgroup": own, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("own", "events", "limit"),
+    [
+        ("0::/slurm/job_7/step_0\n", "sys/fs/cgroup/slurm/job_7/memory.events", "sys/fs/cgroup/slurm/job_7/memory.max"),
+        (
+            "4:memory:/slurm/job_7/step_0\n0::/\n",
+            "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control",
+            "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes",
+        ),
+    ],
+)
+def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str, events: str, limit: str) -> None:
+    root = tree(tmp_path, own, {events: "oom 0\noom_kill 3\n", limit: "8589934592\n", "proc/vmstat": "oom_kill 3\n"})
+    watch = MemoryWatch(root)
+    assert watch.sees and not watch.said()
+    assert how_it_ended(-9, watch) == f"was killed by SIGKILL ({NOT_MEMORY})"
+    (root / events).write_text("oom 1\noom_kill 4\n")
+    (root / "proc/vmstat").write_text("oom_kill 4\n")
+    name = limit.rpartition("/")[2]
+    said = f"the kernel killed 1 process for want of memory at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
+    assert watch.said() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
+    assert said not in how_it_ended(-15, watch), "of a SIGTERM somebody else is the cause"
+
+
+def test_a_host_without_memory_is_told_from_a_limit(tmp_path: Path) -> None:
+    root = tree(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n", "proc/vmstat": "pgfault 1\noom_kill 0\n"})
+    watch = MemoryWatch(root)
+    (root / "proc/vmstat").write_text("pgfault 1\noom_kill 2\n")
+    assert watch.said() == "perhaps for want of memory: the kernel has killed 2 processes of this host meanwhile"
+    nothing = MemoryWatch(tmp_path / "nothing")
+    assert not nothing.sees and how_it_ended(-9, nothing) == how_it_ended(-9), "where nothing can be read nothing is claimed"
+
+
+def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
+    """In a cgroup of 64 MB, where one can be made."""
+    line = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), "")
+    group = Path("/sys/fs/cgroup/memory") / line.rpartition(":")[2].lstrip("/") / f"hpcrl-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError:
+        pytest.skip("no cgroup of version 1 can be made here")
+    code = (
+        "import os, sys, subprocess; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()));"
+        "from hpcrl.run.trouble.memory import MemoryWatch; from hpcrl.run.exit_status import how_it_ended;"
+        "watch = MemoryWatch(); done = subprocess.run([sys.executable, '-c', 'x = bytearray(200 << 20)']);"
+        "print(how_it_ended(done.returncode, watch))"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False)
+        assert "was killed by SIGKILL (the kernel killed 1 process for want of memory at the limit of 0.1 GiB" in done.stdout, (
+            done
+        )
+    finally:
+        group.rmdir()
+
+
+# ---- what the killed leave
+
+
+MAKER = "import sys, time; from hpcrl.run.trouble.scratch import Scratch; s = Scratch('engine'); s.name([__import__('pathlib').Path(sys.argv[1])]); print(s.path, flush=True); time.sleep(100)"
+
+
+def test_directories_of_the_killed_are_swept_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    shared = Path(f"/dev/shm/psm_hpcrl_test_{os.getpid()}")
+    shared.write_text("x")
+    child = subprocess.Popen([sys.executable, "-c", MAKER, str(shared)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    theirs = Path(child.stdout.readline().strip())
+    mine = Scratch("host")
+    foreign, keep = tmp_path / "hpcrl-something", tmp_path / "other"
+    foreign.mkdir()
+    keep.mkdir()
+    (tmp_path / "hpcrl-link").symlink_to(keep)
+    time.sleep(1.1)
+    assert theirs.parent == tmp_path and sweep() == [], "whoever lives keeps his"
+    child.send_signal(signal.SIGKILL)
+    child.wait(10)
+    assert sweep() == [theirs]
+    assert not theirs.exists() and not shared.exists()
+    assert mine.path.exists() and foreign.exists() and keep.exists()
+    mine.remove()
+    assert not mine.path.exists()

@@ -1,0 +1,88 @@
+"""What the trainer asks of evaluations, with this test in the rollout process's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.queue.messages import UNFINISHED
+from hpcrl.report.metrics import MetricsLog, read_metrics
+from hpcrl.report.timeline.spans import Timeline
+from hpcrl.run.rundir import RunDir
+from hpcrl.trainer.evaluations import Evaluations
+from tests.config.test_flags import GRPO
+
+
+class Rollout:
+    """Answers, once it is `done`."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.asked: list[dict[str, Any]] = []
+        self.waited: list[int] = []
+
+    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        assert method == "evaluate"
+        self.asked.append(params)
+        return {"held": {"accuracy": 0.5, "policy_version": params["version"]}} if self.done else {UNFINISHED: {}}
+
+    def wait(self, method: str, **params: Any) -> dict[str, Any]:
+        self.waited.append(params["rollout_id"])
+        self.done = True
+        return self.ask(method, **params)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> MetricsLog:
+    return MetricsLog(RunDir.create(tmp_path / "run"))
+
+
+def evaluations(rollout: Rollout, log: MetricsLog, **values: Any) -> Evaluations:
+    options = Options(**(GRPO | {"loop": "fully-async", "eval_interval": 2} | values))
+    return Evaluations(options, 5, rollout.ask, rollout.wait, log, lambda value: value, Timeline(None))
+
+
+def logged(log: MetricsLog) -> list[tuple[int, float]]:
+    return [(row["rollout_id"], row["eval/held/policy_version"]) for row in read_metrics(log.path)]
+
+
+def test_training_goes_on_beside_an_evaluation_and_waits_for_the_one_before(log: MetricsLog) -> None:
+    mine, rollout = evaluations(rollout := Rollout(), log), rollout
+    mine.begin(-1, 0)
+    assert not rollout.waited and rollout.asked == [{"rollout_id": -1, "version": 0, "beside": True, "patience": 0.0}]
+    mine.look()
+    assert not logged(log)
+    rollout.done = True
+    mine.look()
+    mine.look()
+    assert logged(log) == [(-1, 0)] and len(rollout.asked) == 3, "nobody asks for what is there"
+    rollout.done = False
+    mine.begin(1, 2)
+    mine.begin(3, 4)
+    assert rollout.waited == [1] and logged(log) == [(-1, 0), (1, 2), (3, 4)]
+    rollout.done = False
+    mine.begin(4, 5)
+    assert rollout.waited == [1, 4], "after the last rollout there is nothing to go on with"
+    assert [mine.due(rollout_id) for rollout_id in range(5)] == [False, True, False, True, True]
+
+
+def test_the_loops_that_take_turns_or_repeat_wait(log: MetricsLog) -> None:
+    for values in ({"loop": "sync"}, {"loop": "async", "deterministic_mode": True}):
+        rollout = Rollout()
+        evaluations(rollout, log, **values).begin(1, 2)
+        assert rollout.waited == [1] and "beside" not in rollout.asked[0]
+
+
+def test_a_run_that_goes_on_makes_up_for_what_is_not_logged(log: MetricsLog) -> None:
+    beside, turns = evaluations(Rollout(), log), evaluations(Rollout(), log, loop="sync")
+    assert beside.owed(0) and turns.owed(0)
+    assert beside.owed(1), "the one before the first step went on beside it"
+    assert [turns.owed(trained) for trained in (1, 2, 3)] == [False, True, False]
+    log.append(-1, {"eval/held/accuracy": 0.5})
+    assert [beside.owed(trained) for trained in (1, 2, 3, 5)] == [False, True, True, True]
+    log.append(2, {"eval/held/accuracy": 0.5})  # made up for the one after rollout 1
+    assert [beside.owed(trained) for trained in (2, 3, 4, 5)] == [False, False, True, True]
+    assert not evaluations(Rollout(), log, skip_eval_before_train=True).owed(1)

@@ -1,0 +1,75 @@
+"""A run whose only engine was there before it, ends and comes back in the middle, and is there after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcrl.run.engines.view import read_views
+from hpcrl.weights.engine_http import Address, HttpError, ask
+from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
+
+pytestmark = pytest.mark.vllm
+
+
+def serve(recipe_file: Path, address: str, keys: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "hpcrl", "engines", "serve", str(recipe_file), "--listen", address, "--keys", str(keys)]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        )
+
+
+def end(engine: subprocess.Popen[bytes]) -> None:
+    """As its user does; nothing of it is left."""
+    there = psutil.Process(engine.pid).children(recursive=True)
+    engine.send_signal(signal.SIGTERM)
+    assert engine.wait(30) == 0
+    assert not [p for p in there if alive(p.pid)]
+
+
+def test_an_engine_that_no_run_has_started_serves_one_after_another(tmp_path: Path, task: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    address, keys, log, root = f"127.0.0.1:{port}", tmp_path / "keys", tmp_path / "engine.log", tmp_path / "run"
+    values = {"num_rollout": 100000, "save_interval": None, "rollout_num_gpus": None, "run_dir": str(root)}
+    values |= {"rollout_external_engine_addrs": [address], "rollout_external_engine_keys": str(keys)}
+    file = recipe(tmp_path, task, **(POLICY | values))
+    engine = serve(file, address, keys, log)
+    try:
+        while not (keys / "http.key").exists():
+            assert engine.poll() is None, log.read_text()
+            time.sleep(0.1)
+        run = Run(file, root=root)
+        run.until(lambda: run.steps() >= 2, 240)
+        with pytest.raises(HttpError, match="401"):
+            ask(Address("127.0.0.1", port, "no key"), "GET", "/health", 10)
+        end(engine)
+        engine = serve(file, address, keys, log)  # it comes back with the weights that it began with
+        there = run.steps()
+        run.until(lambda: run.steps() >= there + 3, 240)
+        (view,) = read_views(root / "attempts/0").engines
+        assert (view.host, view.state, view.restarts) == (address, "serving", 1)
+        os.kill(run.process.pid, signal.SIGTERM)
+        status, out = run.end()
+        assert status == 143, out + run.logs()
+        assert all_gone(root, []) and engine.poll() is None
+        steps = metrics(root)
+        assert list(steps) == list(range(len(steps)))
+        assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "it had the current weights"
+        again = Run(file, "--num-rollout", "1", "--run-dir", tmp_path / "second", root=tmp_path / "second")
+        status, out = again.end()
+        assert status == 0, out + again.logs()
+        assert metrics(again.root)[0]["train/train_rollout_logprob_abs_diff"] <= 1e-5, "and those of the next run"
+    finally:
+        end(engine)
+    assert sorted(path.name for path in keys.iterdir()) == ["http.key", "weights-client-0.json", "weights-server.json"]
