@@ -267,10 +267,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
-    if o.weight_transfer != "disk":
-        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
-    if o.weight_update != "delta":
-        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
+    yield from _inert_in_updates(o)
     if not o.apply_chat_template:
         yield "apply_chat_template_kwargs tool_key eval_tool_key", "--apply-chat-template is not given"
     if o.custom_rm_path is None:
@@ -304,6 +301,13 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_sharing(o)
     yield from _inert_beside_own(o)
     yield from _inert_in_training(o)
+
+
+def _inert_in_updates(o: Options) -> Iterator[tuple[str, str]]:
+    if o.weight_transfer != "disk":
+        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
+    if o.weight_update != "delta":
+        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
 
 
 def _inert_beside_own(o: Options) -> Iterator[tuple[str, str]]:
