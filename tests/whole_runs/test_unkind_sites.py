@@ -53,7 +53,7 @@ def test_whatever_a_site_does_the_run_trains(bare: Cluster, tmp_path: Path, task
     number = bare.sbatch("--partition=cpu", "--nodes=1", "--mem-per-cpu=100", "--exclusive", script=outer)
     bare.wait_state(number, {"COMPLETED", "FAILED"}, 240)
     said = (tmp_path / "said").read_text()
-    found = re.match(r"job (\d+)", said)
+    found = re.search(r"^job (\d+)", said, re.MULTILINE)  # behind notes
     assert found, said
     job = Job(bare, tmp_path / "run", int(found[1]))
     trains(job, 3)
