@@ -82,7 +82,7 @@ def test_the_quick_start_runs_as_the_guide_has_it(bare: Cluster, tmp_path: Path)
     assert "#SBATCH --partition=cpu" in shown and "--gpus" not in shown and not (tmp_path / "runs").exists()
     said = bare.run([*guides_command(), "--num-rollout", "2"], env=told, cwd=tmp_path).stdout
     job = Job(bare, Path(re.search(r"run directory: (\S+)", said)[1]), int(re.match(r"job (\d+)", said)[1]))
-    job.ends()
+    job.ends(seconds=480)
     grpo = SubmittedRun(job.root / "grpo")
     assert grpo.steps() == 2 and SubmittedRun(job.root / "sft").steps() == 2, job.logs()
     plan = json.loads((grpo.root / "attempts/0/plan.json").read_text())
