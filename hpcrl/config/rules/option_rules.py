@@ -25,11 +25,9 @@ from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
-from hpcrl.config.unknown_names import nearest
+from hpcrl.config.rules.weight_rules import check_weights, inert_in_weights
 from hpcrl.errors import UsageError, failures, raise_together
 
-#: each file is a way of --weight-transfer, named as the option's value
-TRANSPORTS = Path(__file__).parents[2] / "weights" / "transports"
 #: each file is a built-in filter, named as the option's value
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
 
@@ -40,7 +38,9 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
     layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing, check_external), options)
-    wrong = failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong = (
+        failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, check_weights, check_looking), options) + layout
+    )
     wrong += failures((check_passed_through, check_engine_settings), options)
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
@@ -218,24 +218,18 @@ def label_key(o: Options) -> str | None:
     return None
 
 
-def _weights(o: Options) -> None:
-    ways = ["auto", *_files(TRANSPORTS)]
-    if o.weight_transfer not in ways:
-        close = nearest(o.weight_transfer, ways)
-        raise UsageError(
-            f"--weight-transfer {o.weight_transfer} is no way of transfer",
-            f"did you mean {close}?" if close else f"there are {', '.join(ways)}",
-        )
-    if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
-        raise UsageError(
-            f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
-            "leave one of them out",
-        )
-
-
 # ---- what would have no effect
 
 _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
+#: what is said to engines, and to what grades their answers
+_OF_ENGINES = (
+    "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
+    "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency rollout_max_context_len "
+    "rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
+    "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
+    "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path weight_transfer weight_update "
+    "weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm custom_update_weight_post_write_path"
+)
 
 
 def inert(o: Options) -> dict[str, str]:
@@ -247,6 +241,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
     yield from inert_in_distillation(o)
     yield from inert_in_loop(o)
+    yield from inert_in_weights(o)
     if o.learns_labels:
         yield (
             "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
@@ -256,18 +251,9 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     if o.loss_type != "dpo_loss":
         yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines and not o.trains_only:
-        yield (
-            "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
-            "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
-            "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
-            "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
-            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm "
-            "custom_update_weight_post_write_path",
-            _NO_ENGINE,
-        )
+        yield _OF_ENGINES, _NO_ENGINE
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
-    yield from _inert_in_updates(o)
     if not o.apply_chat_template:
         yield "apply_chat_template_kwargs tool_key eval_tool_key", "--apply-chat-template is not given"
     if o.custom_rm_path is None:
@@ -301,13 +287,6 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_sharing(o)
     yield from _inert_beside_own(o)
     yield from _inert_in_training(o)
-
-
-def _inert_in_updates(o: Options) -> Iterator[tuple[str, str]]:
-    if o.weight_transfer != "disk":
-        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
-    if o.weight_update != "delta":
-        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
 
 
 def _inert_beside_own(o: Options) -> Iterator[tuple[str, str]]:
