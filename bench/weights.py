@@ -37,6 +37,10 @@ from hpcrl.rendezvous.server import StoreServer  # noqa: E402
 
 HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
+LOAD = (
+    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, all others are six; in pieces each byte "
+    "is copied three times: into shared memory, out of it, and into the parameter."
+)
 ONE_HOST = (("gathered", True), ("resharded", True), ("delta", True), ("gathered", False), ("resharded", False), ("delta", False))
 
 
@@ -119,7 +123,7 @@ def table(rows: dict[str, Result], total: int, limit: str, gathered: dict[str, s
         beside = f"{row.seconds / rows[gathered[name]].seconds:.2f}" if name in gathered else ""
         rate = total / row.seconds / 1e9
         lines.append(
-            f"| {name} | {row.seconds:.3f} | {rate:.2f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
+            f"| {name} | {row.seconds:.3f} | {rate:.3f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
             f"| {row.busy:.2f} | {row.load:.1f} |"
         )
     return lines
@@ -142,7 +146,7 @@ def main() -> None:
         rows[f"{way}, {where}"] = run(way, near, tensors, rounds)
         beside[f"{way}, {where}"] = f"gathered, {where}"
     lines = ["# Weight updates", "", f"{total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host of {os.cpu_count()} cores.", ""]
-    lines += table(rows, total, "memcpy", beside)
+    lines += [*table(rows, total, "memcpy", beside), "", LOAD.format(os.cpu_count())]
     pieces = rows["resharded, shared memory"]
     last = {
         "resharded_of_gathered": pieces.seconds / rows["gathered, shared memory"].seconds,

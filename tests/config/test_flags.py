@@ -460,6 +460,7 @@ def test_what_differs_from_the_defaults() -> None:
             "--advantage-estimator grpo needs several responses to each prompt",
         ),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
+        ({"weight_update": "delta", "weight_transfer": "nccl"}, "--weight-transfer nccl sends from the GPU's"),
         ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
         ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),

@@ -25,11 +25,9 @@ from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
-from hpcrl.config.unknown_names import nearest
+from hpcrl.config.rules.weight_rules import check_weights, inert_in_weights
 from hpcrl.errors import UsageError, failures, raise_together
 
-#: each file is a way of --weight-transfer, named as the option's value
-TRANSPORTS = Path(__file__).parents[2] / "weights" / "transports"
 #: each file is a built-in filter, named as the option's value
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
 
@@ -40,7 +38,9 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
     layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing, check_external), options)
-    wrong = failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, _weights, check_looking), options) + layout
+    wrong = (
+        failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, check_weights, check_looking), options) + layout
+    )
     wrong += failures((check_passed_through, check_engine_settings), options)
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
@@ -218,21 +218,6 @@ def label_key(o: Options) -> str | None:
     return None
 
 
-def _weights(o: Options) -> None:
-    ways = ["auto", *_files(TRANSPORTS)]
-    if o.weight_transfer not in ways:
-        close = nearest(o.weight_transfer, ways)
-        raise UsageError(
-            f"--weight-transfer {o.weight_transfer} is no way of transfer",
-            f"did you mean {close}?" if close else f"there are {', '.join(ways)}",
-        )
-    if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
-        raise UsageError(
-            f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
-            "leave one of them out",
-        )
-
-
 # ---- what would have no effect
 
 _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
@@ -256,6 +241,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_algorithm(o)
     yield from inert_in_distillation(o)
     yield from inert_in_loop(o)
+    yield from inert_in_weights(o)
     if o.learns_labels:
         yield (
             "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
@@ -268,10 +254,6 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         yield _OF_ENGINES, _NO_ENGINE
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
-    if o.weight_transfer != "disk":
-        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
-    if o.weight_update != "delta":
-        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
     if not o.apply_chat_template:
         yield "apply_chat_template_kwargs tool_key eval_tool_key", "--apply-chat-template is not given"
     if o.custom_rm_path is None:
