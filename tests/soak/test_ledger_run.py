@@ -49,7 +49,9 @@ def test_a_whole_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Pat
         assert run.steps() < ROLLOUTS and all_gone(root, pids)
         run = Run("--resume", root, root=root)
     run.until(lambda: run.steps() >= 8)
-    psutil.Process(role_pid(root, "hpcrl.engine.server")).children()[-1].kill()  # in the middle of what is made next; another life of it is given the weights
+    psutil.Process(role_pid(root, "hpcrl.engine.server")).children()[
+        -1
+    ].kill()  # in the middle of what is made next; another life of it is given the weights
     status, out = run.end(400)
     assert status == 0, out + run.logs()
     found = account(root)
