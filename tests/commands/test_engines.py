@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.engines.add import command, request_of, script_of
-from hpcrl.launch.engines.join import LifeSign, where
+from hpcrl.launch.engines.join import LifeSign, deaf, where
 from hpcrl.launch.probe import Network, Report
 from hpcrl.launch.site import Site, from_flags
 from hpcrl.plan import Place, Plan
@@ -140,3 +142,20 @@ def test_a_run_that_says_nothing_any_more_is_gone(rundir: RunDir, monkeypatch: p
     assert not sign.lost()
     clock.sleep(join.SILENCE)
     assert sign.lost()
+
+
+def test_what_is_started_for_an_added_job_outlives_the_schedulers_warning() -> None:
+    """Slurm sends SIGUSR1 to all processes of a step, which ends whoever does not handle it."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with deaf():
+            engine = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1)
+        assert engine.stdout is not None and engine.stdout.readline() == b"up\n"
+        for pid in (engine.pid, os.getpid()):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.1)
+        assert heard == [signal.SIGUSR1] and engine.poll() is None
+        assert engine.communicate(b"\n")[0] == b"" and engine.returncode == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -10,12 +10,12 @@ import signal
 import tracemalloc
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcrl.rollout.ledger.journal import account
 from tests.rollout.test_making import Attempt, FakeSampler
-from tests.soak.test_engine_faults import core
-from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, rows, samples
+from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.soak
 ROLLOUTS = 12
@@ -49,7 +49,7 @@ def test_a_whole_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Pat
         assert run.steps() < ROLLOUTS and all_gone(root, pids)
         run = Run("--resume", root, root=root)
     run.until(lambda: run.steps() >= 8)
-    core(root, 0).kill()  # in the middle of what is made next; another life of it is given the weights
+    psutil.Process(role_pid(root, "hpcrl.engine.server")).children()[-1].kill()  # in the middle of what is made next; another life of it is given the weights
     status, out = run.end(400)
     assert status == 0, out + run.logs()
     found = account(root)

@@ -1,4 +1,4 @@
-"""Tiny twins of the reference runs, all of them, under Slurm and under mpirun; two are in `tests/whole_runs/` too."""
+"""Tiny twins of the reference runs, all of them, under Slurm and under mpirun."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.rollout.ledger.journal import account
 from hpcrl.run.engines.view import read_views
 from tests.support.cluster import Cluster
 from tests.support.runs import POLICY, metrics, recipe
@@ -62,8 +63,10 @@ def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, t
     hpcrl(cluster, "engines", "remove", job.root, "2")
     job.until(lambda: states(job)[2:] == ["gone"])
     hpcrl(cluster, "stop", job.root)
-    job.ends()
+    job.ends("FAILED")  # with 143: stopped, and saved
     rows = metrics(job.root)
     assert list(rows) == list(range(len(rows)))
     assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in rows.values())
+    found = account(job.root)
+    assert not found.wrong and found.trained == len(rows) * POLICY["rollout_batch_size"]
     assert job.attempt() == 0

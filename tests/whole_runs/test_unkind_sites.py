@@ -53,7 +53,7 @@ def test_whatever_a_site_does_the_run_trains(bare: Cluster, tmp_path: Path, task
     number = bare.sbatch("--partition=cpu", "--nodes=1", "--mem-per-cpu=100", "--exclusive", script=outer)
     bare.wait_state(number, {"COMPLETED", "FAILED"}, 240)
     said = (tmp_path / "said").read_text()
-    found = re.match(r"job (\d+)", said)
+    found = re.search(r"^job (\d+)", said, re.MULTILINE)  # behind notes
     assert found, said
     job = Job(bare, tmp_path / "run", int(found[1]))
     trains(job, 3)
@@ -82,7 +82,7 @@ def test_the_quick_start_runs_as_the_guide_has_it(bare: Cluster, tmp_path: Path)
     assert "#SBATCH --partition=cpu" in shown and "--gpus" not in shown and not (tmp_path / "runs").exists()
     said = bare.run([*guides_command(), "--num-rollout", "2"], env=told, cwd=tmp_path).stdout
     job = Job(bare, Path(re.search(r"run directory: (\S+)", said)[1]), int(re.match(r"job (\d+)", said)[1]))
-    job.ends()
+    job.ends(seconds=480)
     grpo = SubmittedRun(job.root / "grpo")
     assert grpo.steps() == 2 and SubmittedRun(job.root / "sft").steps() == 2, job.logs()
     plan = json.loads((grpo.root / "attempts/0/plan.json").read_text())

@@ -221,6 +221,15 @@ def label_key(o: Options) -> str | None:
 # ---- what would have no effect
 
 _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
+#: what is said to engines, and to what grades their answers
+_OF_ENGINES = (
+    "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
+    "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency rollout_max_context_len "
+    "rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
+    "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
+    "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path weight_transfer weight_update "
+    "weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm custom_update_weight_post_write_path"
+)
 
 
 def inert(o: Options) -> dict[str, str]:
@@ -242,15 +251,7 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     if o.loss_type != "dpo_loss":
         yield "rejected_key", f"--loss-type is {o.loss_type}"
     if not o.needs_engines and not o.trains_only:
-        yield (
-            "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
-            "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
-            "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
-            "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path "
-            "weight_transfer weight_update weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm "
-            "custom_update_weight_post_write_path",
-            _NO_ENGINE,
-        )
+        yield _OF_ENGINES, _NO_ENGINE
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
     if not o.apply_chat_template:

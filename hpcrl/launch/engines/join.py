@@ -16,7 +16,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -83,12 +84,8 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
 
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(whole, name, index, host, None, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        # a scheduler sends its warning to every process that it finds; what is started while we ignore it does so, too
-        ours = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        try:
+        with deaf():
             return start(name, index, command, rundir, gpus)
-        finally:
-            signal.signal(signal.SIGUSR1, ours)
 
     roles: list[Role] = []
     timeline = role_timeline(rundir, "joined", indexes[0], host)
@@ -108,6 +105,16 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
         end_descendants(0.5)
         timeline.mark(ENDS)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """What is started in here takes no notice of SIGUSR1: a scheduler sends its warning to every process that it finds."""
+    ours = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, ours)
 
 
 def _keep(
