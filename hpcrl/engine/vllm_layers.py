@@ -11,7 +11,7 @@ Invariant: `pieces` covers every parameter of the model, or names the modules wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -40,19 +40,18 @@ class Holdings:
     """All pieces by name.
 
     opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers; unseen:
-    what the checkpoint has under them; cuts: of those of which it is known, the (rows, columns) that this worker's loader takes.
+    what the checkpoint has under them.
     """
 
     pieces: Mapping[str, Piece]
     opaque: tuple[str, ...]
     unseen: Mapping[str, Entry]
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     def span(self, name: str, shape: Sequence[int]) -> Cut:
         """The rows and columns of a tensor of that shape which this worker needs; all of it where that is not known."""
         if name in self.pieces:
             return self.pieces[name].rows, self.pieces[name].columns
-        return self.cuts.get(name, (((0, shape[0]),), None))
+        return ((0, shape[0]),), None
 
     @property
     def wanted(self) -> set[str]:
@@ -77,7 +76,6 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
     packed, names = getattr(model, "packed_modules_mapping", None) or {}, names or {}
     pieces: dict[str, Piece] = {}
     opaque: list[str] = []
-    cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
     modules = dict(model.named_modules())
     if (head := getattr(model, "lm_head", None)) is not None:
@@ -93,12 +91,11 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
             pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
             opaque += _opaque_prefixes(path, packed)
-            cuts |= _cuts(path, layer, {} if f"{path}.weight" in names else packed, names)
         else:
             pieces |= _plain(path, layer, opaque)
     prefixes = tuple(dict.fromkeys(opaque))
     unseen = {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")}
-    return Holdings(pieces, prefixes, unseen, cuts)
+    return Holdings(pieces, prefixes, unseen)
 
 
 def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:
@@ -178,14 +175,6 @@ def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -
             found[f"{matrix.name}.bias"] = Piece(matrix.shape[:1], dtype, rows, None, show)
     extra = {n: p for n, p in layer._parameters.items() if p is not None and n not in ("weight", "bias")}
     return found | {f"{path}.{n}": _whole_piece(layer, n, p) for n, p in extra.items()}
-
-
-def _cuts(path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]], names: Mapping[str, Entry]) -> dict[str, Cut]:
-    """What the loader takes of the matrices of a linear layer that is quantised: codes are cut as numbers are."""
-    if not isinstance(layer, LinearBase):
-        return {}
-    found = {f"{matrix.name}.weight": matrix for matrix in _matrices(path, layer, packed)}
-    return {n: m.cut for n, m in found.items() if n in names and names[n].shape == m.shape}
 
 
 def _whole_sizes(layer: LinearBase, local: list[int]) -> list[int]:

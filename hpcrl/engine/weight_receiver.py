@@ -55,7 +55,6 @@ class WorkerExtension:
             "tensors": {name: piece.to_wire() for name, piece in held.pieces.items()},
             "opaque": list(held.opaque),
             "unseen": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in held.unseen.items()},
-            "cuts": {name: held.cuts[name] for name in held.unseen if name in held.cuts},
         }
 
     def hpcrl_join(self, invitation: str) -> None:

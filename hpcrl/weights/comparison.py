@@ -79,4 +79,4 @@ def _span(worker: Mapping[str, Any], name: str, tensor: torch.Tensor) -> tuple[A
     """(rows, columns) that a worker holds; all of a tensor that only its loader knows how to cut."""
     if (held := worker["tensors"].get(name)) is not None:
         return held["rows"], held["columns"]
-    return worker.get("cuts", {}).get(name) or ([[0, tensor.shape[0]]] if tensor.dim() else [], None)
+    return ([[0, tensor.shape[0]]] if tensor.dim() else []), None

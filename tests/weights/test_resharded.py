@@ -18,11 +18,10 @@ from hpcrl.trainer.parallel.parallel_state import initialize
 from hpcrl.trainer.weight_stream import WeightExit
 from hpcrl.weights.digest import digest
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
-from hpcrl.weights.engine_http import Address, HttpError, ask
+from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.sender import WeightSender
-from tests.support.breakable import FP8
-from tests.support.engines import CLOSE, SMALL, Engines, Reference, connected, generate
+from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
@@ -158,32 +157,6 @@ def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tm
         assert engines.stop() == [0, 0]
 
 
-@pytest.mark.soak
-def test_an_fp8_engine_of_two_workers_gets_its_parts_of_the_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte of codes once, scales to both; the engine then computes what it computes with whole tensors."""
-    monkeypatch.setenv(FP8, "1")
-    wide = make_family(tmp_path / "wide", "qwen3")
-    convert(wide, tmp_path / "fp8", Scheme("block", (32, 32)))
-    values = {
-        "rollout_num_gpus": 2,
-        "rollout_num_gpus_per_engine": 2,
-        "update_weight_buffer_size": SMALL,
-        "weight_transfer": "shm",
-    }
-    engines = Engines(tmp_path / "run", tmp_path / "fp8", 1, module="tests.support.breakable", **values)
-    try:
-        engines.wait()
-        [[*workers]] = connected(engines).manifests
-        assert all("model.layers.0.self_attn.q_proj.weight" in worker["cuts"] for worker in workers)
-        answers = []
-        for way in ("resharded", "gathered", "delta"):
-            update(engines, wide, 4, [way], **TP2 | PP2)
-            answers.append(generate(engines.address(), PROMPT, 24, seed=7))
-        assert all(answer["logprobs"] == answers[0]["logprobs"] for answer in answers)
-    finally:
-        assert engines.stop() == [0]
-
-
 # ---- engines that end and come
 
 
@@ -219,7 +192,8 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
     return found
 
 
-@pytest.mark.parametrize("way", ["delta", pytest.param("resharded", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["delta", "resharded"])
 def test_an_engine_dies_in_the_middle_and_another_joins(way: str, nursery: Nursery, tmp_path: Path) -> None:
     """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has changed.
 
@@ -239,6 +213,5 @@ def test_an_engine_dies_in_the_middle_and_another_joins(way: str, nursery: Nurse
     answers = [generate(addresses[index], PROMPT, 24, seed=7) for index in (0, 2)]
     assert answers[0]["logprobs"] == answers[1]["logprobs"]
     assert {span["version"] for answer in answers for span in answer["weight_versions"]} == {"5"}
-    with pytest.raises(HttpError):
-        ask(addresses[1], "GET", "/health", 10)
+    engines.processes[1].process.kill()  # without its core, vLLM's server takes long to end
     engines.stop()

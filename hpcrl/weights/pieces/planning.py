@@ -92,8 +92,7 @@ def _spans(name: str, shape: tuple[int, ...], manifests: Manifests) -> Iterator[
     for number, worker in enumerate(workers):
         held = worker["tensors"].get(name)
         if held is None:  # known to the checkpoint alone
-            rows, columns = worker.get("cuts", {}).get(name) or ([(0, shape[0])], None)
-            yield number, rows, columns
+            yield number, [(0, shape[0])], None
         else:
             yield number, held["rows"], held["columns"]
 

@@ -5,9 +5,6 @@ import signal
 
 from hpcrl.engine import cpu_repairs, weight_loading
 from hpcrl.engine.weight_receiver import WorkerExtension
-from tests.support.breakable import fp8_on_cpu
-
-fp8_on_cpu.install_if_told()  # here in every worker, before it has a model
 
 
 class Extension(WorkerExtension):

@@ -3,14 +3,10 @@
 Loading, names and shapes are vLLM's own; only the product, for which there is no kernel, is ours, and float32 is allowed.
 """
 
-import os
-
 import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import PlatformEnum
-
-from tests.support.breakable import FP8
 
 
 class Widened(linear.Fp8BlockScaledMMLinearKernel):
@@ -34,8 +30,3 @@ class Widened(linear.Fp8BlockScaledMMLinearKernel):
 def install() -> None:
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, Widened)
     Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32, torch.bfloat16])
-
-
-def install_if_told() -> None:
-    if os.environ.get(FP8):
-        install()
