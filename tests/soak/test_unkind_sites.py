@@ -80,7 +80,7 @@ def test_a_step_longer_than_the_time_limit_is_given_up_and_said(bare: Cluster, t
     """The run is ended, and queued again, before Slurm would end it for good; after as many starts as are allowed it stays down."""
     path = policy(tmp_path, task, custom_rm_path="tests.support.slurm.very_slow", reward_timeout=900, rollout_timeout=900)
     cpu = ("trainer.partition=cpu", "engine.partition=cpu")
-    job = submit(bare, path, tmp_path / "run", *cpu, "time=30", "signal_margin=45", "max_requeues=1")
+    job = submit(bare, path, tmp_path / "run", *cpu, "time=30", "signal_margin=60", "max_requeues=1")
     for attempt in range(2):
         trainer = job.root / f"attempts/{attempt}/peers/trainer-0.json"
         job.until(trainer.exists)

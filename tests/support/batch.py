@@ -157,7 +157,7 @@ class SlurmQueue:
         return slurm.hpcrl(self.cluster, *words, check=check, timeout=300)
 
     def submit(self, recipe: Path, root: Path, *words: str, settings: tuple[str, ...] = ()) -> Submitted:
-        job = slurm.submit(self.cluster, recipe, root, "--time", "30", *words, settings=("signal_margin=60", *settings))
+        job = slurm.submit(self.cluster, recipe, root, "--time", "30", *words, settings=("signal_margin=110", *settings))
         return Submitted(self, root, str(job.number))
 
     def release(self, run: Submitted) -> None:

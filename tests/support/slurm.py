@@ -35,7 +35,7 @@ class Job(SubmittedRun):
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def limit(self, least: int) -> None:
-        """Set the time limit to the next whole minute that leaves at least so many seconds."""
+        """Set the time limit to the next whole minute that leaves at least so many seconds, and less than a minute more."""
         hours, minutes, seconds = self.cluster.job(self.number)["RunTime"].split(":")
         elapsed = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
         minutes = -(-int(elapsed + least) // 60)

@@ -116,7 +116,7 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
         policy(tmp_path / "cut", task, **steps),
         tmp_path / "cut/run",
         *("--time", "30"),
-        settings=("signal_margin=60", "trainer.partition=low", "engine.partition=low"),
+        settings=("signal_margin=110", "trainer.partition=low", "engine.partition=low"),
     )
     status, out = uncut.end()
     assert status == 0, out
