@@ -28,6 +28,7 @@ def test_the_cluster_is_as_unkind_as_it_says(bare: Cluster, tmp_path: Path) -> N
     assert len(torn.replace("\n", "")) == 9 * len(line) and torn.count(line) < 9, "lines are torn, and nothing is lost"
     assert len({(tmp_path / node).read_text() for node in bare.nodes}) == 3
     number = bare.sbatch("--partition=cpu", "--cpus-per-task=1", script="#!/bin/bash\n")
+    bare.wait_state(number, "COMPLETED", 30)  # one that waits shows what was asked for
     assert bare.job(number)["NumCPUs"] == "2"
 
 
