@@ -41,6 +41,9 @@ class Nursery:
     """The process that forks servers."""
 
     def __init__(self) -> None:
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         env = os.environ | {
             "PYTHONPATH": str(REPO),
             "HF_HUB_OFFLINE": "1",
@@ -49,7 +52,7 @@ class Nursery:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
         }
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.support.forked_engines"],
             cwd=REPO,
             env=env,
@@ -73,6 +76,8 @@ class Nursery:
         return found
 
     def _fork(self, rundir: RunDir, index: int) -> Server:
+        if self.process.poll() is not None:  # a test of what ends all its descendants has ended it
+            self.process = self._start()
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{index} {rundir.root}\n")
         self.process.stdin.flush()
