@@ -343,7 +343,11 @@ REFUSED = [
     ({"megatron": {"attention_dropout": 0.1}}, "--attention-dropout 0.1 cannot be: hpcrl needs 0.0"),
     ({"megatron": {"recompute_num_layers": "many"}}, '[megatron] recompute_num_layers = "many": expected a whole number'),
     ({"megatron": {"recompute_granularity": "all"}}, '[megatron] recompute_granularity = "all": expected one of full, selective'),
-    ({"megatron": {"recompute_granularity": "full"}}, "Megatron's TransformerConfig refuses these settings"),
+    ({"megatron": {"recompute_granularity": "full"}}, "--recompute-granularity full without --recompute-method"),
+    (
+        {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}},
+        "Megatron's TransformerConfig refuses these settings: Invalid choices",
+    ),
     ({"hf_checkpoint": None}, "--hf-checkpoint is not given"),
 ]
 TAKEN = {"hidden_size": 64, "attention_backend": "auto", "bucket_size": 1000, "use_distributed_optimizer": False}
