@@ -30,7 +30,7 @@ pytestmark = pytest.mark.soak
 
 SEEDS = [int(seed) for seed in (os.environ.get("SEED") or "1").split(",")]
 COUNT = int(os.environ.get("N") or 30)
-SHAPE: dict[str, Any] = SFT | {"num_rollout": 40, "hang_timeout": HANG, "save_interval": 2}
+SHAPE: dict[str, Any] = SFT | {"num_rollout": 40, "hang_timeout": HANG, "save_interval": 1}  # a stop saves after any step
 #: the same numbers from two hosts
 SPREAD: dict[str, Any] = SHAPE | {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 ENGINES: dict[str, Any] = POLICY | {
