@@ -12,6 +12,7 @@ test process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -87,7 +88,8 @@ class Nursery:
     def close(self) -> None:
         """End it, and with it every server that is left."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait(30)
 
 
