@@ -178,7 +178,8 @@ def refuse_absent_files(shown: Submission) -> None:
     if site.container.kind != "none" or getattr(site, "after", None):
         return
     local = site.scratch if site.scratch and site.scratch.startswith("/") else "{run}"
-    refuse_absent(shown.stages, lambda path: path.startswith(local) or made_by_run(shown.job.recipe, "{run}", path))
+    same_code = not site.setup and site.python in (None, sys.executable) and "PYTHONPATH" not in site.env
+    refuse_absent(shown.stages, lambda path: path.startswith(local) or made_by_run(shown.job.recipe, "{run}", path), same_code)
 
 
 def chained(site: Site, chain: int) -> Site:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.prompts.prompt_words import PromptWord, read_words
 from hpcrl.config.recipe import Recipe
@@ -28,17 +29,20 @@ def look_at(stages: Sequence[Options]) -> None:
             _look(word, keys)
 
 
-def refuse_absent(stages: Sequence[Options], made: Callable[[str], bool]) -> None:
-    """UsageError for every file and directory that a stage begins with and that is not here.
+def refuse_absent(stages: Sequence[Options], made: Callable[[str], bool], same_code: bool = True) -> None:
+    """UsageError for every file and directory that a stage begins with, and every own function, that is not here.
 
-    made: whether a path need not be here yet: the run makes it, or the nodes alone have it.
+    made: whether a path need not be here yet: the run makes it, or the nodes alone have it.  same_code: whether modules are found
+    in the run as they are here.
     """
-    wrong = []
+    wrong, functions = [], []
     for options in stages:
+        functions += missing_functions(options) if same_code else []
         wanted = [("--hf-checkpoint", options.hf_checkpoint), ("--eval-config", options.eval_config)]
         wanted += [("the prompt file", word.path) for word, _ in _files(options)]
         wrong += [f"{what} {path} is not here" for what, path in wanted if path and not made(path) and not Path(path).exists()]
-    raise_together([UsageError(text, "name what is there") for text in dict.fromkeys(wrong)])
+    errors = [UsageError(text, "name what is there") for text in dict.fromkeys(wrong)]
+    raise_together([*errors, *{str(error): error for error in functions}.values()])
 
 
 def made_by_run(recipe: Recipe, run: str, path: str) -> bool:

@@ -203,6 +203,14 @@ def test_what_is_not_here_is_refused_before_anything_is_made(
         said = capsys.readouterr().err
         assert "--hf-checkpoint /nowhere/model is not here" in said and "the prompt file /nowhere/p.jsonl is not here" in said
     assert main(["run", str(tmp_path / "made.toml"), *out, "--dry-run"]) == 0
+    (tmp_path / "own.toml").write_text(
+        (tmp_path / "made.toml").read_text().replace('rm_type = "math"', 'custom_rm_path = "no_such.f"')
+    )
+    for command, *words in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):
+        assert main([command, str(tmp_path / "own.toml"), *out, *words]) == 2
+        assert "--custom-rm-path no_such.f: there is no module no_such; modules are looked for" in capsys.readouterr().err
+    for site in ('setup=["export PYTHONPATH=/there"]', 'env={PYTHONPATH = "/there"}', "python=/other/python"):
+        assert main(["submit", str(tmp_path / "own.toml"), *out, "--dry-run", "--set", site]) == 0, site
     for site in (["scratch=/nowhere"], ["after=7"], ["container.kind=pyxis", "container.image=/x.sqsh"]):
         assert main(["submit", str(tmp_path / "r.toml"), *out, "--dry-run", "--set", *site]) == 0, site
     assert main(["submit", str(tmp_path / "r.toml"), *out, "--print"]) == 0, "for another place, perhaps"

@@ -41,6 +41,8 @@ SFT = {
     "label_key": "label",
     "rollout_timeout": 60,
 }
+#: trainer ranks without torchrun's agent, which takes seconds to import torch before any rank begins
+NO_AGENT = {"rank_launcher": "ranks"}
 COMMON = {
     "input_key": "prompt",
     "apply_chat_template": True,

@@ -19,7 +19,7 @@ from hpcrl.report.timeline.reading import read_stage
 from hpcrl.run.engines.lives import end_of
 from hpcrl.run.engines.view import read_views
 from hpcrl.run.rundir import RunDir
-from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
+from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -32,14 +32,14 @@ def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
     held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 2, "eval_label_key": "label"}
-    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
 
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     """A run on two data-parallel ranks that nobody disturbed, with a reference model; its rollouts are saved."""
     more = KL | {"ref_load": str(task / "model"), "save_debug_rollout_data": "{run}/data/{rollout_id}", "save_token_data": 2}
-    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, **more)
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, rank_launcher="torchrun", **more)
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert re.fullmatch(r"held-out accuracy: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out

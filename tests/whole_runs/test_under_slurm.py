@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import POLICY, SFT, Run, metrics, recipe, rows
+from tests.support.runs import NO_AGENT, POLICY, SFT, Run, metrics, recipe, rows
 from tests.support.slurm import ENV, HURRY, Job, hpcrl, submit
 
 pytestmark = pytest.mark.cluster
@@ -107,7 +107,7 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     """Out of time, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
     steps = {"num_rollout": 48, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
     steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
-    values = steps | {"custom_rm_path": "tests.support.runs.odd_tokens"}
+    values = steps | NO_AGENT | {"custom_rm_path": "tests.support.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()
     uncut = Run(policy(tmp_path / "uncut", task, **values, run_dir=str(tmp_path / "uncut/run")), root=tmp_path / "uncut/run")
     (tmp_path / "cut").mkdir()
