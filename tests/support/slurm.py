@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,8 @@ async def very_slow(options: Any, sample: Any) -> float:
 
     await asyncio.sleep(600)
     return 0.0
+
+
+def very_slow_step(*_: Any) -> None:
+    """The same in the middle of an optimizer step, where nobody can stop."""
+    time.sleep(600)
