@@ -423,7 +423,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key pred: --rm-type dapo returns acc, score"),
         (
             {"weight_transfer": "gluu"},
-            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, disk, gloo, nccl, shm)",
+            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, disk, gloo, ipc, nccl, shm)",
         ),
         ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
@@ -466,6 +466,22 @@ def test_what_differs_from_the_defaults() -> None:
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
         ({"weight_update": "delta", "weight_transfer": "nccl"}, "--weight-transfer nccl sends from the GPU's"),
         ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
+        ({"weight_transfer": "ipc"}, "ipc is for engines on the trainer's GPUs, and --colocate is not given; give --colocate"),
+        (
+            {"weight_transfer": "ipc", "colocate": True, "actor_num_nodes": 2},
+            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is 2; use --weight-tr",
+        ),
+        *(
+            (
+                {"weight_transfer": "ipc", "colocate": True, "weight_update": way},
+                f"--weight-update {way}: what goes over .* pieces",
+            )
+            for way in ("gathered", "delta")
+        ),
+        (
+            {"weight_transfer": "ipc", "colocate": True, "vllm": {"data_parallel_size": 2}, "rollout_num_gpus_per_engine": 2},
+            "--weight-transfer ipc: of an engine's data-parallel parts",
+        ),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
         ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),
     ],
