@@ -164,6 +164,13 @@ def update_directory(flag: str, given: Given) -> Reading:
     return Reading("kept", ("--update-weight-disk-dir", *given[flag]))
 
 
+def fault_tolerance(flag: str, given: Given) -> Reading:
+    """What becomes of a run whose engine ends (docs/engines.md)."""
+    if "colocate" in given:
+        return Reading("needless", (), "an engine that ends ends the attempt, and the job goes on from its last checkpoint")
+    return Reading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
+
+
 def train_only(flag: str, given: Given) -> Reading:
     """Supervised fine-tuning starts no engines anyway."""
     if one(given, "loss-type") == "sft_loss":
@@ -266,6 +273,7 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         estimator,
         eval_prompt_data,
         expert_parallel,
+        fault_tolerance,
         of_deltas,
         offload,
         own_function,

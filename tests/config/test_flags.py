@@ -384,6 +384,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"hf_checkpoint": None}, "give --hf-checkpoint"),
         ({"prompt_data": None}, "give --prompt-data"),
         ({"num_rollout": None}, "give --num-rollout or --num-epoch"),
+        ({"advantage_estimator": "grpoo"}, "--advantage-estimator grpoo is unknown; known: cispo, grpo"),
         ({"num_rollout": 0}, "leaves nothing to do"),
         ({"tensor_model_parallel_size": 2}, "1 trainer ranks .* TP x PP x CP = 2"),
         (
