@@ -2,13 +2,12 @@
 
     python bench/end_to_end_roles/trl_side.py '{"model": ..., "data": ..., "steps": ..., "groups": ..., "each": ..., "longest": ..., "lr": ...}'
 
-Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list: seconds of every step but the
-first, from the end of the step before it.
+Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list, of every step: seconds since the
+first one's end, and the mean reward.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ import time
 from typing import Any
 
 ENDS: list[float] = []
+REWARDS: list[float] = []
 
 
 def right(completions: list[Any], label: list[str], **_: Any) -> list[float]:
@@ -36,6 +36,10 @@ def main() -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ENDS.append(time.monotonic())
 
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            if "reward" in logs:
+                REWARDS.append(float(logs["reward"]))
+
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
             output_dir=scratch,
@@ -53,6 +57,7 @@ def main() -> None:
             bf16=False,
             gradient_checkpointing=False,
             dataloader_pin_memory=False,
+            logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -60,7 +65,7 @@ def main() -> None:
         data = load_dataset("json", data_files=work["data"], split="train", cache_dir=scratch)
         trainer = GRPOTrainer(model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[Clock()])
         trainer.train()
-    print(json.dumps([after - before for before, after in itertools.pairwise(ENDS)]))
+    print(json.dumps([(end - ENDS[0], reward) for end, reward in zip(ENDS, REWARDS, strict=True)]))
 
 
 if __name__ == "__main__":

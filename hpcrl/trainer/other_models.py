@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
+from hpcrl.run.rundir import listed
 from hpcrl.trainer.checkpoint.resume import load_reference, load_teacher
 from hpcrl.trainer.checkpoint.weight_sets import load_set, save_set
 from hpcrl.trainer.critic import Critic, critic_options
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.optimizer import know_length
+from hpcrl.trainer.parallel.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step.prepare import OtherWeights
 
@@ -40,8 +44,9 @@ class OtherModels:
         if needs(options).teacher_model:
             self._teacher = HostWeights(policy, lambda: load_teacher(policy, ranks, options))
         if options.keep_old_actor and resumed is not None:
-            for path in sorted(resumed.glob(f"{OLD_ACTOR}*")):
-                self._old[int(path.name.removeprefix(OLD_ACTOR))] = self._stored(path)
+            for name in _names(resumed):
+                if name.startswith(OLD_ACTOR):
+                    self._old[int(name.removeprefix(OLD_ACTOR))] = self._stored(resumed / name)
 
     @property
     def trained_too(self) -> tuple[Policy, ...]:
@@ -97,7 +102,7 @@ class OtherModels:
                 save_set(self._policy, held.stored(), directory / f"{OLD_ACTOR}{sampled}")
 
     def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights:
-        if resumed is not None and (resumed / REFERENCE).is_dir():
+        if resumed is not None and REFERENCE in _names(resumed):
             return self._stored(resumed / REFERENCE)
         return HostWeights(self._policy, lambda: load_reference(self._policy, ranks, self._options), average=self._moves_partly)
 
@@ -110,3 +115,8 @@ class OtherModels:
     @property
     def _moves_partly(self) -> bool:
         return bool(self._options.ref_update_interval) and self._options.ref_update_weight < 1
+
+
+def _names(directory: Path) -> list[str]:
+    """What is in a checkpoint, sorted, as rank 0 sees it; collective.  A rank that saw less would load alone, and wait for ever."""
+    return broadcast_json(agree(lambda: sorted(listed(directory)), dist.get_rank() == 0))

@@ -44,10 +44,15 @@ def test_of_several_partitions_the_first_that_is_free(bare: Cluster, tmp_path: P
     trains(submit(bare, sft(tmp_path, task, actor_num_nodes=1), tmp_path / "two", "trainer.partition=one1,one2"))
 
 
-def test_the_whole_quick_start_over_three_hosts(bare: Cluster, tmp_path: Path) -> None:  # noqa: F811
+def test_the_whole_quick_start_over_three_hosts_with_a_cache_of_a_minute_in_between(
+    bare: Cluster,  # noqa: F811
+    cached: Path,
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.toml").write_text('[trainer]\npartition = "cpu"\n[engine]\npartition = "cpu"\n')
-    shown = bare.run(guides_command(), env=ENV | {"HPCRL_SITE": str(tmp_path / "mine.toml")}, cwd=tmp_path).stdout
-    job = Job(bare, Path(re.search(r"run directory: (\S+)", shown)[1]), int(re.match(r"job (\d+)", shown)[1]))
+    shown = bare.run(guides_command(), env=ENV | {"HPCRL_SITE": str(tmp_path / "mine.toml")}, cwd=cached).stdout
+    root = Path(re.search(r"run directory: (\S+)", shown)[1]).relative_to(cached)
+    job = Job(bare, tmp_path / "real" / root, int(re.match(r"job (\d+)", shown)[1]))  # looked at without the cache
     job.ends(seconds=1500)
     before, after = re.search(
         r"held-out accuracy: (\S+) -> (\S+) ", (job.root / f"logs/job-{job.number}.out").read_text()

@@ -417,6 +417,28 @@ def test_a_save_in_the_background_holds_what_was_when_it_began(tmp_path: Path, m
         assert steps == [f"iter_{n:07d}" for n in (3, 5, 6)], "the last two, and every third"
 
 
+def behind_a_cache(opts: Options, directory: Path) -> list[int]:
+    """Save 1, 2 in the background, and 2 again at the end, where the host of rank 1 remembers that there was no tracker; what loads."""
+    from hpcrl.trainer.checkpoint import save_load
+    from hpcrl.trainer.checkpoint.save_load import Position
+    from hpcrl.trainer.checkpoint.saver import Saver
+
+    policy = start(opts)
+    if policy.ranks.rank == 1:
+        save_load.latest = lambda _: None
+    saver, found = Saver(policy, policy.ranks, directory, "run", opts), []
+    for number in (1, 2):
+        for wait in (False, True):
+            path = saver.save(Position(number, number), wait=wait)
+        found.append(save_load.load_checkpoint(policy, policy.ranks, path, "run").rollout_id)
+    return found
+
+
+def test_ranks_whose_hosts_remember_another_tracker_save_alike(tmp_path: Path, models: dict[str, Path]) -> None:
+    opts = options(models["dense"], 2, async_save=True)
+    assert run_ranks(2, behind_a_cache, opts, tmp_path / "c", timeout=60) == [[1, 2], [1, 2]]
+
+
 def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path, models: dict[str, Path]) -> None:
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, background, opts, tmp_path / "c", "writer", timeout=60)

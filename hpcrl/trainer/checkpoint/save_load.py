@@ -42,7 +42,7 @@ from hpcrl.trainer.checkpoint import compatibility, rng_state
 from hpcrl.trainer.checkpoint.megatron_args import megatron_args
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
-from hpcrl.trainer.parallel.collectives import agree
+from hpcrl.trainer.parallel.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
 
 __all__ = ["TRACKER", "Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
@@ -83,7 +83,7 @@ def save(
     also: writes more into the directory before it gets its name; collective.
     """
     final = step(directory, position.rollout_id)
-    if latest(directory) == final:  # a run stopped right after a save: nothing has changed since
+    if is_latest(final):  # a run stopped right after a save: nothing has changed since
         return final
     with told(final):
         beside = prepare(final, ranks)
@@ -91,6 +91,14 @@ def save(
         also(beside)
         commit(beside, final, position, run_id, ranks)
     return final
+
+
+def is_latest(final: Path) -> bool:
+    """Whether the tracker names this checkpoint, as rank 0 sees it; collective.
+
+    Another rank's host may remember for a minute what a network file system had there before.
+    """
+    return broadcast_json(agree(lambda: latest(final.parent) == final, dist.get_rank() == 0))
 
 
 @contextlib.contextmanager
@@ -167,7 +175,7 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the checkpoint
     is damaged or does not fit the model, naming tensor or file.
     """
-    record = agree(lambda: _record(path, run_id))
+    record = broadcast_json(agree(lambda: _record(path, run_id), ranks.rank == 0))
     load_state(policy, ranks, path)
     return Position(record["rollout_id"], record["version"], record["data"])
 

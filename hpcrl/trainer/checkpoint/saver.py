@@ -105,7 +105,7 @@ class Saver:
 
     def _begin(self, position: Position) -> Path:
         final = save_load.step(self.directory, position.rollout_id)
-        if save_load.latest(self.directory) == final:
+        if save_load.is_latest(final):
             return final
         with save_load.told(final):
             beside = save_load.prepare(final, self.ranks)
