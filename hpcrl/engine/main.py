@@ -26,6 +26,7 @@ import psutil
 from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
 from hpcrl.engine.nodes.layout import meet, variables
+from hpcrl.engine.nodes.listening import bound_socket
 from hpcrl.engine.pulse import Pulse
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, check_drafts, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
@@ -118,15 +119,10 @@ class EngineSupervisor:
         self.log = ServerLog(self.child.stdout)
 
     def _bind(self) -> socket.socket:
-        host = self.place.at
         try:
-            family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
+            return bound_socket(self.place.at, 0)
         except OSError as error:
             raise UsageError(f"{self.name} cannot bind a port of its host: {error}", "does the plan name this host?") from error
-        return sock
 
     def wait_until_up(self) -> None:
         """Return when /health answers 200.  DeadlineError after --engine-start-timeout."""

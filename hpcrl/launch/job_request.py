@@ -14,6 +14,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.site import Site, minutes
 from hpcrl.plan import Host, make_plan
+from hpcrl.weights.transports import Site as WeightSite
+from hpcrl.weights.transports import find_way
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a node of its own
@@ -58,6 +60,7 @@ def make_request(stages: Sequence[Options], site: Site, margin: int | None = Non
     request = Request(layout, tuple(components), margin)
     for options in stages:
         make_plan(options, request.hosts(), "request")
+        _check_transfer(options, site)
     limit = 60 * minutes(site.time)
     if limit < margin + STARTUP:
         raise UsageError(
@@ -65,6 +68,13 @@ def make_request(stages: Sequence[Options], site: Site, margin: int | None = Non
             f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
         )
     return request
+
+
+def _check_transfer(options: Options, site: Site) -> None:
+    """UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
+    way, nowhere = options.weight_transfer, WeightSite(cpu=True, one_host=True, colocate=True)
+    if site.trainer.gpus_per_node == 0 and way != "auto" and find_way(way).obstacle(nowhere):
+        raise UsageError(f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto")
 
 
 def _one_node_holds(stages: Sequence[Options], site: Site) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -28,10 +29,11 @@ from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel.collectives import broadcast_bytes, broadcast_json
 from hpcrl.weights import gloo_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
-from hpcrl.weights.pieces.nccl_wire import post_of
+from hpcrl.weights.pieces.ipc_post import Shelf
 from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, prepare
 from hpcrl.weights.pieces.outbox import Addressee, Outbox
 from hpcrl.weights.pieces.planning import HeldTensor, pieces_of
+from hpcrl.weights.pieces.posts import memory_of, post_of
 from hpcrl.weights.pieces.wire import Meeting, whereabouts
 
 PLACE, TEXT = 192, 512  #: bytes of a text of whereabouts, of an error
@@ -69,6 +71,11 @@ class WeightExit:
     def rank(self) -> int:
         return self.policy.ranks.rank
 
+    @cached_property
+    def shelf(self) -> Shelf:
+        """Memory on the GPU of the weights that engines open."""
+        return Shelf(memory_of(next(self.policy.modules[0].parameters()).device))
+
     def stream(self) -> WeightStream:
         """For one update."""
         return WeightStream(self)
@@ -87,7 +94,7 @@ class WeightExit:
         self.leave()
         meeting = errand.meeting
         group = gloo_group.join(meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds)
-        post = post_of(group, self.rank, meeting)
+        post = post_of(group, self.rank, meeting, self.shelf if meeting.ipc else None)
         self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit, errand.keep)
         self.dtypes = errand.dtypes
 

@@ -77,8 +77,12 @@ def example(name: str) -> Any:
 # ---- every option
 
 
-@pytest.mark.parametrize("name", [n for n in Options.model_fields if n not in ("megatron", "vllm")])
-def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
+def test_every_option_is_a_flag_and_a_key(tmp_path: Path) -> None:
+    for name in Options.model_fields.keys() - {"megatron", "vllm"}:
+        is_a_flag_and_a_key(name, tmp_path)
+
+
+def is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
     value, flag = example(name), "--" + name.replace("_", "-")
     if name == "train_env_vars":
         value = {"A": "b c"}
@@ -89,10 +93,10 @@ def test_every_option_is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
     else:
         words = [flag, *map(str, value if isinstance(value, list) else [value])]
     overrides, _, rest = parse_flags(words)
-    assert (overrides, rest) == ({name: value}, [])
-    assert getattr(Options.model_validate(overrides, strict=True), name) == value
+    assert (overrides, rest) == ({name: value}, []), name
+    assert getattr(Options.model_validate(overrides, strict=True), name) == value, name
     read = load_recipe(write(tmp_path, {name: value}))
-    assert read.name == value if name == "name" else read.values == {name: value}
+    assert read.name == value if name == "name" else read.values == {name: value}, name
 
 
 @given(st.dictionaries(st.sampled_from(["lr", "seed", "rollout_batch_size"]), st.lists(st.booleans(), min_size=3, max_size=3)))
@@ -420,7 +424,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key pred: --rm-type dapo returns acc, score"),
         (
             {"weight_transfer": "gluu"},
-            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, disk, gloo, nccl, shm)",
+            "--weight-transfer gluu is no way of transfer; (did you mean gloo|there are auto, disk, gloo, ipc, nccl, shm)",
         ),
         ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
@@ -458,6 +462,22 @@ def test_what_differs_from_the_defaults() -> None:
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
         ({"weight_update": "delta", "weight_transfer": "nccl"}, "--weight-transfer nccl sends from the GPU's"),
         ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
+        ({"weight_transfer": "ipc"}, "ipc is for engines on the trainer's GPUs, and --colocate is not given; give --colocate"),
+        (
+            {"weight_transfer": "ipc", "colocate": True, "actor_num_nodes": 2},
+            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is 2; use --weight-tr",
+        ),
+        *(
+            (
+                {"weight_transfer": "ipc", "colocate": True, "weight_update": way},
+                f"--weight-update {way}: what goes over .* pieces",
+            )
+            for way in ("gathered", "delta")
+        ),
+        (
+            {"weight_transfer": "ipc", "colocate": True, "vllm": {"data_parallel_size": 2}, "rollout_num_gpus_per_engine": 2},
+            "--weight-transfer ipc: of an engine's data-parallel parts",
+        ),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
         ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),
     ],

@@ -45,5 +45,5 @@ def test_nothing_happens_before_a_worker_is_made() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     imported, joined, made, rank = json.loads(done.stdout.splitlines()[-1])
     assert imported == joined == [[], False]
-    assert made == [["hpcrl_disk", "hpcrl_gloo", "hpcrl_nccl", "hpcrl_shm"], True]
+    assert made == [["hpcrl_disk", "hpcrl_gloo", "hpcrl_ipc", "hpcrl_nccl", "hpcrl_shm"], True]
     assert rank == 3

@@ -240,6 +240,7 @@ def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
     assert update_bytes(options, family, config) == 2 * bucket + experts
     resharded = options.model_copy(update={"weight_update": "resharded"})
     assert update_bytes(resharded, family, config) == bucket + experts / 32
+    assert update_bytes(options.model_copy(update={"weight_transfer": "ipc"}), family, config) == bucket + experts / 32
     said = "\n".join(memory_lines(options, family, config))
     assert "warn: a weight update takes 8.0 GiB of an engine's GPU beside its share of 74 of 80; lower" in said
     assert "--vllm-gpu-memory-utilization to 0.89 or less" in said

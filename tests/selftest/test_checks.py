@@ -15,10 +15,12 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.errors import HpcrlError
+from hpcrl.selftest.checks import ipc
 from hpcrl.selftest.checks.bandwidth import nvlink
 from hpcrl.selftest.here import watch
-from hpcrl.selftest.registry import Check, Outcome, Skip, choose_checks, find_checks, try_check
+from hpcrl.selftest.registry import Check, Outcome, Place, Skip, choose_checks, find_checks, try_check
 from hpcrl.selftest.results import Results, report, table
+from hpcrl.weights.pieces.device_memory import HostMemory
 
 
 def fake(work: Any, *needs: str) -> Check:
@@ -120,6 +122,26 @@ def test_nvlink_is_summed_over_the_first_gpus_links() -> None:
     text = "GPU 0: NVIDIA H100 (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\nGPU 1: NVIDIA H100\n\t Link 0: 26.562 GB/s\n"
     assert nvlink(text) == pytest.approx(53.124e9)
     assert nvlink("GPU 0: x\n\t Link 0: <inactive>\n") is None and nvlink("") is None
+
+
+@pytest.mark.process
+def test_a_buffer_goes_to_another_process_and_a_stale_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check's own two processes, in the host's memory; then with a buffer that is not written anew."""
+    import torch
+
+    with pytest.raises(Skip, match="no GPU"):
+        ipc.work(Place(0, 1, torch.device("cpu"), Path("/")))
+    found = ipc.hand_over(torch.device("cpu"), 1 << 20)
+    assert found.result == "passed" and "1 MiB read 5 times" in found.said
+    assert found.numbers["bytes_per_second"] > 1e6 < found.numbers["own_copy_bytes_per_second"]
+    plain = ipc.pattern
+    monkeypatch.setattr(ipc, "pattern", lambda turn, size, device: plain(0, size, device))
+    stale = ipc.hand_over(torch.device("cpu"), 1 << 20)
+    assert (stale.result, stale.numbers) == ("failed", {"turn": 1})
+    monkeypatch.setattr(ipc, "TURNS", 0)
+    monkeypatch.setattr(HostMemory, "name", lambda self, block: b"\x01" * 64)
+    broken = try_check(fake(lambda _: ipc.hand_over(torch.device("cpu"), 1 << 20)), None)
+    assert broken.result == "failed" and "the other process: " in broken.said
 
 
 # ---- on ranks

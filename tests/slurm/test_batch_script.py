@@ -231,6 +231,17 @@ def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
         request(o, time="4")
 
 
+@pytest.mark.parametrize(("way", "refused"), [("ipc", True), ("nccl", True), ("shm", False), ("auto", False)])
+def test_weights_over_gpus_are_refused_where_the_site_has_none(way: str, refused: bool) -> None:
+    o = Options(actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus=2, weight_transfer=way)
+    request(o, trainer={"gpus_per_node": 4})
+    if refused:
+        with pytest.raises(UsageError, match=rf"--weight-transfer {way} needs GPUs, .*trainer.gpus_per_node = 0\); use auto"):
+            request(o, trainer={"gpus_per_node": 0})
+    else:
+        request(o, trainer={"gpus_per_node": 0})
+
+
 def test_options_of_a_component_are_its_own() -> None:
     site = SlurmSite(
         account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",

@@ -115,6 +115,36 @@ def check_changes(engines: Engines, model: Path, world: int, layout: dict[str, A
     assert len({str(entry["tensors"]) for entry in found[0]}) == 4
 
 
+def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path) -> list[float]:
+    """One trainer rank, whose engine is said to receive with hpcrl_ipc, which no engine on CPUs is let: bytes of two updates."""
+    ranks = initialize(options)
+    policy = build(options, ranks)
+    load_hf(policy, wide)
+    way_out = WeightExit(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
+    sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
+    if ranks.rank == 0:
+        sender.connect([FleetEngine(0, addresses[0])])
+        sender.manifests[0][0]["backend"] = "hpcrl_ipc"
+    sent = []
+    for version in (1, 2):
+        change(policy, version, 1)
+        sent.append(sender.publish(way_out.stream(), version).get("perf/update_weights_bytes", 0.0))
+    assert way_out.shelf.block is not None, "its memory was opened"
+    way_out.leave()
+    sender.close()
+    return sent
+
+
+def test_an_engine_opens_the_ranks_memory_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
+    """--weight-transfer ipc with a real engine, in the host's memory: every tensor is compared with what rank 0 gathers."""
+    model = make_family(tmp_path / "model", "qwen3")
+    engines = nursery.engines(tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL)
+    options = engines.options.model_copy(update={"actor_num_gpus_per_node": 2, **TP2})
+    found = run_ranks(2, ipc_side, engines.rundir.root, engines.plan, [engines.address()], options, model, timeout=120)
+    assert found[0] == 2 * [float(sum(tensor.nbytes for _, tensor in Reference(model).pairs()))]
+    assert engines.stop() == [0]
+
+
 @pytest.mark.soak
 def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank 0."""

@@ -42,6 +42,33 @@ def check_weights(o: Options) -> None:
             " engine's data-parallel parts, vLLM lets only the first tell what it holds",
             "give --weight-update auto or gathered",
         )
+    if o.weight_transfer == "ipc":
+        _check_ipc(o)
+
+
+def _check_ipc(o: Options) -> None:
+    """UsageError where a trainer rank's memory cannot be opened by all engines, or would not be all that they need."""
+    if not o.colocate:
+        raise UsageError(
+            "--weight-transfer ipc is for engines on the trainer's GPUs, and --colocate is not given",
+            "give --colocate, or --weight-transfer auto",
+        )
+    if o.actor_num_nodes > 1:
+        raise UsageError(
+            f"--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is {o.actor_num_nodes}",
+            "use --weight-transfer auto, or one node",
+        )
+    if o.weight_update in ("gathered", "delta"):
+        raise UsageError(
+            f"--weight-update {o.weight_update}: what goes over --weight-transfer ipc is pieces, whole, from the GPU's memory",
+            "give --weight-update auto or resharded, or --weight-transfer shm",
+        )
+    if o.engine_data_parallel_size > 1:
+        raise UsageError(
+            "--weight-transfer ipc: of an engine's data-parallel parts (--vllm-data-parallel-size) vLLM lets only the first tell what it "
+            "holds, so no pieces can be sent",
+            "use --weight-transfer auto",
+        )
 
 
 def inert_in_weights(o: Options) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,11 @@ class WeightOptions(Base):
     update_weights_interval: int = opt(
         1, "async and fully-async: the engines get the weights after every so many rollouts", "slime", ge=1
     )
-    weight_transfer: str = opt("auto", "shm, gloo, nccl or disk; auto: nccl with CUDA, else shm on one host, gloo over several")
+    weight_transfer: str = opt(
+        "auto",
+        "shm, gloo, nccl, disk, or with --colocate on one host ipc; auto: nccl with CUDA, else or with --colocate shm on one host, "
+        "gloo over several",
+    )
     update_weight_disk_dir: str | None = opt(
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"
     )

@@ -8,11 +8,11 @@ Invariant: pure but for choosing and reading the ports; imports neither torch no
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config.options import Options
+from hpcrl.engine.nodes.listening import bound_socket
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan
 from hpcrl.run.peers import MeetingPeer, publish
@@ -31,11 +31,7 @@ def meet(context: RoleContext) -> MeetingPeer:
 
 
 def _free_ports(host: str) -> tuple[int, int]:
-    sockets = []
-    for _ in range(2):
-        family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        sockets.append(found := socket.socket(family, kind))
-        found.bind(where)
+    sockets = [bound_socket(host, 0) for _ in range(2)]
     first, second = (found.getsockname()[1] for found in sockets)
     for found in sockets:
         found.close()  # vLLM binds them itself

@@ -22,11 +22,10 @@ from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
 from hpcrl.queue.auth import keys_in
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.changes import WHOLE
-from hpcrl.weights.pieces.nccl_wire import post_of
 from hpcrl.weights.pieces.outbox import MEMORY
 from hpcrl.weights.pieces.post import Post, Room, Transfer
+from hpcrl.weights.pieces.posts import post_of
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Inbox, Invitation, Message
-from hpcrl.weights.shared_memory import open_region
 
 if TYPE_CHECKING:
     from hpcrl.engine.vllm_layers import Holdings
@@ -45,10 +44,10 @@ class InboxReader:
         self.maps: dict[int, tuple[torch.Tensor, int]] = {}
         if self.porter:
             far = [sum(m.nbytes for m in messages if not m.near) for messages in inbox.rounds]
-            half = max(far, default=0)
-            self.memory = post.room(max(1, half * HALVES))
-            self.maps[post.me] = self.memory.buffer, half
-            post.show(f"{MEMORY}{post.me}", json.dumps(self.memory.to_wire() | {"half": half}))
+            if half := max(far, default=0):
+                self.memory = post.room(half * HALVES)
+                self.maps[post.me] = self.memory.buffer, half
+                post.show(f"{MEMORY}{post.me}", json.dumps(self.memory.to_wire() | {"half": half}))
 
     def receive(self, load: Load, changes: bool = False) -> None:
         """One update; load(tensors, last) is given what is complete after each round; changes: it brings what differs from the last.
@@ -80,6 +79,7 @@ class InboxReader:
                     letter = self._letter(message, heard) if changes else None
                 complete += self.assembly.take(number + place, self._bytes(message), letter)
                 if message.near or not self.porter:
+                    self.post.settle()
                     handed.append(self.post.tell(self._source(message), DONE))
             number += len(messages)
             if turn < last and complete:
@@ -144,9 +144,11 @@ class InboxReader:
         if owner not in self.maps:
             wire = json.loads(self.post.read(f"{MEMORY}{owner}"))
             half = wire.pop("half")
-            self.maps[owner] = open_region(wire), half
+            self.maps[owner] = self.post.open(wire), half
         buffer, half = self.maps[owner]
         begin = message.half * half + message.offset
+        if begin + message.nbytes > len(buffer):
+            raise ValueError(f"{message.nbytes} bytes at {begin} of a memory of {len(buffer)}")
         return buffer[begin : begin + message.nbytes]
 
     def close(self) -> None:

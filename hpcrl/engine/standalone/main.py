@@ -14,6 +14,7 @@ import sys
 
 from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
+from hpcrl.engine.nodes.listening import bound_socket
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
 from hpcrl.run.process import adopt_orphans
@@ -30,13 +31,9 @@ class ServedEngine(EngineSupervisor):
     def _bind(self) -> socket.socket:
         host, port = split_address(self.listen)
         try:
-            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
+            return bound_socket(host, port)
         except OSError as error:
             raise UsageError(f"--listen {self.listen}: {error.strerror or error}", "name a free port of this machine") from error
-        return sock
 
     def publish(self) -> None:
         super().publish()

@@ -5,6 +5,7 @@
     numbers.py   the elements of a piece, cast and quantised as the engines want them
     outbox.py    a rank's pieces, round by round, into shared memory or sockets
     transport.py the driver's side of an update
+    posts.py     how bytes go: post.py (sockets, shared memory), device_post.py (NCCL), ipc_post.py (CUDA IPC)
 
 The receiving end is hpcrl/engine/pieces/.
 """

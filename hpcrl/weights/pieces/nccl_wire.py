@@ -9,19 +9,10 @@ nothing here waits for the device.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as Late
 from typing import Any
 
 import torch
-
-from hpcrl.errors import DeadlineError
-from hpcrl.weights.engine_fleet import in_thread
-from hpcrl.weights.gloo_group import GlooGroup
-from hpcrl.weights.pieces.device_post import DevicePost
-from hpcrl.weights.pieces.post import Post
-from hpcrl.weights.pieces.wire import Meeting
 
 
 class NcclWire:
@@ -49,16 +40,3 @@ class NcclWire:
 
     def close(self) -> None:
         self.communicator.destroy()  # aborts, and waits 5 s for that at most
-
-
-def post_of(group: GlooGroup, me: int, meeting: Meeting) -> Post:
-    """A member's post, once it has joined the meeting's group; with NCCL the wire as well.  DeadlineError if that takes too long."""
-    if not meeting.nccl:
-        return Post(group, me, meeting.ranks, meeting.seconds)
-    device = torch.device("cuda", torch.cuda.current_device())
-    name = base64.b64decode(meeting.nccl)
-    joining = in_thread(lambda: NcclWire(name, me, meeting.world, device))
-    try:
-        return DevicePost(group, me, meeting.ranks, meeting.seconds, wire=joining.result(meeting.seconds))
-    except Late:
-        raise DeadlineError(f"not all members of the weight update came to NCCL within {meeting.seconds:.0f} s") from None

@@ -111,6 +111,7 @@ class Outbox:
         if not to.near:
             announced = [self.post.tell(to.porter, READY, letter)] if letter is not None else []
             return [*announced, *([self.post.send(self._bytes(parcel)[:nbytes], to.porter, DATA)] if nbytes else [])]
+        self.post.settle()
         told = [self.post.tell(worker, READY, letter) for worker in to.workers]
         return told + [self.post.hear(worker, DONE) for worker in to.workers]
 

@@ -6,7 +6,7 @@ Invariant: nothing waits longer than `seconds`; what a pending transfer reads or
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ import torch
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.weights.gloo_group import GlooGroup
-from hpcrl.weights.shared_memory import Region
+from hpcrl.weights.shared_memory import Region, open_region
 
 LEAVING = 99  #: a kind of message that nobody sends
 LATE = ("timed out", "timeout")  #: gloo's words
@@ -45,7 +45,7 @@ class Room(Protocol):
     @property
     def size(self) -> int: ...
 
-    def to_wire(self) -> dict[str, int]:
+    def to_wire(self) -> dict[str, Any]:
         """How others of this host open it."""
 
     def close(self) -> None: ...
@@ -101,6 +101,13 @@ class Post:
     def room(self, size: int) -> Room:
         """Memory for messages; others of this host may open it."""
         return Region(size)
+
+    def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
+        """Another member's memory, as `Room.to_wire` describes it: uint8, not to be written to.  ValueError or OSError if it is not that."""
+        return open_region(wire)
+
+    def settle(self) -> None:
+        """Return once the device has done what this member gave it; DeadlineError after `seconds`."""
 
     def flush(self) -> None:
         """Have what was begun really begin, where sends and receives are collected."""

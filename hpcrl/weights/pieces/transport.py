@@ -15,7 +15,7 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
-from hpcrl.errors import PeerError
+from hpcrl.errors import PeerError, UsageError
 from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution
 from hpcrl.rendezvous.server import StoreServer
@@ -29,9 +29,9 @@ from hpcrl.weights.transports.nccl import unique_id
 if TYPE_CHECKING:
     import torch
 
-NCCL = "hpcrl_nccl"
+NCCL, IPC = "hpcrl_nccl", "hpcrl_ipc"
 #: the engines' ends that can take pieces, and who gets bytes once together
-BACKENDS: dict[str, Sharing] = {"hpcrl_shm": "host", "hpcrl_gloo": "engine", NCCL: "worker"}
+BACKENDS: dict[str, Sharing] = {"hpcrl_shm": "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
 
 
@@ -88,12 +88,16 @@ class PiecesTransport:
         plan = make(coded(held, self.scheme), self.manifests, hosts, limit, BACKENDS[backend])
         dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
+        if backend == IPC:
+            _check_near(boxes, plan.ranks)
         self._leave()
         self.current = False
         self.meeting = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
         workers = sum(len(engine) for engine in self.manifests)
         nccl = base64.b64encode(unique_id()).decode() if backend == NCCL else ""
-        meeting = Meeting(self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl)
+        meeting = Meeting(
+            self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl, backend == IPC
+        )
         bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._invitations(plan, boxes, meeting)]
         pending = self.fleet.begin("the meeting for weights", "/collective_rpc", bodies)
         errand = {
@@ -166,6 +170,18 @@ def _addressees(plan: Redistribution, boxes: list[Inbox], rank: int) -> list[Add
     ]
 
 
+def _check_near(boxes: list[Inbox], ranks: int) -> None:
+    """UsageError unless every message lies where its workers can open it."""
+    for box in boxes:
+        for message in box.messages():
+            if not message.near:
+                raise UsageError(
+                    f"--weight-transfer ipc: engine worker {box.porter - ranks} cannot open the memory of trainer rank {message.sender}: "
+                    "they are on different hosts, or in containers that do not share their processes",
+                    "use --weight-transfer auto",
+                )
+
+
 def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: bool = False) -> str | None:
     """Why an update cannot be resharded, as the end of a sentence; None if it can.
 
@@ -176,8 +192,8 @@ def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: b
         return "the weights do not come from trainer ranks"
     if first["backend"] not in BACKENDS:
         return f"the engines receive with {first['backend']}, which takes whole tensors"
-    if first["backend"] == NCCL and delta:
-        return "what has changed is found and kept in the host's memory, and over NCCL bytes come from the GPU's"
+    if first["backend"] in (NCCL, IPC) and delta:
+        return "what has changed is found and kept in the host's memory, and over NCCL and CUDA IPC bytes come from the GPU's"
     if data_parallel > 1:
         return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
     if first["opaque"] and not first["unseen"]:

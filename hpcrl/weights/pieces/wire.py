@@ -64,7 +64,8 @@ class Inbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the members of an update meet: `world` of them, trainer ranks below `ranks`.
 
-    nccl: the name of a group of NCCL's over which bytes go (base64), or "" if they go as words do.
+    nccl: the name of a group of NCCL's over which bytes go (base64), or "" if they go as words do; ipc: they lie in memory of the
+    ranks' devices, which the workers open.
     """
 
     host: str
@@ -73,6 +74,7 @@ class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int
     seconds: float
     nccl: str = ""
+    ipc: bool = False
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

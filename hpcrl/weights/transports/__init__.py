@@ -5,6 +5,7 @@
     gloo    broadcast over TCP, a bucket at a time; holds one bucket.
     nccl    vLLM's own backend: packed broadcasts between GPUs, a bucket at a time.
     disk    a directory of safetensors on a file system that the engines have too; done before generation is paused.
+    ipc     pieces alone, in GPU memory that engines on the same GPUs open.
 
 To add a way, add a file with `BACKEND` (vLLM's name of the weight-transfer backend), `obstacle` and `make`; unless the
 receiving end is vLLM's own, that end is a file of the same name in engine/receivers/.
@@ -102,6 +103,7 @@ def choose(wish: str, site: Site) -> str:
     """The name of the way to take.  UsageError when `wish` asks for one that cannot work at this site."""
     if wish == "auto":
         shared = site.cpu or site.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
+        # CUDA IPC, which could be the way for both at once, is asked for by name until it has run on a GPU
         wish = ("shm" if site.one_host else "gloo") if shared else "nccl"
     if why := find_way(wish).obstacle(site):
         others = [name for name in names() if not find_way(name).obstacle(site)]
@@ -131,7 +133,9 @@ class NoTransport:
         self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
 
     def stage(self, tensors: Stream, version: int) -> None:
-        raise UsageError("the engines take pieces alone", "they were started with --weight-update resharded: keep it")
+        raise UsageError(
+            "the engines take pieces alone", "they were started with --weight-update resharded or --weight-transfer ipc: keep it"
+        )
 
     def send(self) -> None:
         pass

@@ -1,0 +1,124 @@
+"""Messages whose bytes stay on the device where they were packed: workers of the same host open that memory once and copy out of it.
+
+    post = IpcPost(group, me, ranks, seconds, shelf=Shelf(memory))
+
+Words go over gloo as ever; of the bytes only the name of the memory does, once a meeting.  A sender says READY once its device has
+packed a message, a worker says DONE once its own has copied it (`settle`), so neither touches what the other still works on.
+
+Invariants: nothing waits for a device longer than `seconds`; a name from the wire is checked field by field, and is bytes to the end;
+exported memory is never freed, since others may have it open: it is made once, and the next meeting uses it again.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from hpcrl.errors import PeerError
+from hpcrl.weights.pieces.device_memory import NAME_BYTES, Block, DeviceMemory, HostMemory, settle
+from hpcrl.weights.pieces.post import Post, Transfer
+from hpcrl.weights.pieces.wire import DATA
+
+MEND = "use --weight-transfer shm"
+LEAVING = 5.0  #: seconds that a device has to end what it does when we leave
+
+
+class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How others open a member's memory.  name: base64; size: bytes; place: of its device (`DeviceMemory.place`)."""
+
+    name: str
+    size: int
+    place: str
+
+
+def read_exported(wire: Mapping[str, Any]) -> tuple[bytes, Exported]:
+    """(the name's bytes, the rest).  ValueError says what is wrong."""
+    try:
+        found = msgspec.convert(dict(wire), Exported, strict=True)
+        name = base64.b64decode(found.name, validate=True)
+    except (msgspec.ValidationError, binascii.Error) as error:
+        raise ValueError(f"malformed memory of a device: {error}") from error
+    if len(name) != NAME_BYTES or found.size <= 0:
+        raise ValueError(f"malformed memory of a device: a name of {len(name)} bytes for {found.size} bytes")
+    return name, found
+
+
+@dataclass
+class Shelf:
+    """The memory that a process exports, kept from meeting to meeting."""
+
+    memory: DeviceMemory
+    block: Block | None = None
+
+    def take(self, size: int) -> Block:
+        """At least `size` bytes."""
+        if self.block is None or self.block.buffer.numel() < size:
+            self.block = self.memory.allocate(size)
+        return self.block
+
+
+@dataclass
+class IpcRoom:
+    """A part of exported memory."""
+
+    buffer: torch.Tensor
+    wire: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        return self.buffer.numel()
+
+    def to_wire(self) -> dict[str, Any]:
+        return self.wire
+
+    def close(self) -> None:
+        self.buffer = self.buffer[:0]
+
+
+@dataclass
+class IpcPost(Post):
+    """As `Post`, with the bytes of messages in memory of the senders' devices."""
+
+    shelf: Shelf = field(default_factory=lambda: Shelf(HostMemory()))
+    _opened: list[Block] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.shelf.memory.device
+
+    def room(self, size: int) -> IpcRoom:
+        memory, block = self.shelf.memory, self.shelf.take(size)
+        name = base64.b64encode(memory.name(block)).decode()
+        wire = Exported(name, block.buffer.numel(), memory.place)
+        return IpcRoom(block.buffer[:size], msgspec.to_builtins(wire))
+
+    def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
+        """PeerError where this device cannot reach that one."""
+        name, found = read_exported(wire)
+        self._opened.append(self.shelf.memory.open(name, found.size, found.place))
+        return self._opened[-1].buffer
+
+    def settle(self) -> None:
+        settle(self.shelf.memory, self.seconds)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
+        if tag == DATA:
+            raise PeerError(f"{self._name(to)} is on another host, where no memory of this device can be opened", MEND)
+        return super().send(tensor, to, tag)
+
+    def close(self) -> None:
+        """What is still being copied when LEAVING seconds are over stays open to the end of the process."""
+        opened, self._opened = self._opened, []
+        with contextlib.suppress(PeerError):
+            if opened:
+                settle(self.shelf.memory, LEAVING)
+            for block in opened:
+                self.shelf.memory.close(block)
+        super().close()
