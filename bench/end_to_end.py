@@ -5,7 +5,8 @@
 Kinds of work: `quickstart`, the quick start's model (0.3 M parameters), sums and batch (32 groups of 8, 16 tokens at most); `short` and `long`,
 a random Qwen3 of 9.5 M parameters whose responses end by themselves or after 100 and 512 tokens (8 groups of 8, long-tailed); and `learning`,
 the quick start's GRPO from its supervised warm-up, the same --learning-steps for each side.  Ours is `hpcrl run`: a trainer rank, a rollout
-process and a vLLM engine; TRL's is one process that generates with transformers.  Each side is a run of --steps steps; what counts is the
+process and a vLLM engine; TRL's is one process that generates with transformers.  TRL has a thread a core, as has each of our two
+sides in `sync`, where they take turns; beside each other they have half of the cores each.  Each side is a run of --steps steps; what counts is the
 median time of a step after the first three.  In `learning` it is the seconds from the first step's end until the mean reward of five
 steps reaches 0.95 of the lower of the two sides' best.  A round takes every side once; the load of the machine before and after stands
 beside.  TRL is of requirements/bench.txt.  Writes bench/results/end_to_end.md; the last line printed is one JSON object of ratios.
@@ -59,9 +60,10 @@ class Row(NamedTuple):
     waited: float = 0.0
 
 
-def hpcrl(*words: str | Path) -> None:
+def hpcrl(*words: str | Path, threads: int = 1) -> None:
     command = [sys.executable, "-m", "hpcrl", *map(str, words)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=LIMIT)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=LIMIT, env=environment)
     if done.returncode:
         raise SystemExit(f"hpcrl {words[0]} ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
@@ -93,16 +95,18 @@ def warmed(root: Path) -> Path:
 
 def ours(root: Path, work: Work, loop: str, steps: int) -> list[Row]:
     """By the clock of the run's own metrics."""
+    threads = (os.cpu_count() or 1) if loop == "sync" else max(1, (os.cpu_count() or 1) // 2)
     values = {
         "hf_checkpoint": str(work.model), "prompt_data": str(work.data), "input_key": "prompt", "label_key": "label",
         "apply_chat_template": True, "rollout_shuffle": True, "rm_type": "math", "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1,
         "bf16": False, "num_rollout": steps, "rollout_batch_size": work.groups, "n_samples_per_prompt": EACH,
         "rollout_max_response_len": work.longest, "rollout_max_context_len": work.longest + 48, "advantage_estimator": "grpo",
         "eps_clip": 0.2, "eps_clip_high": 0.28, "lr": 2e-4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096,
+        "trainer_threads": threads,
     }  # fmt: skip
     recipe, run = root / "recipe.toml", root / "run"
     recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
-    hpcrl("run", recipe, "--run-dir", run, *([] if loop == "sync" else ["--loop", loop]))
+    hpcrl("run", recipe, "--run-dir", run, *([] if loop == "sync" else ["--loop", loop]), threads=threads)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "train/loss" in row]
     return [Row(row["time"] - rows[0]["time"], row["rollout/reward"], row["perf/rollout_wait_time"]) for row in rows]

@@ -173,7 +173,7 @@ def run(argv: list[str]) -> int:
     if own.get("dry-run"):
         from hpcrl.commands.plan import preview
 
-        print(preview(recipe, overrides))
+        preview(recipe, overrides)
         return 0
     from hpcrl.launch.local import run_recipe
 

@@ -26,6 +26,7 @@ if [ "$program" = launch ]; then exec "$HPCRL_PYTHON" -m hpcrl launch "$@"; fi
 host=${SLURMD_NODENAME:?not a task of srun}
 # A task of srun is no MPI rank: what it starts must not believe so.
 unset "${!PMI_@}" "${!PMIX_@}" "${!OMPI_@}"
+export HPCRL_CPUS="${SLURM_CPUS_ON_NODE:-}"       # ours of this host's, where nothing binds us to them
 case $program in
 once)
     if [ "${SLURM_PROCID:-0}" != 0 ]; then exit 0; fi

@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
     {"__init__", "careful_files", "errors", "findings", "plain_text"},
-    {"config", "heartbeat", "pickles", "sample", "token_frames"},
+    {"config", "heartbeat", "pickles", "processors", "sample", "token_frames"},
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
@@ -49,6 +49,7 @@ LIGHT = {
     "mpi",
     "plain_text",
     "plan",
+    "processors",
     "prompt_files",
     "redistribution",
     "report",
@@ -80,11 +81,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file's syntax tree."""
+    return list(ast.walk(parsed(path)))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, module, whether at the top of the file) of every import."""
-    tree = parsed(path)
-    at_top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
+    at_top = {id(node) for node in parsed(path).body}
+    for node in nodes(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -95,10 +101,9 @@ def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 def words(path: Path) -> Iterator[ast.Constant]:
     """The texts in a file's code, without docstrings."""
-    tree = parsed(path)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    told = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)}
-    for node in ast.walk(tree):
+    told = {id(node.body[0].value) for node in nodes(path) if isinstance(node, documented) and ast.get_docstring(node)}
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
             yield node
 
@@ -117,83 +122,83 @@ def test_every_room_has_its_floor() -> None:
     assert {room(path) for path in FILES} == set(FLOOR)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_floors(path: Path) -> None:
-    here = room(path)
-    for line, module, top in imports(path):
-        there = room_of(module)
-        if module.split(".")[0] == "hpcrl" and there != here:
-            assert FLOOR[there] < FLOOR[here], (
-                f"{path}:{line}: {here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
-            )
-        if here in LIGHT and top:
-            assert module.split(".")[0] not in HEAVY, f"{path}:{line}: imports {module} at the top"
+def test_floors() -> None:
+    for path in FILES:
+        here = room(path)
+        for line, module, top in imports(path):
+            there = room_of(module)
+            if module.split(".")[0] == "hpcrl" and there != here:
+                assert FLOOR[there] < FLOOR[here], (
+                    f"{path}:{line}: {here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
+                )
+            if here in LIGHT and top:
+                assert module.split(".")[0] not in HEAVY, f"{path}:{line}: imports {module} at the top"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_launchers_room_is_named_only_where_one_is_chosen(path: Path) -> None:
+def test_a_launchers_room_is_named_only_where_one_is_chosen() -> None:
     """By import or as text: what else speaks to a scheduler does so through hpcrl/launch/scheduler.py."""
-    name = str(path.relative_to(ROOT))
-    named = [(line, module) for line, module, _ in imports(path)]
-    named += [(node.lineno, node.value) for node in words(path) if node.value.startswith("hpcrl.")]
-    for line, module in named:
-        place = next((place for place in CHOSEN if module == place or module.startswith((f"{place}.", f"{place}:"))), None)
-        if place and room(path) != place.partition(".")[2]:
-            assert name in CHOOSERS, f"{path}:{line}: names {module}"
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        named = [(line, module) for line, module, _ in imports(path)]
+        named += [(node.lineno, node.value) for node in words(path) if node.value.startswith("hpcrl.")]
+        for line, module in named:
+            place = next((place for place in CHOSEN if module == place or module.startswith((f"{place}.", f"{place}:"))), None)
+            if place and room(path) != place.partition(".")[2]:
+                assert name in CHOOSERS, f"{path}:{line}: names {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_slurms_room_speaks_slurm(path: Path) -> None:
+def test_only_slurms_room_speaks_slurm() -> None:
     """In code: comments and docstrings may tell of Slurm by way of example."""
-    if room(path) == "slurm" or str(path.relative_to(ROOT)) in SLURMS_ALLOWED:
-        return
-    for node in words(path):
-        assert not SLURMS.search(node.value), f"{path}:{node.lineno}: {node.value!r}"
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Name | ast.Attribute):
-            name = node.id if isinstance(node, ast.Name) else node.attr
-            assert not SLURMS.search(name), f"{path}:{node.lineno}: {name}"
+    for path in FILES:
+        if room(path) == "slurm" or str(path.relative_to(ROOT)) in SLURMS_ALLOWED:
+            continue
+        for node in words(path):
+            assert not SLURMS.search(node.value), f"{path}:{node.lineno}: {node.value!r}"
+        for node in nodes(path):
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                assert not SLURMS.search(name), f"{path}:{node.lineno}: {name}"
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(ROOT.parent)))
-def test_no_room_is_a_heap(folder: Path) -> None:
-    files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-    assert len(files) <= MOST, f"{folder} holds {len(files)} files: divide it"
+def test_no_room_is_a_heap() -> None:
+    for folder in sorted({path.parent for path in FILES}):
+        files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST, f"{folder} holds {len(files)} files: divide it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
-    for line, module, _ in imports(path) if path.name != "pickles.py" else ():
-        assert module.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path}:{line}"
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    for path in FILES:
+        for line, module, _ in imports(path) if path.name != "pickles.py" else ():
+            assert module.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path}:{line}"
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short_and_say_what_they_are_for(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 400
-    tree = parsed(path)
-    assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name} is long"
+def test_files_are_short_and_say_what_they_are_for() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        tree = parsed(path)
+        assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name} is long"
 
 
 def test_ranks_meet_where_strangers_cannot_come() -> None:
     """The doctor's measurement moves numbers alone, before there is a run; nothing else may use torch's open store, or vLLM's."""
     for path in FILES:
-        names = {n.id for n in ast.walk(parsed(path)) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)}
-        names |= {alias.name for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom) for alias in n.names}
+        names = {n.id for n in nodes(path) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in nodes(path) if isinstance(n, ast.Attribute)}
+        names |= {alias.name for n in nodes(path) if isinstance(n, ast.ImportFrom) for alias in n.names}
         if path.name != "network_speed.py":
             assert not names & {"TCPStore", "StatelessProcessGroup", "stateless_init_process_group", "trainer_init"}, path
 
 
 def test_nobody_listens_on_every_interface() -> None:
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)

@@ -143,7 +143,9 @@ def test_resume_takes_the_directory_alone(runner: list[tuple[Any, ...]], capsys:
 def test_dry_run_shows_every_stage_and_starts_nothing(
     recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(recipe), "--dry-run", "--lr", "0.5"]) == 0
+    (recipe.parent / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    there = ["--hf-checkpoint", str(recipe.parent), "--prompt-data", str(recipe.parent / "p.jsonl")]
+    assert main(["run", str(recipe), "--dry-run", "--lr", "0.5", *there]) == 0
     out = capsys.readouterr().out
     first, second = out.split("# stage ")[1:]
     assert first.startswith("sft of small") and second.startswith("grpo of small")
@@ -166,7 +168,7 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
     monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: gpus)
     file = tmp_path / "r.toml"
     file.write_text(
-        'hf_checkpoint = "m"\nprompt_data = "{prepared}/p"\nlabel_key = "l"\nloss_type = "sft_loss"\nnum_rollout = 2\nrollout_num_gpus = 0\n'
+        'hf_checkpoint = "{prepared}/m"\nprompt_data = "{prepared}/p"\nlabel_key = "l"\nloss_type = "sft_loss"\nnum_rollout = 2\nrollout_num_gpus = 0\n'
     )
     assert main(["run", str(file), "--dry-run", *said]) == 0
     out, err = capsys.readouterr()

@@ -71,7 +71,7 @@ def evaluate(argv: list[str]) -> int:
     if own.pop("submit", False) or own.keys() - {"dry-run"}:
         return submit_recipe(recipe, overrides, own, words[0])
     if own.get("dry-run"):
-        print(preview(recipe, overrides))
+        preview(recipe, overrides)
         return 0
     from hpcrl.launch.local import run_recipe
 

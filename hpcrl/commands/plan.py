@@ -22,7 +22,7 @@ from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
-from hpcrl.prompt_files.early_look import look_at
+from hpcrl.prompt_files.early_look import look_at, made_by_run, refuse_absent
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
@@ -109,8 +109,11 @@ def _estimates(options: Options, made: Plan, card: Card) -> list[str]:
         return [f"memory: not estimated: {error.what}"]
 
 
-def preview(recipe: Recipe, overrides: dict[str, Any]) -> str:
-    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults."""
+def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:
+    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults.
+
+    Then UsageError for files that the run would miss.
+    """
     parts, overrides = [], for_this_machine(recipe, overrides)
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     look_at(options)
@@ -119,4 +122,5 @@ def preview(recipe: Recipe, overrides: dict[str, Any]) -> str:
         rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
-    return "\n\n".join(parts)
+    print("\n\n".join(parts))
+    refuse_absent(options, lambda path: made_by_run(recipe, "{run}", path))

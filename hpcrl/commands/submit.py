@@ -23,7 +23,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags
-from hpcrl.launch.submission import Submission, can_submit, preview, refuse_what_does_not_fit, submit_new
+from hpcrl.launch.submission import Submission, can_submit, preview, refuse_absent_files, refuse_what_does_not_fit, submit_new
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\
@@ -87,6 +87,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         return 0
     if own.get("dry-run"):
         _show(scheduler, shown)
+        refuse_absent_files(shown)
         return 0
     if can_submit(scheduler):
         _note_place(shown)

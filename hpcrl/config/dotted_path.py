@@ -9,6 +9,7 @@ raises when it runs is one HpcrlError that names it, with its traceback in the l
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import difflib
 import functools
@@ -18,8 +19,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -105,13 +108,60 @@ def load_object(path: str, flag: str) -> Any:
         if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
             raise
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{shown} cannot be imported: {error}", _searched()) from None
+            raise UsageError(f"{shown} cannot be imported: {error}", searched()) from None
         if isinstance(error, AttributeError) and module in sys.modules and not hasattr(sys.modules[module], name):
             raise UsageError(f"{shown}: {module} has no {name}", f"it has {_functions(sys.modules[module])}") from None
         raise UsageError(f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}") from error
 
 
-def _searched() -> str:
+def missing(path: str) -> str:
+    """Why there can be nothing at `path`, as far as files show without running any of the user's code; "" where they do not."""
+    module, _, name = path.rpartition(".")
+    if not module or _FOREIGN.fullmatch(path) or module.partition(".")[0] in sys.stdlib_module_names:
+        return ""
+    parts, where, spec = module.split("."), None, None
+    for depth in range(1, len(parts) + 1):
+        full = ".".join(parts[:depth])
+        spec = _spec(full, where)
+        if spec is None:
+            return f"there is no module {full}"
+        where = spec.submodule_search_locations
+        if where is None and depth < len(parts):
+            return f"{full} is no package"
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        return ""
+    return "" if name in (there := _names_in(Path(spec.origin))) or "*" in there else f"{module} has no {name}"
+
+
+def _spec(module: str, where: Iterable[str] | None) -> ModuleSpec | None:
+    """Where a module lies, in packages at `where`, or in what Python and the current directory offer."""
+    finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    found = next((spec for find in finders if (spec := find(module, where)) is not None), None)
+    return found or (PathFinder.find_spec(module, [os.getcwd()]) if where is None else None)
+
+
+def _names_in(file: Path) -> set[str]:
+    """Names that a module's source binds anywhere; "*" if it may bind others, or cannot be read."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return {"*"}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif node.id in ("globals", "setattr"):
+                found.add("*")
+    return found | ({"*"} if "__getattr__" in found else set())
+
+
+def searched() -> str:
+    """Where modules are looked for, as a hint."""
     if "" in sys.path or os.getcwd() in sys.path:
         return f"modules are looked for in {os.getcwd()}, where the run was started, and in PYTHONPATH"
     return "is its directory in PYTHONPATH?"

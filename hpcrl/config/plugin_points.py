@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.algorithm_files import is_path
-from hpcrl.config.dotted_path import load_class, load_function
+from hpcrl.config.dotted_path import load_class, load_function, missing, searched
 from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
 
 Role = Literal["rollout", "grading", "generating", "trainer"]
 
@@ -84,6 +85,13 @@ def paths_of(options: Options, name: str) -> list[str]:
     value = getattr(options, name)
     values = value if isinstance(value, list) else [value] if value else []
     return [path.partition(":")[0] for path in values if POINTS[name].own or is_path(path)]
+
+
+def missing_functions(options: Options) -> list[UsageError]:
+    """An error for each own function that is not in the files of its module, which is not run for it."""
+    every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name)]
+    found = [(flag, path, missing(path)) for flag, path in every if "PYTHONPATH" not in options.train_env_vars]
+    return [UsageError(f"{flag} {path}: {why}", searched()) for flag, path, why in found if why]
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
+from hpcrl.processors import cores
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.weights.transports import Site, choose, find_way
@@ -209,4 +210,4 @@ def cpu_threads(options: Options, plan: Plan, index: int, node: int = 0) -> int:
     ranks = sum(p.host == host for p in plan.trainers) * options.trainer_threads
     parts = [part for number in range(len(plan.engines)) for part in plan.engine_nodes(number)]
     workers = sum(len(p.slots) for p in parts if p.host == host)
-    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks + workers))
+    return max(1, cores(os.sched_getaffinity(0), os.environ) // max(1, ranks + workers))

@@ -227,7 +227,7 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
         if (root / "recipe.json").is_file():
             job = reopen_job(root)
         else:
-            job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes())
+            job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes(), here=False)
         write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
         allocation.mark(job.identity)
         return Stopped.exit_code if stopped(run_in_job(job, allocation)) else 0

@@ -32,7 +32,7 @@ from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, local_hosts, make_plan
-from hpcrl.prompt_files.early_look import look_at
+from hpcrl.prompt_files.early_look import look_at, made_by_run, refuse_absent
 from hpcrl.report.closing_line import closing_line, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
@@ -144,14 +144,21 @@ def say(text: str) -> None:
 # ---- beginning, and beginning again
 
 
-def begin_job(recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Options], list[Host]] = local_hosts) -> Job:
-    """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made."""
+def begin_job(
+    recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Options], list[Host]] = local_hosts, here: bool = True
+) -> Job:
+    """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
+
+    here: whether this machine has to have the files that the run begins with.
+    """
     root = directory_of(recipe, overrides)
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
     for options in job.stages:
         check_routing(options)
         make_plan(options, hosts(options), "check")
     look_at(job.stages)
+    if here:
+        refuse_absent(job.stages, lambda path: made_by_run(recipe, str(root), path))
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
     if found := swappable_by_group(root):

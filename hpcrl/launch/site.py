@@ -75,7 +75,12 @@ class ComponentProfile(BaseModel):
     gpus_per_node: int | None = Field(
         None, ge=0, description="GPUs that a node has; None: as many as the options ask for; 0: it has none, slots are processes"
     )
-    cpus_per_node: int | None = Field(None, ge=1, description="CPU cores that a node gives to the job")
+    cpus_per_node: int | None = Field(
+        None,
+        ge=1,
+        description="processors that a node gives to the job, as its scheduler counts them: hardware threads where cores have several "
+        "and the job is not kept to one of each",
+    )
     mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description='memory a node, such as "64G"; "0" is all of it')
     extra: dict[str, str | int | bool] = Field(
         {}, description="further options of the scheduler's, by name; true: without a value"

@@ -28,7 +28,7 @@ from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import Site, from_flags, saved_site
 from hpcrl.plan import make_plan
-from hpcrl.prompt_files.early_look import look_at
+from hpcrl.prompt_files.early_look import look_at, made_by_run, refuse_absent
 from hpcrl.run.job_file import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
@@ -153,7 +153,8 @@ def submit_new(recipe: Recipe, overrides: dict[str, Any], site: Site, chain: int
         )
     shown = preview(recipe, overrides, site)
     refuse_what_does_not_fit(scheduler, shown)
-    job = begin_job(recipe, overrides, lambda _: shown.request.hosts())
+    refuse_absent_files(shown)
+    job = begin_job(recipe, overrides, lambda _: shown.request.hosts(), here=False)
     submission = Submission(job, shown.stages, shown.request, site)
     try:
         return submission, _send(scheduler, submission, chain)
@@ -166,6 +167,19 @@ def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> No
     """UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever."""
     if bad := [finding for finding in scheduler.fits(submission.request, submission.site) if finding.level == "fail"]:
         raise UsageError(bad[0].what, bad[0].hint)
+
+
+def refuse_absent_files(shown: Submission) -> None:
+    """UsageError for what the run of a `preview` begins with and the login node does not see.
+
+    Not looked for: what the run makes, or a job that it waits for; where an image has paths of its own; on disks of the nodes.
+    """
+    site = shown.site
+    if site.container.kind != "none" or getattr(site, "after", None):
+        return
+    local = site.scratch if site.scratch and site.scratch.startswith("/") else "{run}"
+    same_code = not site.setup and site.python in (None, sys.executable) and "PYTHONPATH" not in site.env
+    refuse_absent(shown.stages, lambda path: path.startswith(local) or made_by_run(shown.job.recipe, "{run}", path), same_code)
 
 
 def chained(site: Site, chain: int) -> Site:

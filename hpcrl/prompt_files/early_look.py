@@ -1,18 +1,20 @@
-"""A look at a run's prompt files before anything of it is made: the first rows of each, where a file is here already.
+"""A look at what a run begins with before anything of it is made: are model and prompt files here, and the first rows of each file.
 
-Invariant: what is refused here the rollout process would refuse too; what cannot be known here (a file that is yet to be made, or
-that other machines alone can see, the length of a prompt in tokens) is left to it.
+Invariant: what is refused here the roles would refuse too; what cannot be known here (a file that is yet to be made, or that other
+machines alone can see, the length of a prompt in tokens) is left to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.prompts.prompt_words import PromptWord, read_words
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import DataError, HpcrlError, UsageError, raise_together
 from hpcrl.findings import Finding
 from hpcrl.prompt_files.row_checks import Keys, read_row
 from hpcrl.prompt_files.rows import first_rows
@@ -25,6 +27,27 @@ def look_at(stages: Sequence[Options]) -> None:
     for options in stages:
         for word, keys in _files(options):
             _look(word, keys)
+
+
+def refuse_absent(stages: Sequence[Options], made: Callable[[str], bool], same_code: bool = True) -> None:
+    """UsageError for every file and directory that a stage begins with, and every own function, that is not here.
+
+    made: whether a path need not be here yet: the run makes it, or the nodes alone have it.  same_code: whether modules are found
+    in the run as they are here.
+    """
+    wrong, functions = [], []
+    for options in stages:
+        functions += missing_functions(options) if same_code else []
+        wanted = [("--hf-checkpoint", options.hf_checkpoint), ("--eval-config", options.eval_config)]
+        wanted += [("the prompt file", word.path) for word, _ in _files(options)]
+        wrong += [f"{what} {path} is not here" for what, path in wanted if path and not made(path) and not Path(path).exists()]
+    errors = [UsageError(text, "name what is there") for text in dict.fromkeys(wrong)]
+    raise_together([*errors, *{str(error): error for error in functions}.values()])
+
+
+def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
+    """Whether the run itself makes a file that it begins with: in its directory `run`, or by a prepare command that names it."""
+    return path.startswith(run) or any(path in word for command in recipe.prepare for word in command)
 
 
 def findings(stages: Sequence[Options], made_in: Path) -> Iterator[Finding]:

@@ -47,6 +47,8 @@ def write_recipe(directory: Path, name: str, gpus: int, **values: Any) -> Path:
         make_model(directory / "model")
         make_prompts(directory / "prompts.jsonl")
     places = {"hf_checkpoint": str(directory / "model"), "prompt_data": str(directory / "prompts.jsonl"), "bf16": gpus > 0}
+    if not gpus:
+        places["rank_launcher"] = "ranks"  # one rank needs no agent, which on a CPU takes as long to start as the rank
     path = directory / f"{name}.toml"
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in {**COMMON, **places, **values}.items()))
     return path

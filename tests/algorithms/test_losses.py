@@ -237,7 +237,7 @@ def name_of(o: Options) -> str:
 
 
 @pytest.mark.parametrize("case", POLICY, ids=label)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:3])
 def test_it_is_the_formula(case: dict[str, Any], seed: int) -> None:
     samples, o = random_samples(seed), options(**case)
     p = leaf(samples)

@@ -108,8 +108,9 @@ def test_what_cannot_be_evaluated(argv: list[str], words: str, tmp_path: Path) -
 
 def test_dry_runs_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)  # whatever lies on this machine
-    run = run_dir(tmp_path / "r1")
-    argv = ["eval", str(run), "--eval-prompt-data", "held", "h.jsonl", "--run-dir", str(tmp_path / "out")]
+    run = run_dir(tmp_path / "r1", hf_checkpoint=str(tmp_path))
+    (tmp_path / "h.jsonl").write_text('{"input": "1", "a": "2"}\n')
+    argv = ["eval", str(run), "--eval-prompt-data", "held", str(tmp_path / "h.jsonl"), "--run-dir", str(tmp_path / "out")]
     assert main([*argv, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "num_rollout = 0" in shown and "engine" in shown
@@ -183,6 +184,37 @@ def test_what_is_not_here_yet_is_left_to_the_run(tmp_path: Path) -> None:
     ]
     (tmp_path / "p.jsonl").write_text("{\n" + GOOD)
     look_at([options(tmp_path, prompt_data=f"{tmp_path}/p.jsonl@[1:]")])
+
+
+def test_what_is_not_here_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is to be made, or is where this machine cannot look."""
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)
+    text = (
+        'hf_checkpoint = "/nowhere/model"\nprompt_data = "/nowhere/p.jsonl"\nlabel_key = "label"\nrm_type = "math"\nnum_rollout = 1\n'
+        "rollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n"
+    )
+    (tmp_path / "r.toml").write_text(text)
+    (tmp_path / "made.toml").write_text(f'prepare = ["make", "--model=/nowhere/model", "/nowhere/p.jsonl"]\n{text}')
+    out = ["--run-dir", str(tmp_path / "out")]
+    for command, *words in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):
+        assert main([command, str(tmp_path / "r.toml"), *out, *words]) == 2
+        said = capsys.readouterr().err
+        assert "--hf-checkpoint /nowhere/model is not here" in said and "the prompt file /nowhere/p.jsonl is not here" in said
+    assert main(["run", str(tmp_path / "made.toml"), *out, "--dry-run"]) == 0
+    (tmp_path / "own.toml").write_text(
+        (tmp_path / "made.toml").read_text().replace('rm_type = "math"', 'custom_rm_path = "no_such.f"')
+    )
+    for command, *words in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):
+        assert main([command, str(tmp_path / "own.toml"), *out, *words]) == 2
+        assert "--custom-rm-path no_such.f: there is no module no_such; modules are looked for" in capsys.readouterr().err
+    for site in ('setup=["export PYTHONPATH=/there"]', 'env={PYTHONPATH = "/there"}', "python=/other/python"):
+        assert main(["submit", str(tmp_path / "own.toml"), *out, "--dry-run", "--set", site]) == 0, site
+    for site in (["scratch=/nowhere"], ["after=7"], ["container.kind=pyxis", "container.image=/x.sqsh"]):
+        assert main(["submit", str(tmp_path / "r.toml"), *out, "--dry-run", "--set", *site]) == 0, site
+    assert main(["submit", str(tmp_path / "r.toml"), *out, "--print"]) == 0, "for another place, perhaps"
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_run_directory_is_made_for_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.dotted_path import BUILT_INS, guarded, is_async, load_class, load_function, named, ours, settled, takes
+from hpcrl.config.dotted_path import BUILT_INS, guarded, is_async, load_class, load_function, missing, named, ours, settled, takes
 from hpcrl.config.recipe import Recipe, Stage, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
 from tests.config.test_flags import GRPO, PLACES
@@ -49,6 +49,39 @@ NUMBER = 3
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     monkeypatch.syspath_prepend(str(tmp_path))
     return lambda name, text: (tmp_path / f"{name}.py").write_text(text) and None
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (f"{HERE}.two", ""),
+        (f"{HERE}.NUMBER", ""),
+        (f"{HERE}.absent", f"{HERE} has no absent"),
+        ("no_such_module.f", "there is no module no_such_module"),
+        ("tests.no_such_module.f", "there is no module tests.no_such_module"),
+        ("beside.good", ""),
+        ("beside.bought", ""),
+        ("beside.later", ""),
+        ("beside.gone", "beside has no gone"),
+        ("beside.more.f", "beside is no package"),
+        ("open_ended.whatever", ""),
+        ("broken.f", ""),
+        ("math.hypot", ""),
+        ("msgspec.json.encode", ""),
+        ("two", ""),
+        ("slime.rollout.rm_hub.math", ""),
+    ],
+)
+def test_whether_it_can_be_there_is_known_without_running_it(
+    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the directory where the run is started, too; what files do not show is left to the run."""
+    monkeypatch.chdir(tmp_path)
+    text = "from os.path import join as bought\ntry:\n    later = 1\nexcept Exception:\n    pass\ndef good(): gone()\n1 / 0\n"
+    (tmp_path / "beside.py").write_text(text)
+    (tmp_path / "open_ended.py").write_text("def __getattr__(name): return 1\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    assert missing(path) == why
 
 
 def test_functions_objects_and_classes_are_found() -> None:

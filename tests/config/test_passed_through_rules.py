@@ -29,7 +29,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def submitted(models: Path, base: str, more: str) -> tuple[int, str, float]:
     """(exit status, errors, CPU seconds) of `hpcrl submit --dry-run` with a guide's arguments and some more."""
-    site = ["--layout", "homogeneous", "--set", "trainer.gpus_per_node=8"]
+    site = [
+        "--layout",
+        "homogeneous",
+        "--set",
+        "trainer.gpus_per_node=8",
+        f"scratch={models}",
+    ]  # of the nodes: not looked for here
     said, began = io.StringIO(), time.process_time()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         status = main(["submit", "--dry-run", *site, "--", *base.replace("/scratch/", f"{models}/").split(), *more.split()])

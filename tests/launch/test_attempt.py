@@ -192,7 +192,9 @@ def test_a_job_whose_run_was_stopped_ends_with_the_status_of_a_stop(
     assert batch_process.run_directory("/run") == found, "submitit keeps it as the job's result"
     assert left == ([(os._exit, code)] if code else [])
     monkeypatch.setattr(batch_run, "run_in_job", lambda *_: found)
-    monkeypatch.setattr(batch_run, "begin_job", lambda *_: Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i"))
+    monkeypatch.setattr(
+        batch_run, "begin_job", lambda *_, **__: Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i")
+    )
     monkeypatch.setattr(batch_run, "load_recipe", lambda _: None)
 
     class Here(Allocation):

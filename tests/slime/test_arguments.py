@@ -159,12 +159,13 @@ def test_the_commands_take_them(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--num-rollout", "7", "--", *BASE.split()]) == 0
     assert "engine   2" in capsys.readouterr().out
-    assert main(["run", "--dry-run", "--", *BASE.split()]) == 0
-    assert "adam_beta2 = 0.98" in capsys.readouterr().out
+    assert main(["run", "--dry-run", "--", *BASE.split()]) == 2
+    shown = capsys.readouterr()
+    assert "adam_beta2 = 0.98" in shown.out and "--hf-checkpoint /scratch/Qwen3-4B is not here" in shown.err
     assert main(["plan", "--", *GUIDES["GLM-4.5-355B, BF16 rollouts"][0]]) in (0, 2)
     assert "trainer  0-63" in capsys.readouterr().out, "the plan of what can be honoured is shown in any case"
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda scheduler: False)
-    site = ["--layout", "homogeneous", "--set", "trainer.gpus_per_node=8"]
+    site = ["--layout", "homogeneous", "--set", "trainer.gpus_per_node=8", "scratch=/scratch"]
     assert main(["submit", "--dry-run", *site, "--", *BASE.split()]) == 0
     assert "#SBATCH --job-name=qwen3-4b-hpcrl" in capsys.readouterr().out
     for command in ("plan", "run", "submit", "launch"):

@@ -123,6 +123,23 @@ def test_every_site_has_the_keys_that_a_run_needs(file: Path, tmp_path: Path) ->
         assert site.interface == "hsn0", "one interface gives the address; NCCL may have them all"
 
 
+#: processors that Slurm gives a job on one node of it, as each profile's sources say: cores, less those kept for the system
+PROCESSORS = {"alliance": 48, "delta": 64, "deltaai": 288, "frontier": 56, "isambard-ai": 288, "jeanzay": 96, "jupiter": 288}
+PROCESSORS |= {"leonardo": 32, "lumi": 56, "marenostrum5": 80, "vista": 72}
+
+
+@pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
+def test_no_site_asks_for_more_processors_than_its_nodes_have(file: Path, tmp_path: Path) -> None:
+    site = load_site(str(filled(file.read_text(), tmp_path / file.name)))
+    gpus = site.trainer.gpus_per_node or 8
+    options = Options(actor_num_nodes=2, actor_num_gpus_per_node=gpus, rollout_num_gpus=2 * gpus, rollout_num_gpus_per_engine=1)
+    request = make_request([options], site)
+    text = render(Script("n", "t", "s", "true", "o", "/l"), request, site)
+    asked = [int(number) for number in re.findall(r"--cpus-per-task=(\d+)", text)]
+    assert all(number <= PROCESSORS.get(file.stem, 64) for number in asked), asked
+    assert file.stem not in PROCESSORS or max(asked) == PROCESSORS[file.stem], "and for all that whole nodes give"
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "said"),
     [

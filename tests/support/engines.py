@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.options import Options
 from hpcrl.plan import Plan, local_hosts, make_plan
@@ -138,11 +136,15 @@ class Reference:
     """The policy as transformers computes it, to be changed and compared with."""
 
     def __init__(self, model: Path) -> None:
+        from transformers import AutoModelForCausalLM  # takes seconds, which tests without engines are spared
+
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
     def pairs(self) -> Pairs:
         """What a trainer would export: every tensor of the checkpoint once, tied ones under one name, experts one by one."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         tied = set(self.model.state_dict()) - {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
         state = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
         found = revert_weight_conversion(self.model, state)

@@ -41,6 +41,8 @@ SFT = {
     "label_key": "label",
     "rollout_timeout": 60,
 }
+#: trainer ranks without torchrun's agent, which takes seconds to import torch before any rank begins
+NO_AGENT = {"rank_launcher": "ranks"}
 COMMON = {
     "input_key": "prompt",
     "apply_chat_template": True,
@@ -101,6 +103,15 @@ class Run:
             out, _ = self.process.communicate()
             raise AssertionError(f"the run did not end in {seconds} s:\n{out}\n{self.logs()}") from None
         return self.process.returncode, out
+
+    def end_early(self, steps: int, how: signal.Signals) -> None:
+        """Stop or kill it once it has trained so many steps."""
+        self.until(lambda: self.steps() >= steps)
+        pids = self.pids()
+        os.kill(self.process.pid, how)
+        status, out = self.end()
+        assert status == (143 if how == signal.SIGTERM else -how), out
+        assert all_gone(self.root, pids), processes(self.root)
 
     def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
         """Wait for `condition`; fails if the run ends before, or in `seconds`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,17 @@ def submit(cluster: Cluster, recipe: Path, root: Path, *words: str, settings: tu
     return Job(cluster, root, int(re.match(r"job (\d+)", done.stdout)[1]))
 
 
+HURRY = "hurry"  #: a file in the run directory, with which `slow` is so no more
+
+
 async def slow(options: Any, sample: Any) -> float:
-    """tests.support.runs.odd_tokens, a while later: time for a test to do something in mid-run."""
+    """tests.support.runs.odd_tokens, a while later: time for a test to do something in mid-run, until it says HURRY."""
     import asyncio
 
     from tests.support.runs import odd_tokens
 
-    await asyncio.sleep(1.0)
+    if not Path(options.run_dir, HURRY).exists():
+        await asyncio.sleep(1.0)
     return await odd_tokens(options, sample)
 
 
@@ -64,3 +69,8 @@ async def very_slow(options: Any, sample: Any) -> float:
 
     await asyncio.sleep(600)
     return 0.0
+
+
+def very_slow_step(*_: Any) -> None:
+    """The same in the middle of an optimizer step, where nobody can stop."""
+    time.sleep(600)

@@ -106,6 +106,32 @@ def go_on(every: list[tuple[Options, Path]], steps: int = STEPS - BEFORE) -> lis
     return found
 
 
+def asked_of_megatron(opts: Options, directory: str) -> list[dict[str, Any]]:
+    """What a release that knows several ways to save in the background is asked, and one that knows its own alone."""
+    from hpcrl.trainer.checkpoint import save_load
+    from hpcrl.trainer.parallel import parallel_state
+
+    parallel_state.initialize(opts)
+    asked: list[dict[str, Any]] = []
+
+    def newer(state: Any, path: str, strategy: Any, async_strategy: str = "nvrx", **how: Any) -> None:
+        asked.append({"async_strategy": async_strategy, **how})
+
+    def older(state: Any, path: str, strategy: Any, **how: Any) -> None:
+        asked.append(how)
+
+    for release in (newer, older):
+        save_load.dist_checkpointing.save = release
+        save_load.write({}, Path(directory), later=True)
+    return [{name: value for name, value in how.items() if name != "content_metadata"} for how in asked]
+
+
+def test_a_save_in_the_background_needs_no_package_of_its_own(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Megatron-core's default from 0.17 on is that of nvidia-resiliency-ext."""
+    newer, older = run_ranks(1, asked_of_megatron, options(models["dense"]), str(tmp_path))[0]
+    assert newer == {"async_strategy": "mcore", "async_sharded_save": True} and older == {"async_sharded_save": True}
+
+
 # ---- another layout
 
 

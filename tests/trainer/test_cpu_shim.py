@@ -106,6 +106,22 @@ def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence() -> None:
         assert error < 1e-6, where
 
 
+def told_of_sequences() -> dict[str, Any]:
+    """What attention is told of three sequences with padding between them."""
+    from hpcrl.trainer.megatron.packed_attention import boundaries
+
+    found = boundaries(torch.tensor([0, 8, 16, 24], dtype=torch.int32), (0, 8, 16, 24), 8)
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in vars(found).items()}
+
+
+@pytest.mark.process
+def test_attention_is_not_told_of_padding() -> None:
+    """Transformer Engine has neither FlashAttention 2 nor its own for sequences that are told apart from their padding."""
+    told = run_ranks(1, told_of_sequences)[0]
+    assert told["cu_seqlens_q_padded"] is None and told["cu_seqlens_kv_padded"] is None
+    assert told["cu_seqlens_q"] == told["cu_seqlens_kv"] == [0, 8, 16, 24] and told["ends"] == (0, 8, 16, 24), "and on the host"
+
+
 def adam_after_load(directory: str, hint: bool) -> list[float]:
     """How often Adam thinks that it has stepped, per parameter, after a load and one more step."""
     from hpcrl.trainer.megatron import model

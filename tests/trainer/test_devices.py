@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
+
 import pytest
 import torch
 
 from hpcrl.errors import UsageError
+from hpcrl.trainer.parallel import devices
 from hpcrl.trainer.parallel.devices import cuda_is_there, device_index
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
@@ -52,3 +56,14 @@ def test_where_cuda_is_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_bound_to_its_own_gpu_finds_it_under_0() -> None:
     assert [device_index(local, 4) for local in range(4)] == [0, 1, 2, 3]
     assert [device_index(local, 1) for local in range(4)] == [0, 0, 0, 0]
+
+
+def test_a_rank_stays_beside_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's place is what `lspci` and /sys call it."""
+    asked: list[tuple[str, Path]] = []
+    found = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(devices, "bind_beside", lambda device, system: asked.append((device, system)) or frozenset({3}))
+    assert devices.stay_beside(torch.device("cuda", 2), tmp_path) == {3} and asked == [("0001:3b:00.0", tmp_path)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert devices.stay_beside(torch.device("cuda", 2), tmp_path) == frozenset(), "a build that does not say"

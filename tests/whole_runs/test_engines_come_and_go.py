@@ -13,7 +13,7 @@ from hpcrl.cli import main
 from hpcrl.report.timeline.names import GENERATE, JOINS
 from hpcrl.report.timeline.reading import read_stage
 from hpcrl.run.engines.view import read_views
-from tests.support.runs import POLICY, Run, all_gone, metrics, recipe
+from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
 
 pytestmark = pytest.mark.vllm
 
@@ -26,7 +26,7 @@ def states(run: Run) -> list[str]:
 def test_an_engine_joins_and_the_first_one_leaves(tmp_path: Path, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "run"
     values = {"num_rollout": 100000, "save_interval": None, "run_dir": str(root)}
-    run = Run(recipe(tmp_path, task, **(POLICY | values)), root=root)
+    run = Run(recipe(tmp_path, task, **(POLICY | NO_AGENT | values)), root=root)
     run.until(lambda: run.steps() >= 1)
     assert main(["engines", "add", str(root)]) == 0, capsys.readouterr().err
     run.until(lambda: states(run) == ["serving", "serving"])

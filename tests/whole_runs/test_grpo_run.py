@@ -8,6 +8,7 @@ import re
 import signal
 import stat
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from hpcrl.report.timeline.reading import read_stage
 from hpcrl.run.engines.lives import end_of
 from hpcrl.run.engines.view import read_views
 from hpcrl.run.rundir import RunDir
-from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, role_pid, rows, samples
+from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -31,14 +32,14 @@ def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
     held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 2, "eval_label_key": "label"}
-    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
 
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     """A run on two data-parallel ranks that nobody disturbed, with a reference model; its rollouts are saved."""
     more = KL | {"ref_load": str(task / "model"), "save_debug_rollout_data": "{run}/data/{rollout_id}", "save_token_data": 2}
-    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, **more)
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, rank_launcher="torchrun", **more)
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert re.fullmatch(r"held-out accuracy: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out
@@ -99,8 +100,7 @@ def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureF
         assert waited.begin - 50_000 <= made.begin < made.end <= waited.end + 50_000
         assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
     assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
-    assert main(["bill", str(uncut), "--json"]) == 0
-    bill = json.loads(capsys.readouterr().out)
+    bill = bill_of(uncut, capsys)
     hours = bill["node_hours"]
     assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
     assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), hours
@@ -115,26 +115,27 @@ def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> 
         assert key not in log.read_text()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_ended_and_resumed_is_the_same_run(
-    tmp_path: Path, task: Path, uncut: Path, how: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, **KL | {"ref_load": str(task / "model")})
-    run.until(lambda: run.steps() >= 3)
-    pids = run.pids()
-    os.kill(run.process.pid, how)
+    run.end_early(1, signal.SIGTERM)
+    assert bill_of(run.root, capsys)["node_hours"]["lost"] == 0
+    run = Run("--resume", run.root, root=run.root)
+    run.end_early(3, signal.SIGKILL)
+    run = Run("--resume", run.root, root=run.root)
     status, out = run.end()
-    assert status == (143 if how == signal.SIGTERM else -9), out
-    assert all_gone(run.root, pids), processes(run.root)
-    again = Run("--resume", run.root, root=run.root)
-    status, out = again.end()
-    assert status == 0, out + again.logs()
+    assert status == 0, out + run.logs()
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
-    assert main(["bill", str(run.root), "--json"]) == 0
-    bill = json.loads(capsys.readouterr().out)
-    assert len(bill["allocations"]) == 2 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
-    assert (bill["node_hours"]["lost"] > 0) == (how == signal.SIGKILL), bill
+    bill = bill_of(run.root, capsys)
+    assert len(bill["allocations"]) == 3 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
+    assert bill["node_hours"]["lost"] > 0, bill
+
+
+def bill_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `hpcrl bill` says of a run."""
+    assert main(["bill", str(root), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
@@ -237,8 +238,9 @@ def test_an_engine_that_never_comes_up_is_named(tmp_path: Path, task: Path) -> N
     assert all_gone(run.root, [])
 
 
-def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, max_logprob_diff=1e-12)
+def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """With what an engine has sampled before: the trainer compares as ever."""
+    run = start(tmp_path, task, max_logprob_diff=1e-12, load_debug_rollout_data=str(uncut / "data/{rollout_id}"))
     status, out = run.end()
     assert status not in (0, 143)
     assert "--max-logprob-diff" in out and "1e-12" in out, out

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
 
 from hpcrl.rollout.ledger.journal import account
-from tests.support.runs import POLICY, Run, all_gone, metrics, processes, recipe, rows, samples
+from tests.support.runs import NO_AGENT, POLICY, Run, metrics, recipe, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -19,17 +18,7 @@ def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
     held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 3, "eval_label_key": "label"}
-    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
-
-
-def end_early(run: Run, steps: int, how: signal.Signals) -> None:
-    """Stop or kill a run once it has trained so many steps."""
-    run.until(lambda: run.steps() >= steps)
-    pids = run.pids()
-    os.kill(run.process.pid, how)
-    status, out = run.end()
-    assert status == (143 if how == signal.SIGTERM else -9), out
-    assert all_gone(run.root, pids), processes(run.root)
+    return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
 
 
 def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task: Path) -> None:
@@ -41,9 +30,9 @@ def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task:
     assert [row["staleness/max"] for row in steps.values()] == [0, 1, 1, 1, 1], "the first is sampled before any step"
     assert [row["rollout_id"] for row in rows(whole.root) if "eval/heldout/accuracy" in row] == [-1, 2, 4]
     run = start(tmp_path / "cut", task, loop="async")
-    end_early(run, 1, signal.SIGTERM)
+    run.end_early(1, signal.SIGTERM)
     run = Run("--resume", run.root, root=run.root)
-    end_early(run, 3, signal.SIGKILL)
+    run.end_early(3, signal.SIGKILL)
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()
@@ -57,7 +46,7 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_no_group(tmp_path: Path
     """Stopped once, it goes on; responses are so long that new weights reach them on the way."""
     more = {"rollout_max_response_len": 180, "rollout_max_context_len": 256, "max_tokens_per_gpu": 2048, "num_rollout": 6}
     run = start(tmp_path, task, loop="fully-async", deterministic_mode=False, use_tis=True, max_staleness=2, **more)
-    end_early(run, 2, signal.SIGTERM)
+    run.end_early(2, signal.SIGTERM)
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()

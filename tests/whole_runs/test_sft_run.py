@@ -18,7 +18,7 @@ from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
 from tests.support.faults.local import LocalBed
-from tests.support.runs import SFT, Run, all_gone, metrics, recipe, samples
+from tests.support.runs import NO_AGENT, SFT, Run, all_gone, metrics, recipe, samples
 
 pytestmark = pytest.mark.process
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.process
 def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
-    return Run(recipe(path, task, **(SFT | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(SFT | NO_AGENT | {"run_dir": str(root)} | values)), root=root)
 
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     """A run on two data-parallel ranks that nobody disturbed."""
-    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, rank_launcher="torchrun")
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert list(metrics(run.root)) == list(range(6))
@@ -168,7 +168,8 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: 
 
 
 def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) -> None:
-    run = start(tmp_path, task, actor_num_gpus_per_node=2, num_rollout=100000, save_interval=None)
+    values = {"actor_num_gpus_per_node": 2, "num_rollout": 100000, "save_interval": None}
+    run = start(tmp_path, task, rank_launcher="torchrun", **values)
     run.until(lambda: run.steps() >= 1)
     found = [
         c.laddr.ip.removeprefix("::ffff:")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import POLICY, SFT, Run, metrics, recipe, rows
-from tests.support.slurm import ENV, Job, hpcrl, submit
+from tests.support.runs import NO_AGENT, POLICY, SFT, Run, metrics, recipe, rows
+from tests.support.slurm import ENV, HURRY, Job, hpcrl, submit
 
 pytestmark = pytest.mark.cluster
 #: trainers on two hosts, one engine on a third
@@ -105,9 +105,9 @@ def test_a_homogeneous_script_given_to_sbatch_by_hand_gives_the_same_losses(
 
 def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """Out of time, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
-    steps = {"num_rollout": 60, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
+    steps = {"num_rollout": 48, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
     steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
-    values = steps | {"custom_rm_path": "tests.support.runs.odd_tokens"}
+    values = steps | NO_AGENT | {"custom_rm_path": "tests.support.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()
     uncut = Run(policy(tmp_path / "uncut", task, **values, run_dir=str(tmp_path / "uncut/run")), root=tmp_path / "uncut/run")
     (tmp_path / "cut").mkdir()
@@ -137,6 +137,7 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     lost = json.loads((job.root / "attempts/3/plan.json").read_text())["trainers"][1]["host"]
     cluster.kill_node(lost)
     job.until(lambda: job.training(4))
+    (job.root / HURRY).touch()
     job.ends()
     cluster.boot_node(lost)
     cluster.wait_nodes("idle", 60)

@@ -22,7 +22,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.layout_rules import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.pickles import refuse_foreign_pickles
-from hpcrl.trainer.parallel.devices import cuda_is_there, device_index
+from hpcrl.trainer.parallel.devices import cuda_is_there, device_index, stay_beside
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     device = torch.device("cuda", device_index(local, torch.cuda.device_count())) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        stay_beside(device)
     else:
         torch.set_num_threads(options.trainer_threads)
     timeout = timedelta(minutes=options.distributed_timeout_minutes)

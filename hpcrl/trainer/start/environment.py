@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from hpcrl.config.options import Options
+from hpcrl.processors import cores
 from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
 from hpcrl.run.role import RoleContext, say
 
@@ -19,7 +20,7 @@ DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
     """Set the environment of these ranks, which share a host; what the user has set stays, and is said."""
-    threads = cpu_threads(context.options, len(os.sched_getaffinity(0)), len(ranks))
+    threads = cpu_threads(context.options, cores(os.sched_getaffinity(0), os.environ), len(ranks))
     wishes = wanted("trainer", Where(context.options, context.plan.trainers[ranks[0]].interface, threads))
     base = {**os.environ, **context.options.train_env_vars}
     for line in overruled(wishes, base):
@@ -30,6 +31,6 @@ def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
     os.environ.update(context.options.train_env_vars)
 
 
-def cpu_threads(options: Options, cores: int, ranks: int) -> int:
-    """Threads of one of `ranks` ranks that share `cores` cores: --trainer-threads, or its share where the CPU does Adam's work."""
-    return max(options.trainer_threads, cores // ranks if options.megatron.get("optimizer_cpu_offload") else 1)
+def cpu_threads(options: Options, count: int, ranks: int) -> int:
+    """Threads of one of `ranks` ranks that share `count` cores: --trainer-threads, or its share where the CPU does Adam's work."""
+    return max(options.trainer_threads, count // ranks if options.megatron.get("optimizer_cpu_offload") else 1)
