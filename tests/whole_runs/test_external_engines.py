@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.run.engines.view import read_views
 from hpcrl.weights.engine_http import Address, HttpError, ask
-from tests.support.runs import NO_AGENT, POLICY, REPO, Run, alive, all_gone, metrics, recipe
+from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
 
 pytestmark = pytest.mark.vllm
 
@@ -43,7 +43,7 @@ def test_an_engine_that_no_run_has_started_serves_one_after_another(tmp_path: Pa
     address, keys, log, root = f"127.0.0.1:{port}", tmp_path / "keys", tmp_path / "engine.log", tmp_path / "run"
     values = {"num_rollout": 100000, "save_interval": None, "rollout_num_gpus": None, "run_dir": str(root)}
     values |= {"rollout_external_engine_addrs": [address], "rollout_external_engine_keys": str(keys)}
-    file = recipe(tmp_path, task, **(POLICY | NO_AGENT | values))
+    file = recipe(tmp_path, task, **(POLICY | values))
     engine = serve(file, address, keys, log)
     try:
         while not (keys / "http.key").exists():
