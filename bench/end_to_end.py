@@ -5,8 +5,8 @@
 Kinds of work: `quickstart`, the quick start's model (0.3 M parameters), sums and batch (32 groups of 8, 16 tokens at most); `short` and `long`,
 a random Qwen3 of 9.5 M parameters whose responses end by themselves or after 100 and 512 tokens (8 groups of 8, long-tailed); and `learning`,
 the quick start's GRPO from its supervised warm-up, the same --learning-steps for each side.  Ours is `hpcrl run`: a trainer rank, a rollout
-process and a vLLM engine; TRL's is one process that generates with transformers.  TRL has a thread a core, as has each of our two
-sides in `sync`, where they take turns; beside each other they have half of the cores each.  Each side is a run of --steps steps; what counts is the
+process and a vLLM engine; TRL's is one process that generates with transformers.  TRL has a thread a core, as have our
+trainer and our engine for the larger model in `sync`, where they take turns; else they have half of the cores each.  Each side is a run of --steps steps; what counts is the
 median time of a step after the first three.  In `learning` it is the seconds from the first step's end until the mean reward of five
 steps reaches 0.95 of the lower of the two sides' best.  A round takes every side once; the load of the machine before and after stands
 beside.  TRL is of requirements/bench.txt.  Writes bench/results/end_to_end.md; the last line printed is one JSON object of ratios.
@@ -38,8 +38,9 @@ BIG: dict[str, Any] = {
     "num_key_value_heads": 5,
     "head_dim": 64,
 }
-#: kind of work -> groups of 8 responses a step, longest response in tokens
-WORKS = {"quickstart": (32, 16), "short": (8, 100), "long": (8, 512), "learning": (32, 16)}
+CORES = os.cpu_count() or 1
+#: kind of work -> groups of 8 responses a step, longest response in tokens, threads of each of ours in `sync`: more only slow a small model
+WORKS = {"quickstart": (32, 16, 1), "short": (8, 100, CORES), "long": (8, 512, CORES), "learning": (32, 16, 1)}
 EACH = 8
 
 
@@ -50,6 +51,7 @@ class Work(NamedTuple):
     data: Path
     groups: int
     longest: int
+    threads: int
 
 
 class Row(NamedTuple):
@@ -79,8 +81,7 @@ def prepare(root: Path, name: str) -> Work:
         from tests.support.tiny import make_model
 
         model = make_model(root / "big", tied=True, **BIG)
-    groups, longest = WORKS[name]
-    return Work(model, made / "train.jsonl", groups, longest)
+    return Work(model, made / "train.jsonl", *WORKS[name])
 
 
 def warmed(root: Path) -> Path:
@@ -95,7 +96,7 @@ def warmed(root: Path) -> Path:
 
 def ours(root: Path, work: Work, loop: str, steps: int) -> list[Row]:
     """By the clock of the run's own metrics."""
-    threads = (os.cpu_count() or 1) if loop == "sync" else max(1, (os.cpu_count() or 1) // 2)
+    threads = work.threads if loop == "sync" else max(1, CORES // 2)
     values = {
         "hf_checkpoint": str(work.model), "prompt_data": str(work.data), "input_key": "prompt", "label_key": "label",
         "apply_chat_template": True, "rollout_shuffle": True, "rm_type": "math", "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1,
@@ -203,7 +204,7 @@ def main() -> None:
     head += ("time to accuracy, times sooner than TRL", "load of the machine")
     lines = [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
     told = f"{args.rounds} rounds of {args.steps} steps; `learning`: {args.learning_rounds} of {args.learning_steps}"
-    text = f"{os.cpu_count()} cores, {told}.\n\n" + "\n".join(lines) + "\n"
+    text = f"{CORES} cores, {told}.\n\n" + "\n".join(lines) + "\n"
     print(text)
     (REPO / "bench" / "results" / "end_to_end.md").write_text(text)
     print(json.dumps(ratios))
