@@ -55,8 +55,12 @@ def is_path(name: str) -> bool:
 
 
 def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
-    """What `name` declares; None for the dotted path of an own function, of which nothing is known before it is imported."""
-    return None if is_path(name) else algorithm_files(kind)[name]
+    """What `name` declares.
+
+    None for the dotted path of an own function, of which nothing is known before it is imported, and for a name that there is not:
+    one rule refuses it (`config/rules/algorithm_rules.py`).
+    """
+    return algorithm_files(kind).get(name)
 
 
 def _read(path: Path) -> AlgorithmFile:

@@ -1,7 +1,7 @@
-"""Arguments of Megatron-LM's training script that are no field of Megatron-core's configuration classes.
+"""Megatron's settings that have no place in hpcrl: arguments of its training script, and fields of Megatron-core's own.
 
-They steer parts of that script which hpcrl does not have, or does in one way only.  Invariant: each is refused with what
-to use instead, or with why there is nothing to set; none is taken and ignored.
+They steer what hpcrl does not have, or does in one way only.  Invariant: each is refused with what to use instead, or with why
+there is nothing to set; none is taken and ignored.
 """
 
 from __future__ import annotations
@@ -40,4 +40,43 @@ IRREGULAR: dict[str, tuple[str, object]] = {
     "grad-reduce-in-bf16": ("grad_reduce_in_fp32", False),
     "recompute-activations": ("recompute_granularity", "selective"),
     "use-flash-attn": ("attention_backend", "flash"),
+}
+
+# ---- fields of Megatron-core's configuration classes, which may say what holds anyway
+
+INFERENCE = "it is for inference, which is vLLM's here"
+_GRAPH = "packed micro-batches differ in length, so none could replay another's CUDA graph"
+_PARAMETERS = "the engines get the weights right after each step, so that there is nothing to overlap with"
+_SCALE = "there is no fp16 training"
+_BUFFERS = "hpcrl does not set up Transformer Engine's user buffers"
+_PLAN = "hpcrl's forward step gives no schedule plan"
+_ROWS = "hpcrl runs the output layer itself, for the rows that are trained on and some of them at a time"
+_TOGETHER = {
+    INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication symmetric_ar_type "
+    "cache_mla_latents mlp_chunks_for_prefill",
+    _GRAPH: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope",
+    _PARAMETERS: "overlap_param_gather align_param_gather overlap_param_gather_with_optimizer_step",
+    _WRAPPER: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer "
+    "init_model_with_meta_device fsdp_manual_registration",
+    _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    _BUFFERS: "tp_comm_overlap",
+    _ROWS: "defer_embedding_wgrad_compute wgrad_deferral_limit",
+    _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
+    "the loss is computed by hpcrl, of the rows that are trained on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
+    "multi-token prediction is not trained": "mtp_standalone",
+}
+#: a setting that is on or differs from its default -> why it has no place here
+NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name in names.split()} | {
+    "average_in_collective": "gradients are summed and divided once by what the loss counts",
+    "config_logger_dir": "all settings are in the run's options.json",
+    "log_num_zeros_in_grad": "it is no metric of hpcrl's",
+    "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose choice it is",
+    "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
+    "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is Transformer Engine's",
+    "num_distributed_optimizer_instances": "the optimizer's state is spread over all data-parallel ranks",
+    "num_microbatches_with_partial_activation_checkpoints": "use --recompute-granularity full with --recompute-method block",
+    "pipeline_model_parallel_comm_backend": "the pipeline's groups are NCCL's with CUDA, else gloo's",
+    "test_mode": "it is for Megatron's own tests",
+    "use_kitchen": "hpcrl builds no layers of NVIDIA's kitchen",
+    "use_ring_exchange_p2p": "no release of torch has ring_exchange",
 }

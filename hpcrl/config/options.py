@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.rules.speculation_rules import drafts_with_weights
 from hpcrl.config.sections.agents import AgentOptions
 from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.batching import BatchOptions
@@ -154,7 +155,8 @@ class Options(
         """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
         if not self.takes_turns or self.offload_rollout is False:
             return 0
-        return self.rollout_sleep_level or (1 if self.vllm.get("enable_expert_parallel") else 2)
+        kept = self.vllm.get("enable_expert_parallel") or drafts_with_weights(self.vllm.get("speculative_config"))
+        return self.rollout_sleep_level or (1 if kept else 2)
 
     @property
     def truncated_sampling(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
+from hpcrl.config.rules.speculation_rules import check_draft_layers
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import Site
@@ -21,11 +22,16 @@ from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
 from hpcrl.trainer.megatron import needed_parts
+from hpcrl.weights.quantization_config import read_quantization
 
 
 def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> None:
     """UsageError for all that cannot be.  same_packages: whether this interpreter's are those of the nodes."""
-    wrong = [error for options in stages for error in failures((check_model, check_divisions), options)]
+    wrong = [
+        error
+        for options in stages
+        for error in failures((check_model, check_divisions, check_drafts, check_quantization), options)
+    ]
     if same_packages:
         wrong += [problem for options in stages for problem in missing_packages(options)]
     raise_together([*{str(error): error for error in wrong}.values()])
@@ -56,6 +62,27 @@ def check_divisions(options: Options) -> None:
     if found:
         config, _, fields = found
         raise_together(list(undivided(options, fields, config.get("max_position_embeddings"))))
+
+
+def check_drafts(options: Options) -> None:
+    """UsageError if the engines shall draft with layers that the checkpoint lacks, where config.json can be read."""
+    try:
+        found = _described(options)
+    except UsageError:
+        return  # `check_model` says so
+    if found:
+        check_draft_layers(options, found[0])
+
+
+def check_quantization(options: Options) -> None:
+    """UsageError if the engines' weights are quantised in a way that no update can bring them to, where config.json can be read."""
+    directory = Path(options.hf_checkpoint or "")
+    try:
+        config = read_object(directory, CONFIG) or {}
+        if options.needs_engines:
+            read_quantization(config.get("quantization_config"), f"--hf-checkpoint {directory / CONFIG}")
+    except DataError as error:
+        raise UsageError(error.what, error.hint) from None
 
 
 def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None:

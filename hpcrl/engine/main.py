@@ -28,7 +28,7 @@ from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
 from hpcrl.engine.nodes.layout import meet, variables
 from hpcrl.engine.nodes.listening import bound_socket
 from hpcrl.engine.pulse import Pulse
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, gpu_wishes, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, backend, build, check_drafts, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
@@ -59,6 +59,7 @@ class EngineSupervisor:
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
         self._check_added()
+        check_drafts(context.options, self.found)
         read_config(context.options.hf_checkpoint)
         os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.life}"}
         self.key = read_key().decode()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcrl.config.options import Options
+from hpcrl.config.rules.speculation_rules import FLAG as SPECULATION
 from hpcrl.config.setting_names import gather_table
 from hpcrl.engine.nodes.layout import node_flags
 from hpcrl.engine.turns.route import ON_CPU, SLEEP_LEVEL
@@ -63,6 +64,12 @@ def check_version(found: str) -> None:
             f"vLLM {found} is installed, {OLDEST[0]}.{OLDEST[1]} is the oldest that hpcrl works with",
             "see docs/install.md for what goes together",
         )
+
+
+def check_drafts(options: Options, found: Build) -> None:
+    """UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that other tokens come out."""
+    if found.cpu and options.vllm.get("speculative_config"):
+        raise UsageError(f"{SPECULATION}: vLLM's CPU build samples otherwise with drafts than without", "leave it out on CPUs")
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import settings
+from hpcrl.config.rules.speculation_rules import OWN_LAYERS, layers_behind
 from hpcrl.memory.parameters import largest_module, whole_model
 from hpcrl.memory.training import GIB, longest_sample
 from hpcrl.models.family import Config, Family
@@ -67,9 +68,18 @@ def utilization(options: Options) -> float:
 
 def gpu_weights(options: Options, family: Family, config: Config) -> float:
     """Bytes of the weights on one GPU: experts divided over all of the engine's, the rest over those of a data-parallel part."""
+    config = served(options, config)
     count, whole = whole_model(family, config), model_bytes(options, family, config)
     experts = whole * count.expert / count.all
     return experts / options.rollout_num_gpus_per_engine + (whole - experts) / options.engine_tensor_parallel_size
+
+
+def served(options: Options, config: Config) -> Config:
+    """config.json of what an engine holds: where it drafts with the layers behind the last one, those too."""
+    setting = options.vllm.get("speculative_config") or {}
+    if setting.get("method") != OWN_LAYERS:
+        return config
+    return {**config, "num_hidden_layers": config["num_hidden_layers"] + layers_behind(config)}
 
 
 def model_bytes(options: Options, family: Family, config: Config) -> float:
@@ -83,7 +93,7 @@ def model_bytes(options: Options, family: Family, config: Config) -> float:
 
 def token_bytes(options: Options, family: Family, config: Config) -> float:
     """Bytes of one token in the KV cache of one GPU: keys and values of every layer; with fewer heads than GPUs each holds one."""
-    fields = family.transformer(config)
+    fields = family.transformer(served(options, config))
     heads = max(1.0, fields["num_query_groups"] / options.engine_tensor_parallel_size)
     item = _ITEMS.get(str(options.vllm.get("kv_cache_dtype")), 2 if options.bf16 else 4)
     return 2.0 * fields["num_layers"] * heads * fields["kv_channels"] * item

@@ -26,6 +26,7 @@ def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> I
             f"--rollout-num-gpus-per-engine {each} / --vllm-data-parallel-size" if parts > 1 else "--rollout-num-gpus-per-engine"
         )
         yield from _heads(fields, flag, parts if each % parts else each // parts, shown=parts if parts > 1 else each)
+    yield from _exchanged_heads(o, fields)
     yield from _stages(o, fields["num_layers"])
     yield from _experts(o, fields)
     if positions and (o.rollout_max_context_len or 0) > positions:
@@ -44,6 +45,22 @@ def _heads(fields: Mapping[str, Any], flag: str, size: int, shown: int | None = 
         yield UsageError(
             f"{given}: the {groups} key-value heads of config.json are no multiple of {size}, nor a divisor", "change it"
         )
+
+
+def _exchanged_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
+    """With a2a every rank of a context-parallel group has whole sequences of some of a tensor-parallel rank's heads."""
+    tp, cp, kind = o.tensor_model_parallel_size, o.context_parallel_size, o.megatron.get("cp_comm_type")
+    if cp == 1 or "a2a" not in (kind if isinstance(kind, list) else [kind]):
+        return
+    for what, count in (("attention heads", fields["num_attention_heads"]), ("key-value heads", fields["num_query_groups"])):
+        own = max(1, count // tp)
+        if own % cp:
+            yield UsageError(
+                f"--cp-comm-type a2a with --context-parallel-size {cp}: the {own} {what} of a rank (--tensor-model-parallel-size {tp}) "
+                f"cannot be divided by {cp}",
+                "change one, or give --cp-comm-type p2p",
+            )
+            return
 
 
 def _stages(o: Options, layers: int) -> Iterator[UsageError]:

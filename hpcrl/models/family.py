@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcrl.config.rules.speculation_rules import layers_behind
 from hpcrl.errors import DataError, UsageError
 
 Config = Mapping[str, Any]
@@ -100,9 +101,8 @@ class Family:
         """
         if tied(config) and name == "lm_head.weight":
             return True
-        behind = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and 0 <= int(layer[1]) - config["num_hidden_layers"] < behind:
+        if layer and 0 <= int(layer[1]) - config["num_hidden_layers"] < layers_behind(config):
             return True
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 

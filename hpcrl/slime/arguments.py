@@ -63,6 +63,7 @@ class _Found:
     values: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     wrong: list[UsageError] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)  #: why -> the flags, as given
     said: dict[str, str] = field(default_factory=dict)  #: option, with its table before it -> the flag that set it, as given
 
 
@@ -84,7 +85,8 @@ def translate(words: Sequence[str], program: str = "train.py") -> Translation:
         if flag not in given and own()[flag].field not in found.values:
             _set_default(flag, value, found)
     _drop_inert(found)
-    return Translation(found.values, tuple(found.lines), tuple(found.wrong))
+    refused = [UsageError(f"{', '.join(shown)}: {why}") for why, shown in found.refused.items()]
+    return Translation(found.values, tuple(found.lines), (*refused, *found.wrong))
 
 
 def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
@@ -116,7 +118,7 @@ def _take(flag: str, given: Given, found: _Found) -> None:
             reading = _refused(shown, reading, error)
     found.lines.append(Line(flag, shown, reading, tuple(_names(values))))
     if reading.outcome == "refused":
-        found.wrong.append(UsageError(f"{shown}: {reading.why}"))
+        found.refused.setdefault(reading.why, []).append(shown)
     _check_said(values, shown, found)
     for name, value in values.items():
         found.values[name] = {**found.values.get(name, {}), **value} if name in ("megatron", "vllm") else value
@@ -217,7 +219,7 @@ def _drop_inert(found: _Found) -> None:
 def _inert(options: Options) -> dict[str, str]:
     try:
         return inert(options)
-    except (KeyError, ZeroDivisionError):  # an unknown algorithm, or a layout that does not divide: the rules will say so
+    except ZeroDivisionError:  # a layout that does not divide: the rules will say so
         return {}
 
 

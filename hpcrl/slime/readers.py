@@ -7,11 +7,13 @@ Invariant: pure functions of the words; what a reader cannot translate exactly i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.dotted_path import ours
+from hpcrl.config.reward_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
 
@@ -83,6 +85,92 @@ def correction(flag: str, given: Given) -> Reading:
     return own_function(flag, given)
 
 
+def _only_taught(given: Given) -> bool:
+    """Whether a run has a teacher, and a reward that finds no label to compare with: slime's is 0 for every response then."""
+    unlabelled = "label-key" not in given and "eval-interval" not in given and "custom-rm-path" not in given
+    words = given.get("rm-type", ())
+    if "use-opd" not in given or not unlabelled or len(words) != 1 or one(given, "advantage-estimator", "grpo") != "grpo":
+        return False
+    try:
+        return bool(needing_labels(read_words(words[0])))
+    except UsageError:
+        return False
+
+
+def reward(flag: str, given: Given) -> Reading:
+    """A reward that compares with labels which nobody names is 0: beside a teacher the run goes without it."""
+    if _only_taught(given):
+        return Reading("needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned")
+    return Reading("kept", (f"--{flag}", *given[flag]))
+
+
+def estimator(flag: str, given: Given) -> Reading:
+    """Of rewards that are all 0 grpo makes advantages of 0, as none does without them."""
+    if _only_taught(given):
+        return Reading("translated", (f"--{flag}", "none"), "without --label-key every reward, and grpo's advantage, is 0")
+    return Reading("kept", (f"--{flag}", *given[flag]))
+
+
+#: --spec of slime's that a family here is built as (`Family.specs`)
+SPECS = tuple((f"{plugins}.models.glm4", "get_glm_spec") for plugins in ("slime_plugins", "vime_plugins"))
+
+
+def spec(flag: str, given: Given) -> Reading:
+    """How a model is built: of the plugins' some are families here; `none NAME` stands for a file of arguments that is not there."""
+    words = tuple(given[flag])
+    if words[:1] == ("none",):
+        return Reading("refused", (), f"{' '.join(words[1:])} is of no family that hpcrl has")
+    if words and words[0].startswith(("slime_plugins.", "vime_plugins.")) and words not in SPECS:
+        return Reading("refused", (), "this model is of no family that hpcrl has")
+    return Reading("kept", (f"--{flag}", *words))
+
+
+def teacher(flag: str, given: Given) -> Reading:
+    """A teacher's server answers as vLLM does."""
+    if one(given, flag) == "sglang":
+        return Reading("refused", (), "the teacher's server is vLLM's; give --opd-type vllm and --opd-teacher-url for --rm-url")
+    return Reading("kept", (f"--{flag}", *given[flag]))
+
+
+def update_mode(flag: str, given: Given) -> Reading:
+    """Whole tensors, or what has changed, which is found in the hosts' memory and sent from there."""
+    name = one(given, flag)
+    if name == "full":
+        return Reading("needless", (), "every update brings all tensors, as long as nothing else is said")
+    return Reading("translated", ("--weight-update", *given[flag], *(("--weight-transfer", "gloo") if name == "delta" else ())))
+
+
+def update_transport(flag: str, given: Given) -> Reading:
+    """NCCL is what is taken where it can be."""
+    name = one(given, flag)
+    if one(given, "update-weight-mode") == "delta" and name in ("nccl", "disk"):
+        return Reading("needless", (), "what has changed goes from host memory to host memory")
+    if name == "nccl":
+        return Reading("needless", (), "--weight-transfer auto takes NCCL where there are GPUs")
+    return Reading("translated", ("--weight-transfer", *given[flag]))
+
+
+def of_deltas(flag: str, given: Given) -> Reading:
+    """How slime writes down and checks what has changed."""
+    if one(given, "update-weight-mode") != "delta":
+        return Reading("needless", (), "no effect: --update-weight-mode delta is not given")
+    return Reading("needless", (), "--weight-update delta has its own form, checked by digests; the engines hold the same bits")
+
+
+def update_directory(flag: str, given: Given) -> Reading:
+    """Where whole tensors are written; of what has changed no file is."""
+    if one(given, "update-weight-mode") == "delta":
+        return Reading("needless", (), "what has changed goes from memory to memory, and no file is written")
+    return Reading("kept", ("--update-weight-disk-dir", *given[flag]))
+
+
+def fault_tolerance(flag: str, given: Given) -> Reading:
+    """What becomes of a run whose engine ends (docs/engines.md)."""
+    if "colocate" in given:
+        return Reading("needless", (), "an engine that ends ends the attempt, and the job goes on from its last checkpoint")
+    return Reading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
+
+
 def train_only(flag: str, given: Given) -> Reading:
     """Supervised fine-tuning starts no engines anyway."""
     if one(given, "loss-type") == "sft_loss":
@@ -136,6 +224,30 @@ def deepep_mode(flag: str, given: Given) -> Reading:
     return Reading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
 
 
+def speculation(flag: str, given: Given) -> Reading:
+    """sglang's EAGLE without a draft model of its own drafts with the layers behind the model's last one, which vLLM calls mtp."""
+    name, steps = one(given, flag), one(given, "sglang-speculative-num-steps")
+    if name.upper() not in ("EAGLE", "NEXTN") or "sglang-speculative-draft-model-path" in given:
+        return Reading("refused", (), "what is translated is EAGLE with the model's own layers; write --vllm-speculative-config")
+    if not steps.isdecimal():
+        return Reading("refused", (), "sglang chooses how many tokens are drafted; give --sglang-speculative-num-steps")
+    config = {"method": "mtp", "num_speculative_tokens": int(steps)}
+    if backend := _BACKENDS.get(one(given, "sglang-speculative-draft-attention-backend")):
+        config["attention_backend"] = backend
+    return Reading("translated", ("--vllm-speculative-config", json.dumps(config)))
+
+
+def part_of_speculation(flag: str, given: Given) -> Reading:
+    """See `speculation`; of draft tokens sglang itself takes one more than steps where it drafts a chain."""
+    if "sglang-speculative-algorithm" not in given:
+        return Reading("needless", (), "no effect: --sglang-speculative-algorithm is not given")
+    if flag.endswith("-topk") and one(given, flag) != "1":
+        return Reading("refused", (), "vLLM drafts a chain of tokens, no tree: 1")
+    if flag.endswith("-backend") and one(given, flag) not in _BACKENDS:
+        return Reading("refused", (), f"of sglang's backends vLLM has {', '.join(_BACKENDS)}")
+    return Reading("needless", (), "it is a part of --vllm-speculative-config")
+
+
 def deterministic(flag: str, given: Given) -> Reading:
     """One switch for both sides here."""
     if "deterministic-mode" in given:
@@ -158,11 +270,22 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         data_parallel,
         deepep_mode,
         deterministic,
+        estimator,
         eval_prompt_data,
         expert_parallel,
+        fault_tolerance,
+        of_deltas,
         offload,
         own_function,
+        part_of_speculation,
+        reward,
         rollout_function,
+        spec,
+        speculation,
+        teacher,
         train_only,
+        update_directory,
+        update_mode,
+        update_transport,
     )
 }

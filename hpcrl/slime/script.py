@@ -109,8 +109,12 @@ def run_script(path: Path, variables: Mapping[str, str], models: Path | None = N
     training = [found for call in calls if (found := _training(call))]
     if not training:
         raise _no_training(path, said.returncode, f"{said.stdout}\n{rest}", seconds)
-    program, arguments, environment = training[0]
-    notes = [*_notes(calls, environment), *_unset(text, variables)]
+    program, arguments, told = training[0]
+    environment = told or {}
+    notes = (
+        ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"] if told is None else []
+    )
+    notes += [*_notes(calls, environment), *_unset(text, variables)]
     if said.returncode == _UNENDED:
         notes.append(f"it had not ended after {seconds:g} s, but started the training before")
     if len(training) > 1:
@@ -192,16 +196,16 @@ def _calls(folder: Path) -> list[list[str]]:
     return [call for call in found if call]
 
 
-def _training(call: Sequence[str]) -> tuple[str, list[str], dict[str, str]] | None:
-    """(program, its arguments, environment) if this command starts training."""
+def _training(call: Sequence[str]) -> tuple[str, list[str], dict[str, str] | None] | None:
+    """(program, its arguments, environment, None if that cannot be read) if this command starts training."""
     for place, word in enumerate(call):
         if found := _TRAIN.match(word):
             return f"{found[1]}.py", list(call[place + 1 :]), _environment(call[:place])
     return None
 
 
-def _environment(words: Sequence[str]) -> dict[str, str]:
-    """env_vars of --runtime-env-json."""
+def _environment(words: Sequence[str]) -> dict[str, str] | None:
+    """env_vars of --runtime-env-json; None if it is no JSON."""
     for place, word in enumerate(words):
         if word.startswith("--runtime-env-json"):
             text = word.partition("=")[2] or (words[place + 1] if place + 1 < len(words) else "")
@@ -209,7 +213,7 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
                 found: Any = json.loads(text).get("env_vars", {})
                 return {str(name): str(value) for name, value in found.items()}
             except (ValueError, AttributeError):
-                return {}
+                return None
     return {}
 
 

@@ -95,9 +95,12 @@ class Crank:
     def _begin(self) -> None:
         """Tell the rollout process where the run goes on, and wait for the engines: the run is ready then."""
         from hpcrl.trainer.evaluations import Evaluations
+        from hpcrl.trainer.megatron.optimizer import know_length
         from hpcrl.trainer.parallel.collectives import broadcast_json
 
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        know_length(self.policy.scheduler, self.options, self.total)
+        self.others.know_length(self.total)
         together = partial(broadcast_json, group=self.patient)
         asking = (self._ask, self._await, self.log, together, self.timeline)
         self.evaluations = Evaluations(self.options, self.total, *asking)

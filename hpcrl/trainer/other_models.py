@@ -16,9 +16,10 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import listed
 from hpcrl.trainer.checkpoint.resume import load_reference, load_teacher
 from hpcrl.trainer.checkpoint.weight_sets import load_set, save_set
-from hpcrl.trainer.critic import Critic
+from hpcrl.trainer.critic import Critic, critic_options
 from hpcrl.trainer.megatron.host_weights import HostWeights
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.megatron.optimizer import know_length
 from hpcrl.trainer.parallel.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step.prepare import OtherWeights
@@ -51,6 +52,11 @@ class OtherModels:
     def trained_too(self) -> tuple[Policy, ...]:
         """The models beside the policy that have an optimizer."""
         return (self._critic.model,) if self._critic is not None else ()
+
+    def know_length(self, rollouts: int) -> None:
+        """The run has so many rollouts (`optimizer.know_length`)."""
+        if self._critic is not None:
+            know_length(self._critic.model.scheduler, critic_options(self._options), rollouts)
 
     def of_share(self, sampled: int, version: int) -> OtherWeights:
         """The weights beside those of policy `version` that a share sampled under policy `sampled` is trained with.

@@ -27,6 +27,7 @@ import torch
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import CONFIG, read_config
 from hpcrl.model_files.safetensors_headers import listing
+from hpcrl.weights.quantization_config import read_quantization
 
 Strategy = Literal["block", "channel", "tensor"]
 Stream = Iterator[tuple[str, torch.Tensor]]
@@ -174,22 +175,11 @@ def read_scheme(config: Mapping[str, Any] | None, where: str, chosen: frozenset[
 
     where: the file, for messages.  DataError for a way of quantising that we cannot do on the fly.
     """
-    if not config:
+    found = read_quantization(config, where)
+    if found is None:
         return None
-    method, fmt = config.get("quant_method"), config.get("fmt", "e4m3")
-    power = config.get("scale_fmt") == "ue8m0"
-    if method == "fp8" and fmt == "e4m3" and config.get("activation_scheme") == "dynamic" and config.get("weight_block_size"):
-        high, wide = config["weight_block_size"]
-        return Scheme("block", (int(high), int(wide)), power, chosen)
-    if method == "compressed-tensors" and config.get("format") == "float-quantized":
-        groups = list(config.get("config_groups", {}).values())
-        weights = groups[0].get("weights", {}) if len(groups) == 1 else {}
-        if weights.get("num_bits") == 8 and weights.get("strategy") in ("channel", "tensor") and weights.get("symmetric"):
-            return Scheme(weights["strategy"], power_of_two=power, chosen=chosen)
-    raise DataError(
-        f"{where} has a quantization_config ({method}) that weights cannot be brought to while a run goes on",
-        "give a checkpoint of tools/convert_hf_to_fp8.py, or one without quantisation",
-    )
+    block = {"block": found.block} if found.block else {}
+    return Scheme(found.strategy, power_of_two=found.power_of_two, chosen=chosen, **block)
 
 
 def scheme_of(directory: str | Path) -> Scheme | None:

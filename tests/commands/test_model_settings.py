@@ -59,3 +59,19 @@ def test_whose_packages_these_are() -> None:
     assert same_packages(SlurmSite())
     assert not same_packages(SlurmSite(python="/other/python"))
     assert not same_packages(SlurmSite(trainer={"gpus_per_node": 0}))
+
+
+def test_weights_in_four_bits_are_refused_where_engines_are_asked(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    four = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+    }
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": four}))
+    with pytest.raises(UsageError, match=r"--hf-checkpoint .*config.json has a quantization_config \(compressed-tensors\)"):
+        refuse_wrong_settings([Options(hf_checkpoint=str(model))], same_packages=False)
+    refuse_wrong_settings([Options(hf_checkpoint=str(model), loss_type="sft_loss")], same_packages=False)
+    block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+    refuse_wrong_settings([Options(hf_checkpoint=str(model))], same_packages=False)

@@ -388,6 +388,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"hf_checkpoint": None}, "give --hf-checkpoint"),
         ({"prompt_data": None}, "give --prompt-data"),
         ({"num_rollout": None}, "give --num-rollout or --num-epoch"),
+        ({"advantage_estimator": "grpoo"}, "--advantage-estimator grpoo is unknown; known: cispo, grpo"),
         ({"num_rollout": 0}, "leaves nothing to do"),
         ({"tensor_model_parallel_size": 2}, "1 trainer ranks .* TP x PP x CP = 2"),
         (
@@ -453,11 +454,6 @@ def test_what_differs_from_the_defaults() -> None:
         ({"lr_warmup_iters": 3}, "--lr-warmup-iters 3 is not less than the 3 optimizer steps of the schedule"),
         ({"lr_warmup_iters": 9, "num_steps_per_rollout": 2}, "is not less than the 6 optimizer steps"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}, "--lr-wsd-decay-iters 4 is more than the 3 optimizer steps"),
-        (
-            {"lr_decay_style": "linear", "num_rollout": None, "num_epoch": 1},
-            "linear without --num-rollout; give --lr-decay-iters",
-        ),
-        ({"lr_warmup_fraction": 0.1, "num_rollout": None, "num_epoch": 1}, "--lr-warmup-fraction without --num-rollout"),
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt is 1: every advantage would be 0; give --n-samples-per-prompt 8"),
         (
             {"n_samples_per_prompt": 1, "disable_grpo_std_normalization": True},
@@ -551,6 +547,7 @@ def test_a_seed_without_anything_to_draw_is_an_error() -> None:
         {"lr_warmup_iters": 9, "num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["a", "p"]},
         {"lr_warmup_iters": 9, "lr_decay_iters": 10, "lr_decay_style": "linear"},
         {"lr_warmup_iters": 9, "num_rollout": None, "num_epoch": 1},
+        {"lr_decay_style": "linear", "lr_warmup_fraction": 0.1, "num_rollout": None, "num_epoch": 1},
         {"num_rollout": 0, "eval_interval": 1, "eval_prompt_data": ["p.jsonl@[:9]"], "prompt_data": None},
         {"prompt_data": ["a.jsonl=2", "b.parquet@[:-5]=1e-1"]},
         {"eval_interval": 1, "eval_config": "{prepared}/is/not/there/yet.yaml"},

@@ -215,6 +215,22 @@ def test_data_parallel_parts_of_an_engine_hold_what_is_no_expert_each() -> None:
     assert token_bytes(options, family, config) == 2 * 92 * 1 * 128 * 2
 
 
+def test_layers_that_draft_are_weights_of_an_engine() -> None:
+    family, config = of("GLM-4.5")
+    options = guide("GLM-4.5-355B, BF16 rollouts")
+    drafting, looking = (
+        options.model_copy(
+            update={"vllm": options.vllm | {"speculative_config": {"method": method, "num_speculative_tokens": 3}}}
+        )
+        for method in ("mtp", "ngram")
+    )
+    plain = gpu_weights(options, family, config)
+    experts = 160 * 3 * 5120 * 1536 * 2 / 32  # of one layer, in bf16, over the engine's GPUs
+    assert experts < gpu_weights(drafting, family, config) - plain < 1.3 * experts
+    assert token_bytes(drafting, family, config) == pytest.approx(token_bytes(options, family, config) * 93 / 92)
+    assert gpu_weights(looking, family, config) == plain
+
+
 def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
     """Gathered, vLLM keeps a whole layer's experts until all have come; in pieces, a GPU's part of them."""
     name = "GLM-4.5-355B, BF16 rollouts"

@@ -86,6 +86,8 @@ def test_defaults_that_differ_are_set_and_told() -> None:
         ("--use-kl-loss yes", ["--use-kl-loss", "yes"]),
         ("--data-source-path slime.x.Y", ["--data-source-path slime.x.Y", "slime's that hpcrl does not have"]),
         ("--eval-top-p 0.7x", ["--eval-top-p 0.7x"]),
+        ("--advantage-estimator on_policy_distillation", ["--advantage-estimator on_policy_distillation is unknown", "known: cispo"]),
+        ("--use-opd --opd-type sglang", ["--opd-type sglang: the teacher's server is vLLM's"]),
     ],
 )  # fmt: skip
 def test_slimes_rules_hold_at_submission(more: str, told: list[str]) -> None:
@@ -130,6 +132,14 @@ def test_train_async_is_the_asynchronous_loop() -> None:
     words += ["--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async"]
     translation = translate(words, "train_async.py")
     assert translation.values["loop"] == "fully-async" and not translation.wrong
+
+
+def test_what_becomes_of_a_dead_engine_is_told() -> None:
+    (line,) = translate(["--use-fault-tolerance"]).of("needless")
+    assert "started again, up to --engine-restarts" in line.reading.why
+    (line,) = translate(["--use-fault-tolerance", "--colocate"]).of("needless")
+    assert "from its last checkpoint" in line.reading.why
+    assert translate(["--rollout-health-check-timeout", "20"]).values["engine_hang_timeout"] == 20
 
 
 def test_sft_learns_chat_messages_as_slime_does() -> None:

@@ -108,6 +108,8 @@ def test_which_command_starts_the_training(tmp_path: Path) -> None:
     job = """ray job submit --runtime-env-json='{"env_vars": {"NVTE_FLAG": "1", "MASTER_ADDR": "x"}}' -- python3 train_async.py --lr 1"""
     found = run_script(script(tmp_path / "run-x.sh", job), {})
     assert (found.program, found.arguments, found.environment) == ("train_async.py", ("--lr", "1"), {"NVTE_FLAG": "1"})
+    found = run_script(script(tmp_path / "run-x.sh", job.replace(', "MASTER', ' "MASTER')), {})
+    assert not found.environment and "--runtime-env-json is no JSON" in found.notes[0]
     found = run_script(script(tmp_path / "run-y.sh", f"{END}{END}"), {})
     assert "it starts training 2 times" in found.notes[-1]
     with pytest.raises(UsageError, match="starts neither train.py nor train_async.py; it ended with status 3"):

@@ -168,6 +168,18 @@ def test_expert_parallelism_comes_and_goes(models: dict[str, Path], saved: dict[
             assert found == pytest.approx(saved[name][1][BEFORE:], rel=1e-5), (name, values)
 
 
+def test_a_stage_whose_layers_are_all_dense_is_saved_beside_one_with_experts(tmp_path: Path) -> None:
+    """Its rank has an optimizer for experts as the others have, but nothing in it; and it is rank 0 that writes the common part."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "moe_intermediate_size": 16}
+    model = make_family(tmp_path / "model", "glm4_moe", vocab_size=VOCAB, **sizes, first_k_dense_replace=1)
+    layout = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    saved = tmp_path / "saved"
+    went = run_ranks(4, train_and_save, [(options(model, 4, **layout), saved)])[0][0]
+    assert went[-1] < went[0] - 0.01
+    for n, values in ((4, layout), (1, {})):
+        assert run_ranks(n, go_on, [(options(model, n, **values), saved)])[0][0] == pytest.approx(went[BEFORE:], rel=1e-5), n
+
+
 def test_every_parameter_counts_its_own_steps_after_loading(models: dict[str, Path], saved: dict[str, Any]) -> None:
     """Megatron gives all of them one tensor, which Adam would count up once for each: its bias correction would be wrong."""
     assert run_ranks(1, steps_after_loading, options(models["dense"]), saved["one rank"][0])[0] == {float(BEFORE + 2)}

@@ -362,6 +362,39 @@ def rates_on_rank(every: list[Options], steps: int) -> list[list[tuple[float, fl
     return found
 
 
+def rates_when_known(options: Options, rollouts: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, Any], str]:
+    """(rates of each step, its state half-way, the error for a run of one rollout) of a schedule whose length comes later."""
+    from hpcrl.trainer.megatron.optimizer import know_length, make_scheduler
+
+    group: dict[str, Any] = {"default_config": True, "params": []}
+    optimizer = SimpleNamespace(param_groups=[group])
+    with pytest.raises(UsageError) as error:
+        know_length(make_scheduler(optimizer, options), options, 1)
+    scheduler = make_scheduler(optimizer, options)
+    know_length(scheduler, options, rollouts)
+    found = []
+    for step in range(steps):
+        found.append((group["lr"], group["weight_decay"]))
+        scheduler.step(1)
+        if step == steps // 2:
+            half = dict(scheduler.state_dict())
+    resumed = make_scheduler(optimizer, options)
+    resumed.load_state_dict(half)
+    know_length(resumed, options, 3 * rollouts)  # it goes on as it began
+    return found, {name: half[name] == value for name, value in resumed.state_dict().items()}, str(error.value)
+
+
+def test_a_schedule_learns_how_long_the_epochs_are() -> None:
+    """As Megatron's of slime: --num-epoch becomes rollouts when the prompts are counted, and the schedule takes all of them."""
+    schedule = "--lr 1 --min-lr 0.1 --lr-decay-style cosine --weight-decay-incr-style linear --start-weight-decay 0.1"
+    schedule += " --end-weight-decay 0.5 --lr-warmup-iters 2"
+    [known] = run_ranks(1, rates_on_rank, [read(f"{schedule} --num-rollout 10")], 10)[0]
+    found, same, error = run_ranks(1, rates_when_known, read(f"{schedule} --num-epoch 2"), 10, 10)[0]
+    assert [*map(sum, found)] == pytest.approx([*map(sum, known)]) and found[1][0] < found[2][0] > found[9][0]
+    assert all(same.values())
+    assert "--lr-warmup-iters 2 is not less than the 1 optimizer steps" in error
+
+
 def test_learning_rates_and_weight_decays() -> None:
     """Each schedule against its formula: warm-up to step w, the end at step n."""
     peak, low, w, n, tail = 1.0, 0.1, 4, 20, 8

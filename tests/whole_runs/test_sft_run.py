@@ -110,6 +110,16 @@ def test_a_finished_run_trains_on_when_it_is_told_how_far(tmp_path: Path, uncut:
     assert main(["convert", "to-hf", str(root)]) == 0 and (root / "hf" / "model.safetensors").is_file()
 
 
+def test_a_schedule_takes_all_of_the_epochs(tmp_path: Path, task: Path) -> None:
+    """Forty prompts are two rollouts of twenty an epoch: how long the run is shows when they are counted."""
+    schedule = {"lr_decay_style": "linear", "lr_warmup_fraction": 0.25}
+    run = start(tmp_path, task, num_rollout=None, num_epoch=2, rollout_batch_size=20, save_interval=None, **schedule)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    rates = [row["train/lr"] for row in metrics(run.root).values()]
+    assert rates == pytest.approx([0.0, 1e-3, 2e-3 / 3, 1e-3 / 3])
+
+
 def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: Path) -> None:
     run = start(tmp_path, task, num_rollout=100000, save_interval=None)
     run.until(lambda: run.steps() >= 1)

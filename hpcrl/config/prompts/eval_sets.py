@@ -21,8 +21,8 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.prompts.prompt_words import KINDS, PromptWord, read_word
+from hpcrl.config.prompts.yaml_file import read_yaml
 from hpcrl.config.reward_names import RewardWord, needing_labels, own_reward, read_words
-from hpcrl.config.rules.yaml_file import read_yaml
 from hpcrl.config.unknown_names import nearest
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError

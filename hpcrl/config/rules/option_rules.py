@@ -25,6 +25,7 @@ from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
 from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.schedules import check_schedules
 from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
+from hpcrl.config.rules.speculation_rules import check_speculation
 from hpcrl.config.rules.weight_rules import check_weights, inert_in_weights
 from hpcrl.errors import UsageError, failures, raise_together
 
@@ -41,7 +42,7 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     wrong = (
         failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, check_weights, check_looking), options) + layout
     )
-    wrong += failures((check_passed_through, check_engine_settings), options)
+    wrong += failures((check_passed_through, check_engine_settings, check_speculation), options)
     batches = [] if layout else failures((_batches,), options)
     wrong += batches + failures((_packing,), options)
     if not layout and not batches:  # the others count ranks and steps, which must be whole numbers first

@@ -7,11 +7,13 @@ Invariant: needs neither package; what only one kind of machine can do is looked
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from hpcrl.config.megatron_flags import NEVER
 from hpcrl.config.options import Options
-from hpcrl.config.passthrough import as_flag
+from hpcrl.config.passthrough import as_flag, settings
 from hpcrl.errors import UsageError
 
 _OVERLAPS = """
@@ -32,6 +34,8 @@ WITHOUT: dict[str, tuple[str, Any]] = {
     "distribute_saved_activations": ("recompute_granularity", "full"),
     "recompute_modules": ("recompute_granularity", "selective"),
 }
+#: values of --cp-comm-type
+CONTEXT_WAYS = ("p2p", "all_gather", "a2a")
 #: a setting of a pipeline, which without one has no effect
 _OF_PIPELINES = "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout"
 #: a setting of vLLM's -> the least value that makes sense
@@ -52,8 +56,34 @@ def check_megatron(given: Mapping[str, Any]) -> None:
     for name, (master, wanted) in WITHOUT.items():
         if given.get(name) not in (None, False) and given.get(master) != wanted:
             raise UsageError(f"{as_flag(name, given[name])} has no effect without {as_flag(master, wanted)}", "leave it out")
-    for rule in (_recomputation, _dispatcher, _optimizer, _dropout):
+    for rule in (_without_place, _context, _recomputation, _dispatcher, _optimizer, _dropout):
         rule(given)
+
+
+def _without_place(given: Mapping[str, Any]) -> None:
+    known = settings("megatron") or {}
+    for name, why in NEVER.items():
+        value = given.get(name)
+        if value not in (None, False) and not (name in known and value == _default(known[name].default)):
+            _refuse(name, value, why)
+
+
+def _default(source: str) -> object:
+    """A default as the package's source has it; one that is computed equals no value."""
+    try:
+        return ast.literal_eval(source)
+    except (ValueError, SyntaxError):
+        return object()
+
+
+def _context(given: Mapping[str, Any]) -> None:
+    """How the parts of a sequence meet in attention: one way for all layers, or a list of one for each."""
+    value = given.get("cp_comm_type")
+    for kind in value if isinstance(value, list) else [value]:
+        if kind == "a2a+p2p":
+            _refuse("cp_comm_type", kind, "ranks make no groups of groups for context parallelism")
+        if kind is not None and kind not in CONTEXT_WAYS:
+            raise UsageError(f"--cp-comm-type {kind}: expected one of {', '.join(CONTEXT_WAYS)}")
 
 
 def _recomputation(given: Mapping[str, Any]) -> None:

@@ -39,17 +39,8 @@ def _check_weight_decay(o: Options) -> None:
 
 def _check_lengths(o: Options) -> None:
     steps = schedule_steps(o)
-    if steps is None:
-        for what, needs in (
-            (f"--lr-decay-style {o.lr_decay_style}", o.lr_decay_style != "constant"),
-            ("--lr-warmup-fraction", o.lr_warmup_fraction is not None),
-            (f"--weight-decay-incr-style {o.weight_decay_incr_style}", o.weight_decay_incr_style != "constant"),
-        ):
-            if needs:
-                raise UsageError(f"{what} without --num-rollout", "give --lr-decay-iters")
-        return
-    if o.num_rollout == 0:
-        return  # nothing is trained
+    if steps is None or o.num_rollout == 0:
+        return  # --num-epoch: the trainer asks again when the prompts are counted; or nothing is trained
     said = f"the {steps} optimizer steps of the schedule"
     for flag, warmup in (("--lr-warmup-iters", o.lr_warmup_iters), ("--critic-lr-warmup-iters", o.critic_lr_warmup_iters)):
         if warmup >= steps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config.options import Options
+from hpcrl.config.rules.speculation_rules import drafts_with_weights
 from hpcrl.errors import UsageError
 
 
@@ -22,6 +23,12 @@ def check_sharing(o: Options) -> None:
         raise UsageError(
             "--rollout-sleep-level 2 with --vllm-enable-expert-parallel: vLLM's map of the experts would go with the weights, and no "
             "update brings it",
+            "leave one of them out",
+        )
+    if o.sleep_level == 2 and drafts_with_weights(o.vllm.get("speculative_config")):
+        raise UsageError(
+            "--rollout-sleep-level 2 with --vllm-speculative-config: the drafts' weights would go with the others, and no update "
+            "brings them",
             "leave one of them out",
         )
 

@@ -35,6 +35,13 @@ def check_weights(o: Options) -> None:
             f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
             "leave one of them out",
         )
+    parts = o.engine_data_parallel_size
+    if o.weight_update in ("resharded", "delta") and parts > 1:
+        raise UsageError(
+            f"--weight-update {o.weight_update} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of an"
+            " engine's data-parallel parts, vLLM lets only the first tell what it holds",
+            "give --weight-update auto or gathered",
+        )
     if o.weight_transfer == "ipc":
         _check_ipc(o)
 

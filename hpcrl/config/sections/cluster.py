@@ -37,7 +37,7 @@ class ClusterOptions(Base):
     rollout_sleep_level: Literal[1, 2] | None = opt(
         None,
         "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them; default: 2, "
-        "with --vllm-enable-expert-parallel 1",
+        "with --vllm-enable-expert-parallel, or drafts of a model (--vllm-speculative-config), 1",
     )
     rank_launcher: Literal["torchrun", "ranks"] = opt(
         "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"

@@ -254,6 +254,9 @@ def _checkpoint_repairs() -> None:
     writer._results_queue = queue.Queue()
 
 
+NO_PARAMETER = "no parameter"  #: in place of one, in the state of an Adam that has none
+
+
 def _torch_adams(optimizer: Any) -> Iterator[Any]:
     """The torch Adam(W) optimizers inside a Megatron optimizer."""
     import torch
@@ -264,15 +267,25 @@ def _torch_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def before_load(optimizer: Any) -> None:
-    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a step."""
+    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a step.
+
+    So it does of an Adam without parameters, such as the experts' in a pipeline stage whose layers are all dense: that one
+    gets the step of the rank's others, beside no tensor.
+    """
     import torch
 
-    for adam in _torch_adams(optimizer):
+    adams = list(_torch_adams(optimizer))
+    for adam in adams:
         for group in adam.param_groups:
             for param in group["params"]:
                 if not adam.state[param]:
                     zeros = {key: torch.zeros_like(param.data) for key in ("exp_avg", "exp_avg_sq")}
                     adam.state[param] = {"step": torch.tensor(0.0), **zeros}
+    filled = [any(group["params"] for group in adam.param_groups) for adam in adams]
+    steps = [state["step"] for adam, full in zip(adams, filled, strict=True) if full for state in adam.state.values()]
+    for adam, full in zip(adams, filled, strict=True):
+        if not full:
+            adam.state[NO_PARAMETER] = {"step": steps[0].clone() if steps else torch.tensor(0.0)}
 
 
 def after_load(optimizer: Any) -> None:

@@ -41,6 +41,8 @@ VALUE_NEEDS: dict[tuple[str, Any], str] = {
     ("attention_backend", "fused"): "Transformer Engine",
     ("attention_backend", "unfused"): "Transformer Engine",
     ("attention_softmax_in_fp32", False): "Transformer Engine",  # ours always is in fp32
+    ("cp_comm_type", "a2a"): "Transformer Engine",
+    ("cp_comm_type", "p2p"): "Transformer Engine",
     ("moe_token_dispatcher_type", "flex"): "DeepEP",
     ("transformer_impl", "transformer_engine"): "Transformer Engine",
 }

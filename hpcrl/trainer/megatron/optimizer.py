@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.schedules import run_steps, schedule_steps, warmup_steps
+from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps
 from hpcrl.trainer.megatron.settings import construct, refusals
 
 
@@ -45,7 +45,6 @@ def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerP
 
     Options that `check_options` has let pass.
     """
-    steps = schedule_steps(options) or options.lr_warmup_iters + 1  # of an unknown length: its end is never looked at
     grows = options.weight_decay_incr_style != "constant"
     with refusals("the learning-rate schedule"):
         return OptimizerParamScheduler(
@@ -53,14 +52,35 @@ def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerP
             init_lr=options.lr_warmup_init,
             max_lr=options.lr,
             min_lr=options.min_lr if options.lr_decay_style != "constant" else 0.0,
-            lr_warmup_steps=warmup_steps(options, steps),
-            lr_decay_steps=steps,
             lr_decay_style=options.lr_decay_style,
             start_wd=options.start_weight_decay if grows else options.weight_decay,
             end_wd=options.end_weight_decay if grows else options.weight_decay,
-            wd_incr_steps=run_steps(options) or steps,
             wd_incr_style=options.weight_decay_incr_style,
             use_checkpoint_opt_param_scheduler=True,
             wsd_decay_steps=options.lr_wsd_decay_iters,
             lr_wsd_decay_style=options.lr_wsd_decay_style,
+            **_lengths(options),
         )
+
+
+def _lengths(options: Options) -> dict[str, Any]:
+    """The scheduler's numbers of steps; of a run whose length is not known yet those that pass until `know_length`."""
+    steps = schedule_steps(options) or max(options.lr_warmup_iters + 1, options.lr_wsd_decay_iters or 0)
+    return {
+        "lr_warmup_steps": warmup_steps(options, steps),
+        "lr_decay_steps": steps,
+        "wd_incr_steps": run_steps(options) or steps,
+    }
+
+
+def know_length(scheduler: OptimizerParamScheduler, options: Options, rollouts: int) -> None:
+    """Give the schedule of a run with --num-epoch its length: so many rollouts, as the prompts turned out to fill.
+
+    One that goes on from a checkpoint has it from there.  UsageError if the parts of the schedule do not fit into it.
+    """
+    if options.num_rollout is not None or scheduler.num_steps:
+        return
+    known = options.model_copy(update={"num_rollout": rollouts})
+    check_schedules(known)
+    scheduler.load_state_dict(scheduler.state_dict() | _lengths(known))
+    scheduler.step(0)  # the rates of the first step

@@ -1,0 +1,190 @@
+"""Run scripts of slime's, by what they hand to train.py: those of a family that is here go through whole, the others are refused by name.
+
+scripts.json: script -> its program, the published model that its MODEL_ARGS describe ("": of no family here, and MODEL_ARGS stand among the
+arguments), and the arguments, shell variables filled in.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.doctor.model_settings import refuse_wrong_settings
+from hpcrl.errors import UsageError, parts_of
+from hpcrl.models.family import registry
+from hpcrl.slime.arguments import split_flags, translate
+from hpcrl.slime.readers import SPECS
+from hpcrl.slime.verbatim import PLACES, recipe_and_refusals, recipe_of
+from tests.slime.guides import SCRIPT
+from tests.support.published_models import MODELS
+
+SCRIPTS = json.loads(Path(__file__).with_name("scripts.json").read_text())
+#: script -> (trainer ranks, engines, GPUs of one), and what of its resolved options shows that it was understood
+HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
+    "fully_async/run-qwen2.5-0.5B-fully_async": ((1, 1, 1), {"loop": "fully-async"}),
+    "on_policy_distillation/run-qwen3-8B-opd-megatron": ((8, 8, 1), {"use_opd": True, "advantage_estimator": "none", "rm_type": None}),
+    "search-r1/run_qwen2.5_3B": ((8, 4, 2), {"custom_generate_function_path": "generate_with_search.generate"}),
+    "train_infer_mismatch_helper/run-qwen3-4b-mis": ((8, 8, 1), {"custom_tis_function_path": "mis", "use_tis": True}),
+    "low_precision/run-qwen3-30B-A3B-int4": ((8, 8, 1), {"use_tis": True}),
+    "low_precision/run-qwen3-4b-fp8": ((8, 4, 2), {"hf_checkpoint": "/root/Qwen3-4B-FP8"}),
+    "run-glm4-9B": ((4, 2, 2), {"context_parallel_size": 2}),
+    "run-glm4.7-355B-A32B": ((64, 2, 32), {"advantage_estimator": "gspo", "engine_tensor_parallel_size": 8, "sleep_level": 1}),
+    "run-qwen2.5-0.5B-gb10-smoke": ((1, 1, 1), {"num_rollout": 1}),
+    "run-qwen3-235B-A22B-sft": ((32, 0, 1), {"num_epoch": 3, "lr_decay_style": "cosine", "lr_warmup_fraction": 0.1}),
+    "run-qwen3-30B-A3B": ((8, 1, 8), {"expert_model_parallel_size": 8}),
+    "run-qwen3-4B-amd": ((8, 4, 2), {"colocate": True}),
+    "run-qwen3-4B": ((8, 4, 2), {"colocate": True}),
+}  # fmt: skip
+MLA = "--multi-latent-attention, --"
+#: script -> what is told of it, the beginning of each line
+REFUSED: dict[str, list[str]] = {
+    "coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: "],
+    "geo3k_vlm/run_geo3k_qwen35": ["--spec slime_plugins.models.qwen3_5_vl ", "--use-gated-attention: "],
+    "low_precision/run-moonlight-16B-A3B-int4": [MLA],
+    "run-glm5.2-744B-A40B": [
+        "--spec slime_plugins.models.glm5.glm5 ", MLA, "--allgather-cp: ", "--sglang-nsa-decode-backend flashmla_kv, --sglang-nsa",
+        "--sglang-attention-backend nsa, --sglang-speculative-draft-attention-backend nsa: ",
+        "--sglang-disaggregation-transfer-backend mooncake, --", "--sglang-config ",
+    ],
+    "run-kimi-k2-Thinking": [MLA],
+    "run-minimax-m2": ["--spec slime_plugins.models.minimax_m2 "],
+    "run-qwen3.5-27B": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: ", "--sglang-mamba-scheduler-strategy "],
+}  # fmt: skip
+
+
+def given(name: str) -> dict[str, str]:
+    [found] = [script for path, script in SCRIPTS.items() if path.removesuffix(".sh").endswith(f"/{name}")]
+    return found
+
+
+def words_of(name: str) -> list[str]:
+    """Program, MODEL_ARGS and the rest, as behind `--`."""
+    script = given(name)
+    flags = MODELS[script["model"]][0] if script["model"] else ""
+    return [script["program"], *shlex.split(flags), *shlex.split(script["arguments"])]
+
+
+def resolved(name: str) -> Options:
+    return resolve_stages(recipe_of(words_of(name), {}), {}, PLACES)[0]
+
+
+def test_every_script_has_its_outcome() -> None:
+    assert len(SCRIPTS) == len(HONOURED) + len(REFUSED) == 20
+    for name in (*HONOURED, *REFUSED):
+        given(name)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_a_script_of_a_family_that_is_here(name: str) -> None:
+    program, *words = words_of(name)
+    translation = translate(words, program)
+    flags = [line.flag for line in translation.lines if line.flag and line.flag != program]
+    assert flags == list(split_flags(words)), "one line for every flag"
+    assert not translation.wrong and all(line.reading.outcome != "refused" for line in translation.lines)
+    options, (plan, shown) = resolved(name), HONOURED[name]
+    assert (options.world_size, options.num_engines, options.rollout_num_gpus_per_engine) == plan
+    assert {key: getattr(options, key) for key in shown} == shown
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_the_recipe_of_its_import_gives_the_same_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script is run, in its sandbox, without slime's file of model arguments beside it."""
+    script = given(name)
+    text = SCRIPT.format(model="qwen3-4B", words=shlex.join(shlex.split(script["arguments"])))
+    (tmp_path / "run-x.sh").write_text(text.replace("python3 train.py", f"python3 {script['program']}"))
+    assert main(["import", str(tmp_path / "run-x.sh")]) == 0
+    (tmp_path / "recipe.toml").write_text(capsys.readouterr().out)
+    imported = resolve_stages(load_recipe(tmp_path / "recipe.toml"), {"name": "x"}, PLACES)
+    verbatim, _ = recipe_and_refusals([script["program"], *shlex.split(script["arguments"])], {})
+    assert imported == resolve_stages(verbatim, {"name": "x"}, PLACES)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_what_it_says_of_its_model_is_what_config_json_says(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[given(name)["model"]][1]))
+    refuse_wrong_settings([resolved(name).model_copy(update={"hf_checkpoint": str(tmp_path)})], same_packages=False)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_of_another_family(name: str) -> None:
+    with pytest.raises(UsageError) as error:
+        resolved(name)
+    told = [str(part) for part in parts_of(error.value)]
+    assert len(told) == len(REFUSED[name])
+    for line, begins in zip(told, REFUSED[name], strict=True):
+        assert line.startswith(begins), line
+
+
+def test_drafts_are_asked_of_a_model_that_has_layers_for_them(tmp_path: Path) -> None:
+    glm = resolved("run-glm4.7-355B-A32B")
+    assert glm.vllm["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["GLM-4.5"][1] | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UsageError, match='--vllm-speculative-config with "method": "mtp" .* has no layers that predict further'):
+        refuse_wrong_settings([glm.model_copy(update={"hf_checkpoint": str(tmp_path)})], same_packages=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--sglang-speculative-eagle-topk 4", "--sglang-speculative-eagle-topk 4: vLLM drafts a chain"),
+        ("--sglang-speculative-algorithm EAGLE3", "--sglang-speculative-algorithm EAGLE3: what is translated is EAGLE"),
+        ("--sglang-speculative-draft-attention-backend nsa", "of sglang's backends vLLM has"),
+        ("--rollout-min-p 0.1 --rollout-temperature 1", "--rollout-min-p 0.1 and --vllm-speculative-config exclude each other"),
+        ("--rollout-sleep-level 2", "--rollout-sleep-level 2 with --vllm-"),
+        ("--vllm-speculative-config {}", "--sglang-speculative-algorithm EAGLE and --vllm-speculative-config {} contradict"),
+    ],
+)  # fmt: skip
+def test_what_drafts_cannot_be(more: str, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        resolve_stages(recipe_of([*words_of("run-glm4.7-355B-A32B"), *more.split()], {}), {}, PLACES)
+    assert told in str(error.value)
+
+
+def test_parts_of_a_speculation_that_is_not_asked_for_pass() -> None:
+    translation = translate(["--sglang-speculative-num-steps", "3", "--sglang-speculative-eagle-topk", "4"])
+    assert not translation.wrong and "vllm" not in translation.values
+    (wrong,) = translate(["--sglang-speculative-algorithm", "EAGLE"]).wrong
+    assert "give --sglang-speculative-num-steps" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome"),
+    [
+        ("--label-key label", ("grpo", "math")),
+        ("--label-key label --rm-type random", ("grpo", "random")),
+        ("--rm-type random", ("grpo", "random")),
+        ("--eval-interval 5 --eval-prompt-data aime /a.jsonl --eval-label-key answer", None),
+        ("--advantage-estimator gspo", None),
+    ],
+)
+def test_a_distillation_with_labels_keeps_its_reward(more: str, outcome: tuple[str, str] | None) -> None:
+    words = [*words_of("on_policy_distillation/run-qwen3-8B-opd-megatron"), *more.split()]
+    if outcome is None:
+        with pytest.raises(UsageError, match="--rm-type math compares with the label; give --label-key"):
+            resolve_stages(recipe_of(words, {}), {}, PLACES)
+        return
+    options = resolve_stages(recipe_of(words, {}), {}, PLACES)[0]
+    assert (options.advantage_estimator, options.rm_type) == outcome
+
+
+@pytest.mark.parametrize("transport", ["nccl", "disk"])
+def test_deltas_are_the_engines_own(transport: str) -> None:
+    words = words_of("run-glm4-9B") + f"--update-weight-mode delta --update-weight-transport {transport}".split()
+    words += "--update-weight-delta-encoding overwrite --update-weight-disk-dir /d".split()
+    options = resolve_stages(recipe_of(words, {}), {}, PLACES)[0]
+    assert (options.weight_update, options.weight_transfer, options.update_weight_disk_dir) == ("delta", "gloo", None)
+    whole = resolve_stages(recipe_of([*words, "--update-weight-mode", "full"], {}), {}, PLACES)[0]
+    ways = {"nccl": ("auto", "auto", None), "disk": ("auto", "disk", "/d")}
+    assert (whole.weight_update, whole.weight_transfer, whole.update_weight_disk_dir) == ways[transport]
+    with pytest.raises(UsageError, match=r"--weight-update delta and --vllm-data-parallel-size 2 .* exclude each other"):
+        resolve_stages(recipe_of([*words, "--sglang-dp-size", "2"], {}), {}, PLACES)
+
+
+def test_the_specs_are_those_of_the_families() -> None:
+    assert {spec for family in registry().values() for spec in family.specs} == set(SPECS)
