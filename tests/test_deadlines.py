@@ -26,7 +26,6 @@ ENDED = {
     ("doctor/one_node.py", "key.data.accept()"): READY,
     ("doctor/one_node.py", "process.communicate()"): "the process was killed in the line before",
     ("engine/pieces/inbox.py", "arriving.wait()"): OWN,
-    ("engine/pieces/inbox.py", "self.post.hear(self._source(message), READY, len(message.pieces) if changes else 0).wait()"): OWN,
     ("engine/pieces/inbox.py", "self.post.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()"): OWN,
     ("engine/pieces/inbox.py", "transfer.wait()"): OWN,
     ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,

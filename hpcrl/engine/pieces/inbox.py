@@ -74,12 +74,12 @@ class InboxReader:
             complete: list[tuple[str, torch.Tensor]] = []
             arriving |= self._hear_of(turn + HALVES, changes)
             for place, message in enumerate(messages):
-                told = arriving.pop((turn, place))
+                transfer = arriving.pop((turn, place))
                 if not message.near and self.porter:
-                    letter = self._arrived(message, told, changes)
+                    letter = self._arrived(message, transfer, changes)
                     handed += self._hand_on(message, letter)
                 else:
-                    heard = told.wait()
+                    heard = transfer.wait()
                     letter = self._letter(message, heard) if changes else None
                 complete += self.assembly.take(number + place, self._bytes(message), letter)
                 if message.near or not self.porter:
