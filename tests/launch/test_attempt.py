@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
-from hpcrl.errors import HpcrlError, Interrupted, PeerError, Stopped, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError
 from hpcrl.heartbeat import Silent
 from hpcrl.launch import attempt, batch_run
 from hpcrl.launch.attempt import Stop
@@ -74,6 +74,26 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
     else:
         with pytest.raises(PeerError, match="told to end"):
             batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    assert allocation.requeued == requeued
+
+
+@pytest.mark.parametrize(("due", "requeued"), [(True, 1), (False, 0)])
+def test_a_run_that_is_too_slow_to_save_at_its_time_limit_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, due: bool, requeued: int
+) -> None:
+    """From its last checkpoint, as a step longer than the time that is left needs; an error before is the run's end."""
+    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
+
+    def late(job: Job, backend: Any, restarts: int, watch: Any, ends: Any) -> int:
+        watch.__self__.due = due
+        raise DeadlineError("the run did not save and end within 20 s")
+
+    monkeypatch.setattr(batch_run, "run_job", late)
+    monkeypatch.setattr(batch_run, "PARTING", 0.0)
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
+    allocation = Allocation(False)
+    with pytest.raises(DeadlineError, match="did not save"):
+        batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
     assert allocation.requeued == requeued
 
 

@@ -131,6 +131,6 @@ def under_slurm(cluster: Cluster, root: Path, tiny: Tiny, guide: str) -> None:
 def under_mpirun(cluster: Cluster, root: Path, tiny: Tiny, guide: str) -> None:
     """`hpcrl launch` of a twin, to its end."""
     nodes, ranks = TWINS[guide][2][:2]
-    hosts = cluster.hostfile("openmpi", cluster.nodes[:nodes], path=root / "hosts", slots=4 if nodes == 2 else ranks // nodes)
+    hosts = cluster.hostfile("openmpi", cluster.nodes[:nodes], path=root / "hosts", slots=ranks if nodes == 2 else ranks // nodes)
     launch(cluster, "openmpi", hosts, "--run-dir", root / "run", "--", *words(guide, root, *tiny(guide)), timeout=800)
     finished(root / "run", guide)

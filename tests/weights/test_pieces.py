@@ -29,8 +29,8 @@ from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, largest_values, prepare
 from hpcrl.weights.pieces.outbox import Addressee, Outbox
 from hpcrl.weights.pieces.planning import HeldTensor, coded, inboxes, layouts_of, pieces_of, to_bytes
-from hpcrl.weights.pieces.post import Post
-from hpcrl.weights.pieces.wire import Inbox, Invitation, Meeting, known, read_invitation
+from hpcrl.weights.pieces.post import Post, Transfer
+from hpcrl.weights.pieces.wire import HALVES, READY, Inbox, Invitation, Meeting, known, read_invitation
 from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
 
@@ -240,6 +240,33 @@ def test_engines_hand_on_what_they_got() -> None:
         for future in taken:
             future.result(30)
     assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
+
+
+def test_words_of_this_host_are_awaited_before_they_can_be_said() -> None:
+    """With each round that a worker is done with, the rank may say that the one HALVES later is ready."""
+    case, _ = simple()
+    case.workers = [Worker(0, "t")]
+    plan = redistribute(case.layouts, case.workers, case.hosts, 256)
+    boxes, (rank, worker) = boxes_of(case, plan), members(2, 1)
+    heard, ahead = [0], []
+
+    class Noted(Post):
+        def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
+            heard[0] += tag == READY
+            return super().hear(source, tag, pieces)
+
+        def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
+            ahead.append(heard[0] - len(ahead))
+            return super().tell(to, tag, letter)
+
+    reader = worker_side(case, plan, boxes, Noted(worker.group, worker.me, 1, 20))
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(reader.receive, lambda tensors, last: None)
+        outbox, numbers = rank_side(case, plan, boxes, rank)
+        outbox.send(numbers)
+        taken.result(20)
+    assert len(reader.inbox.rounds) == 4
+    assert ahead == [HALVES + 1, HALVES + 1, HALVES, HALVES - 1], "to the last round, of which there is none after"
 
 
 def test_a_member_that_leaves_ends_the_update_for_the_others() -> None:

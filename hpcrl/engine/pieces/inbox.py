@@ -66,16 +66,20 @@ class InboxReader:
             raise ValueError("changes were to come, and this worker has not kept what they change")
         self.assembly.begin()
         number, last = 0, len(self.inbox.rounds) - 1
-        arriving = [self._expect(turn, changes) for turn in range(min(HALVES, len(self.inbox.rounds)))]
+        arriving: dict[tuple[int, int], Transfer] = {}
+        for turn in range(HALVES):
+            arriving |= self._hear_of(turn, changes) | self._expect(turn, changes)
         for turn, messages in enumerate(self.inbox.rounds):
             handed: list[Transfer] = []
             complete: list[tuple[str, torch.Tensor]] = []
+            arriving |= self._hear_of(turn + HALVES, changes)
             for place, message in enumerate(messages):
+                told = arriving.pop((turn, place))
                 if not message.near and self.porter:
-                    letter = self._arrived(message, arriving[turn % HALVES][place], changes)
+                    letter = self._arrived(message, told, changes)
                     handed += self._hand_on(message, letter)
                 else:
-                    heard = self.post.hear(self._source(message), READY, len(message.pieces) if changes else 0).wait()
+                    heard = told.wait()
                     letter = self._letter(message, heard) if changes else None
                 complete += self.assembly.take(number + place, self._bytes(message), letter)
                 if message.near or not self.porter:
@@ -86,26 +90,37 @@ class InboxReader:
                 load(complete, False)
             for transfer in handed:
                 transfer.wait()
-            if turn + HALVES <= last:
-                arriving[turn % HALVES] = self._expect(turn + HALVES, changes)
+            arriving |= self._expect(turn + HALVES, changes)
         if not self.assembly.complete():
             raise ValueError("the last round was taken and something is missing")
         load(complete, True)
         self.assembly.current = self.assembly.keep
 
-    def _expect(self, turn: int, changes: bool) -> dict[int, Transfer]:
+    def _hear_of(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
+        """Begin to hear of what a round brings into memory of others, by its place: a word, or the letter of what has changed.
+
+        Before it can be sent: what is waited for comes at once; of what is not gloo asks first, and while we answer its thread spins.
+        """
+        return {
+            (turn, place): self.post.hear(self._source(message), READY, len(message.pieces) if changes else 0)
+            for place, message in enumerate(self._messages(turn))
+            if message.near or not self.porter
+        }
+
+    def _expect(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
         """Begin to receive what comes over sockets in a round: its bytes, or of changes the letters, which say how many bytes follow."""
-        if not self.porter:
-            return {}
         found = {
-            place: self.post.hear(message.sender, READY, len(message.pieces))
+            (turn, place): self.post.hear(message.sender, READY, len(message.pieces))
             if changes
             else self.post.receive(self._bytes(message), message.sender, DATA)
-            for place, message in enumerate(self.inbox.rounds[turn])
-            if not message.near
+            for place, message in enumerate(self._messages(turn))
+            if self.porter and not message.near
         }
         self.post.flush()
         return found
+
+    def _messages(self, turn: int) -> tuple[Message, ...]:
+        return self.inbox.rounds[turn] if turn < len(self.inbox.rounds) else ()
 
     def _arrived(self, message: Message, arriving: Transfer, changes: bool) -> torch.Tensor | None:
         """Wait for a message that comes over sockets; its letter, if it brings changes."""

@@ -32,14 +32,9 @@ def work(directory: Path) -> Outcome:
     with ThreadPoolExecutor(1 if gpus else 2) as pool:  # GPUs are for one run at a time
         both = [
             pool.submit(run, [str(recipe), "--run-dir", str(whole)], directory / "whole.log"),
-            pool.submit(
-                run, [str(recipe), "--run-dir", str(parted)], directory / "parted.log", Stopped.exit_code, lambda: _stop(parted)
-            ),
+            pool.submit(_in_parts, recipe, parted, directory),
         ]
-    for each in both:
-        each.result()
-    before = len(steps(parted))
-    run(["--resume", str(parted)], directory / "resumed.log")
+    _, before = (each.result() for each in both)
     one, other = ([tuple(row[name] for name in COMPARED) for row in steps(root)] for root in (whole, parted))
     numbers = {"steps": len(one), "stopped_after": before}
     if len(one) != STEPS or len(other) != STEPS:
@@ -52,6 +47,14 @@ def work(directory: Path) -> Outcome:
     return Outcome(
         "passed", f"stopped after {before} of {STEPS} steps and resumed: losses and gradient norms the same bits", numbers
     )
+
+
+def _in_parts(recipe: Path, root: Path, logs: Path) -> int:
+    """Run it to a stop, then resume it; how many steps were made before the stop."""
+    run([str(recipe), "--run-dir", str(root)], logs / "parted.log", Stopped.exit_code, lambda: _stop(root))
+    before = len(steps(root))
+    run(["--resume", str(root)], logs / "resumed.log")
+    return before
 
 
 def _stop(root: Path) -> bool:
