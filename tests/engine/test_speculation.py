@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from hpcrl.config.options import Options
 from hpcrl.engine.server_settings import Build, check_drafts
 from hpcrl.errors import UsageError
-from hpcrl.rollout.engines.generate import Sampling
 from hpcrl.slime.arguments import translate
-from tests.engine.test_lean_route import group, run
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Side, generate
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_family
@@ -74,23 +72,10 @@ def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path)
             logits = side.reference.model(torch.tensor([[*prompt, *answer["token_ids"]]])).logits[0, len(prompt) - 1 : -1]
             assert answer["token_ids"] == logits.argmax(-1).tolist()
         side.push(side.reference.step(seed))
-    check_the_lean_route(side)
     assert counted(side, "vllm:spec_decode_num_draft_tokens_total") > 200
     assert counted(side, "vllm:spec_decode_num_accepted_tokens_total") > 10
     side.close()
     assert engines.stop() == [0]
-
-
-def check_the_lean_route(side: Side) -> None:
-    """By the way that the rollout process takes, to the length asked for, and to a token that ends a response among accepted drafts."""
-    tokens = generate(side.engines.address(), PROMPT, 48, temperature=0.0)["token_ids"]
-    end = tokens[30]
-    for stops, wanted in (((), tokens), ((end,), tokens[: tokens.index(end) + 1])):
-        how = Sampling(temperature=0.0, max_tokens=48, stop=(), stop_token_ids=stops, min_tokens=0)
-        for found in run(side.engines, group(how, 3, side.version)):
-            assert found.tokens.tolist() == wanted
-            ours = side.reference.logprobs(PROMPT, wanted)
-            assert max(abs(a - b) for a, b in zip(found.logprobs.tolist(), ours, strict=True)) <= CLOSE
 
 
 def test_drafts_on_a_cpu_are_refused_in_a_run() -> None:
