@@ -2,14 +2,16 @@
 
     python bench/end_to_end.py [--rounds 3] [--steps 12] [--work quickstart,short,long,learning] [--loops sync,async] [--trl-python PYTHON]
 
-Kinds of work: `quickstart`, the quick start's model (0.3 M parameters), sums and batch (32 groups of 8, 16 tokens at most); `short` and `long`,
-a random Qwen3 of 9.5 M parameters whose responses end by themselves or after 100 and 512 tokens (8 groups of 8, long-tailed); and `learning`,
-the quick start's GRPO from its supervised warm-up, the same --learning-steps for each side.  Ours is `hpcrl run`: a trainer rank, a rollout
-process and a vLLM engine; TRL's is one process that generates with transformers.  TRL has a thread a core, as have our
-trainer and our engine for the larger model in `sync`, where they take turns; else they have half of the cores each.  Each side is a run of --steps steps; what counts is the
-median time of a step after the first three.  In `learning` it is the seconds from the first step's end until the mean reward of five
-steps reaches 0.95 of the lower of the two sides' best.  A round takes every side once; the load of the machine before and after stands
-beside.  TRL is of requirements/bench.txt.  Writes bench/results/end_to_end.md; the last line printed is one JSON object of ratios.
+Kinds of work: `quickstart`, the quick start's model (0.3 M parameters), sums and batch (32 groups of 8, 16 tokens at most); `short` and
+`long`, a random Qwen3 of 9.5 M parameters whose responses end by themselves or after 100 and 512 tokens (8 groups of 8, long-tailed); and
+`learning`, the quick start's GRPO from its supervised warm-up, the same --learning-steps for each side.  Ours is `hpcrl run`: a trainer
+rank, a rollout process and a vLLM engine; TRL's is one process that generates with transformers.  TRL has a thread a core, as have our
+trainer and our engine for the larger model in `sync`, where they take turns; else they have half of the cores each.
+
+Each side is a run of --steps steps; what counts is the median time of a step after the first three.  In `learning` it is the seconds from
+the first step's end until the mean reward of five steps reaches 0.95 of the lower of the two sides' best.  A round takes every side once;
+the load of the machine before and after stands beside.  TRL is of requirements/bench.txt; with 1.16.0, vLLM 0.32 inside TRL cannot take
+weights on a CPU.  Writes bench/results/end_to_end.md; the last line printed is one JSON object of ratios.
 """
 
 from __future__ import annotations
