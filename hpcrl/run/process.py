@@ -26,12 +26,15 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent() -> None:
+def die_with_parent(forks: bool = False) -> None:
     """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
 
     Whoever starts us may put its process id into HPCRL_PARENT: then its death before this call, while we were still
-    importing, is noticed too.  What we start ourselves finds our own id there.
+    importing, is noticed too.  What we start ourselves finds our own id there.  forks: so are processes that are forked from
+    this one's main thread, and theirs: Megatron writes each file of a checkpoint in one, which may wait for us for ever.
     """
+    if forks:
+        os.register_at_fork(after_in_child=die_with_parent)
     if os.environ.get(PARENT) == str(os.getpid()):
         return  # done already
     parent = int(os.environ.get(PARENT) or os.getppid())

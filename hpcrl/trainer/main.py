@@ -328,7 +328,7 @@ class Crank:
 
 
 def main() -> int:
-    die_with_parent()
+    die_with_parent(forks=True)
     return work(open_role(), int(os.environ.get("RANK", "0")))
 
 

@@ -47,3 +47,28 @@ def test_a_role_dies_with_its_parent_even_when_that_is_killed() -> None:
     process.kill()
     process.wait()
     assert gone(pid)
+
+
+#: a role whose forked process, and what that one forked, wait for what never comes
+FORKS = """
+import multiprocessing, os, sys, time
+from hpcrl.run.process import die_with_parent
+die_with_parent(forks=True)
+context = multiprocessing.get_context("fork")
+def wait(more):
+    print(os.getpid(), flush=True)
+    if more:
+        context.Process(target=wait, args=(False,)).start()
+    time.sleep(600)
+context.Process(target=wait, args=(True,)).start()
+time.sleep(600)
+"""
+
+
+def test_what_a_role_has_forked_dies_with_it() -> None:
+    process = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait()
+    assert all(gone(pid) for pid in pids)

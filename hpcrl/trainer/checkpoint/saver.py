@@ -171,8 +171,7 @@ class CheckpointWriter:
 
 def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connection) -> None:
     """In the forked process: write, and send what Megatron's writer says.  It and its children die with the trainer rank."""
-    die_with_parent()
-    os.register_at_fork(after_in_child=die_with_parent)  # Megatron forks again, one process for each file
+    die_with_parent(forks=True)  # Megatron forks again, one process for each file
     results: queue.Queue[Any] = queue.Queue()
     write(rank, buckets, results)
     answer.send(results.get())

@@ -34,7 +34,7 @@ def join(context: RoleContext) -> object:
 
 
 def main() -> int:
-    die_with_parent()
+    die_with_parent(forks=True)
     context = open_role()
     kept: list[object] = []
     if status := act("trainer", context, context.index, lambda: kept.append(join(context))):

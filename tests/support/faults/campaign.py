@@ -175,7 +175,7 @@ class Campaign:
                 self.bed.until(lambda: self._over(record.attempt), kind.seconds, f"{kind.name} ({struck.victim}): the end")
             finally:
                 struck.heal()
-            self.bed.until(lambda: not self._stale(record.attempt), 20, f"{kind.name}: processes are left")
+            self._see_them_gone(record.attempt, 20, kind.name)
             self.before = record.attempt
             record.error = self.bed.error(record.attempt) or self.bed.said().strip().rpartition("\n")[2]
             words = f"{self.bed.said()}\n{self.bed.error(record.attempt)}"
@@ -204,6 +204,13 @@ class Campaign:
             found = [p for p in found if "--attempt" in p.argv and int(p.argv[p.argv.index("--attempt") + 1]) <= attempt]
         return [f"{process.host} {process.pid} {' '.join(process.argv)}" for process in found]
 
+    def _see_them_gone(self, attempt: int, seconds: float, after: str) -> None:
+        """Wait until no process of the attempt is left.  AssertionError names those that are."""
+        try:
+            self.bed.until(lambda: not self._stale(attempt), seconds, f"{after}: processes are left")
+        except AssertionError as error:
+            raise AssertionError("\n".join([*self._stale(attempt), str(error)])) from None
+
     # ---- the end of a run
 
     def _to_the_end(self) -> None:
@@ -216,7 +223,7 @@ class Campaign:
                 record.attempt = self.bed.attempt + 1
                 self.bed.until(lambda: not self.bed.at_work(), GOES_ON, "the end of the run")
             assert self.bed.finished(), f"it did not finish: {self.bed.said()[-2000:]}\n{self.bed.logs()}"
-            self.bed.until(lambda: not self._stale(record.attempt), 15, "processes are left")
+            self._see_them_gone(record.attempt, 15, "the end")
             record.step = self.bed.steps()
             record.wrong += wrong_in(self.bed.root, self.reference, finished=True)
             record.wrong += [f"{name} is left" for name in self.bed.left()]
