@@ -202,6 +202,12 @@ def main() -> None:
             more, some = measure(args, Path(scratch), name)
         rows += more
         ratios |= some
+        write(args, rows)  # what was measured stays, whatever becomes of the next kind
+    print(json.dumps(ratios))
+
+
+def write(args: argparse.Namespace, rows: list[tuple[str, ...]]) -> None:
+    """The table so far, printed and in bench/results/."""
     head = ("work", "side", "seconds a step", "of them waiting for samples", "samples a second", "times TRL's rate")
     head += ("time to accuracy, times sooner than TRL", "load of the machine")
     lines = [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
@@ -209,7 +215,6 @@ def main() -> None:
     text = f"{CORES} cores, {told}.\n\n" + "\n".join(lines) + "\n"
     print(text)
     (REPO / "bench" / "results" / "end_to_end.md").write_text(text)
-    print(json.dumps(ratios))
 
 
 if __name__ == "__main__":
