@@ -42,11 +42,13 @@ SMALL = {
     "deterministic-mode": "",
     "no-bf16": "",
 }
+ASYNC = ", async"  #: behind a guide's name: the same with slime's train_async.py
 #: guide -> (family of the model, what is smaller than there, (nodes, trainer ranks, engines, GPUs of one))
 TWINS: dict[str, tuple[str, dict[str, str], tuple[int, int, int, int]]] = {
     "GLM4-9B, 4 + 4": ("glm4", {"rollout-num-gpus": "2"}, (2, 4, 1, 2)),
     "GLM4-9B, colocated": ("glm4", {"actor-num-gpus-per-node": "4"}, (1, 4, 2, 2)),
     "Qwen3-4B, 2 + 6": ("qwen3", {"rollout-num-gpus": "2", "rollout-num-gpus-per-engine": "1"}, (2, 2, 2, 1)),
+    "Qwen3-4B, 2 + 6" + ASYNC: ("qwen3", {"rollout-num-gpus": "2", "rollout-num-gpus-per-engine": "1"}, (2, 2, 2, 1)),
     "GLM-4.5-355B, BF16 rollouts": (
         "glm4_moe",
         {
@@ -69,8 +71,8 @@ SETTINGS = {"GLM-4.5-355B, BF16 rollouts": ("trainer.gpus_per_node=1",)}
 
 
 def words(guide: str, root: Path, task: Path, model: Path) -> list[str]:
-    """The guide's arguments, small."""
-    given = split_flags(GUIDES[guide][0])
+    """The guide's arguments, small, behind the program's name where that counts."""
+    given = split_flags(GUIDES[guide.removesuffix(ASYNC)][0])
     kept = {flag: " ".join(given[flag]) for flag in given if flag not in OF_MODELS | OF_GPUS and not flag.startswith("sglang-")}
     paths = {"hf-checkpoint": model, "ref-load": model, "load": root / "checkpoints", "save": root / "checkpoints"}
     paths |= {"prompt-data": task / "train.jsonl"}
@@ -78,15 +80,17 @@ def words(guide: str, root: Path, task: Path, model: Path) -> list[str]:
     if "eval-prompt-data" in given:
         paths["eval-prompt-data"] = task / "heldout.jsonl"
     kept |= sizes | {flag: str(path) for flag, path in paths.items()} | TWINS[guide][1]
-    return [word for flag, value in kept.items() for word in (f"--{flag}", *value.split())]
+    program = ["train_async.py"] if guide.endswith(ASYNC) else []
+    return program + [word for flag, value in kept.items() for word in (f"--{flag}", *value.split())]
 
 
 def finished(root: Path, guide: str) -> dict[int, dict[str, float]]:
     """Metrics of a run that has trained, updated, saved and evaluated to its end."""
     steps, (nodes, ranks, engines, each) = metrics(root), TWINS[guide][2]
     assert list(steps) == list(range(STEPS))
-    for row in steps.values():
-        assert row["train/train_rollout_logprob_abs_diff"] <= 1e-4 and row["train/grad_norm"] > 0
+    for number, row in steps.items():
+        assert row["train/grad_norm"] > 0 and row["staleness/max"] == (guide.endswith(ASYNC) and number > 0)
+        assert row["staleness/max"] or row["train/train_rollout_logprob_abs_diff"] <= 1e-4
     plan = json.loads((root / "attempts/0/plan.json").read_text())
     assert (len(plan["trainers"]), len(plan["engines"])) == (ranks, engines)
     for engine in plan["engines"]:
@@ -94,7 +98,7 @@ def finished(root: Path, guide: str) -> dict[int, dict[str, float]]:
     hosts = {place["host"] for place in (*plan["trainers"], *plan["engines"])}
     hosts |= {place["host"] for engine in plan["engines"] for place in engine["also"]}
     assert len(hosts) == nodes
-    if "eval-interval" in split_flags(GUIDES[guide][0]):
+    if "eval-interval" in split_flags(GUIDES[guide.removesuffix(ASYNC)][0]):
         assert [row["rollout_id"] for row in rows(root) if any(name.startswith("eval/") for name in row)] == [-1, 1, 2]
     assert json.loads((root / "summary.json").read_text())["status"] == "finished"
     return steps
