@@ -27,11 +27,7 @@ from hpcrl.weights.quantization_config import read_quantization
 
 def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> None:
     """UsageError for all that cannot be.  same_packages: whether this interpreter's are those of the nodes."""
-    wrong = [
-        error
-        for options in stages
-        for error in failures((check_model, check_divisions, check_drafts, check_quantization), options)
-    ]
+    wrong = [error for options in stages for error in failures((check_model, check_layout, check_quantization), options)]
     if same_packages:
         wrong += [problem for options in stages for problem in missing_packages(options)]
     raise_together([*{str(error): error for error in wrong}.values()])
@@ -53,25 +49,19 @@ def check_model(options: Options) -> None:
     check_model_args(gather_table("megatron", options.megatron, "[megatron]"), fields, {**gpt, **family.facts, **sizes})
 
 
-def check_divisions(options: Options) -> None:
-    """UsageError for all that the layout would cut and config.json does not let it, where that can be read."""
+def check_layout(options: Options) -> None:
+    """UsageError for all that the layout would cut and config.json does not let it, and for layers to draft with that the checkpoint lacks.
+
+    Nothing where config.json cannot be read.
+    """
     try:
         found = _described(options)
     except UsageError:
         return  # `check_model` says so
     if found:
         config, _, fields = found
-        raise_together(list(undivided(options, fields, config.get("max_position_embeddings"))))
-
-
-def check_drafts(options: Options) -> None:
-    """UsageError if the engines shall draft with layers that the checkpoint lacks, where config.json can be read."""
-    try:
-        found = _described(options)
-    except UsageError:
-        return  # `check_model` says so
-    if found:
-        check_draft_layers(options, found[0])
+        wrong = list(undivided(options, fields, config.get("max_position_embeddings")))
+        raise_together([*wrong, *failures((lambda o: check_draft_layers(o, config),), options)])
 
 
 def check_quantization(options: Options) -> None:

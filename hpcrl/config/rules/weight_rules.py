@@ -35,15 +35,16 @@ def check_weights(o: Options) -> None:
             f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
             "leave one of them out",
         )
-    parts = o.engine_data_parallel_size
-    if o.weight_update in ("resharded", "delta") and parts > 1:
-        raise UsageError(
-            f"--weight-update {o.weight_update} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of an"
-            " engine's data-parallel parts, vLLM lets only the first tell what it holds",
-            "give --weight-update auto or gathered",
-        )
     if o.weight_transfer == "ipc":
         _check_ipc(o)
+    pieces = o.weight_update in ("resharded", "delta")
+    if (parts := o.engine_data_parallel_size) > 1 and (pieces or o.weight_transfer == "ipc"):
+        flag, value = ("--weight-update", o.weight_update) if pieces else ("--weight-transfer", o.weight_transfer)
+        raise UsageError(
+            f"{flag} {value} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of an engine's"
+            " data-parallel parts, vLLM lets only the first tell what it holds",
+            f"give {flag} auto",
+        )
 
 
 def _check_ipc(o: Options) -> None:
@@ -62,12 +63,6 @@ def _check_ipc(o: Options) -> None:
         raise UsageError(
             f"--weight-update {o.weight_update}: what goes over --weight-transfer ipc is pieces, whole, from the GPU's memory",
             "give --weight-update auto or resharded, or --weight-transfer shm",
-        )
-    if o.engine_data_parallel_size > 1:
-        raise UsageError(
-            "--weight-transfer ipc: of an engine's data-parallel parts (--vllm-data-parallel-size) vLLM lets only the first tell what it "
-            "holds, so no pieces can be sent",
-            "use --weight-transfer auto",
         )
 
 
