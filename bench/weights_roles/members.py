@@ -83,7 +83,7 @@ def plan_of(stage: Stage) -> Redistribution:
     for number in range(stage.tensors):
         layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
     workers = [Worker(i // TP, stage.host(RANKS + i)) for i in range(stage.workers)]
-    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2)
+    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2, stage.near)
 
 
 def join(stage: Stage, me: int) -> Post:
@@ -182,7 +182,7 @@ def pieces_worker(stage: Stage, me: int) -> None:
 
     def load(tensors: list[tuple[str, Any]], last: bool) -> None:
         for name, tensor in tensors:
-            params[name].copy_(tensor.part)
+            params[name].copy_(tensor.narrow(1, mine * HALF, HALF))
 
     updates = iter(range(stage.rounds + 1))
     timed(stage, me, lambda: reader.receive(load, delta and next(updates) > 0))
