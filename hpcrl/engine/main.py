@@ -27,7 +27,7 @@ from hpcrl.engine.crash_report import ServerLog, leftovers
 from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
 from hpcrl.engine.nodes.layout import meet, variables
 from hpcrl.engine.nodes.listening import bound_socket
-from hpcrl.engine.pulse import Pulse
+from hpcrl.engine.pulse import Pulse, Stopped
 from hpcrl.engine.server_settings import LISTEN_FD, backend, build, check_drafts, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
@@ -65,7 +65,7 @@ class EngineSupervisor:
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch, self.memory = self.made.path, MemoryWatch()
-        self.stopped = threading.Event()
+        self.stopped, self.standing = threading.Event(), Stopped()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -200,10 +200,20 @@ class EngineSupervisor:
 
     def _check_child(self) -> None:
         assert self.child is not None
-        if (code := self.child.poll()) is None or self.stopped.is_set():
+        if self.stopped.is_set():
+            return
+        if (code := self.child.poll()) is None:
+            self._check_standing()
             return
         self.log.finish(2)
         raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code, self.memory)}; {self.log.explain()}")
+
+    def _check_standing(self) -> None:
+        """PeerError if something of the server has been stopped for too long, which matters above all while it starts: then
+        nobody answers anyhow, for as long as a large model takes."""
+        pid, seconds = self.standing.longest() or (0, 0.0)
+        if seconds > (patience := self.context.options.engine_hang_timeout):
+            raise PeerError(f"{self.name} hangs: its process {pid} has been stopped for {patience:.0f} s (--engine-hang-timeout)")
 
     def end(self) -> None:
         """End the server and all that it started, and remove what it left on this host."""

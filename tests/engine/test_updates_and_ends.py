@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -488,3 +489,16 @@ def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path
         time.sleep(0.02)
     assert engines.stop() == [0]
     assert gone(pids, 5)
+
+
+def test_an_engine_that_stands_still_while_it_starts_is_not_waited_for(tmp_path: Path, model: Path) -> None:
+    engines = Engines(tmp_path / "run", model, engine_hang_timeout=1)
+    deadline = time.monotonic() + 30
+    while not (server := psutil.Process(engines.processes[0].pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    server[0].send_signal(signal.SIGSTOP)
+    code, message = engines.ended()
+    assert code != 0
+    assert message == f"engine 0 on 127.0.0.1 hangs: its process {server[0].pid} has been stopped for 1 s (--engine-hang-timeout)"
+    assert gone([server[0].pid], 5)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.faults.attack_kinds import attack_kinds
 from tests.support.faults.beds import Bed
 from tests.support.faults.campaign import Campaign, open_log, table
 from tests.support.faults.checks import Reference
@@ -74,21 +75,21 @@ def strike(name: str, seed: int, bed: Bed, kinds: Sequence[Kind], reference: Ref
 @pytest.mark.parametrize("shape", SHAPES)
 def test_faults_on_this_machine(tmp_path: Path, task: Path, shape: str, seed: int) -> None:
     reference = untouched(shape, tmp_path, task, SHAPES[shape])
-    strike(f"local {shape}", seed, LocalBed(task, SHAPES[shape]), local_kinds(), reference, tmp_path, 1 / 3)
+    strike(f"local {shape}", seed, LocalBed(task, SHAPES[shape]), local_kinds() + attack_kinds(), reference, tmp_path, 1 / 3)
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("seed", SEEDS)
 def test_faults_with_engines(tmp_path: Path, task: Path, seed: int) -> None:
     reference = untouched("engines", tmp_path, task, ENGINES)
-    strike("engines", seed, LocalBed(task, ENGINES), engine_kinds(), reference, tmp_path, 0.15)
+    strike("engines", seed, LocalBed(task, ENGINES), engine_kinds() + attack_kinds(), reference, tmp_path, 0.15)
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", SEEDS)
 def test_faults_under_slurm(cluster: Cluster, tmp_path: Path, task: Path, seed: int) -> None:
     reference = untouched("two", tmp_path, task, SHAPES["two"])  # hosts change no number
-    strike("slurm", seed, SlurmBed(cluster, task, SPREAD), slurm_kinds(), reference, tmp_path, 0.3)
+    strike("slurm", seed, SlurmBed(cluster, task, SPREAD), slurm_kinds() + attack_kinds(), reference, tmp_path, 0.3)
 
 
 @pytest.mark.cluster
@@ -96,4 +97,4 @@ def test_faults_under_slurm(cluster: Cluster, tmp_path: Path, task: Path, seed: 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_faults_under_mpirun(cluster: Cluster, tmp_path: Path, task: Path, kind: str, seed: int) -> None:
     reference = untouched("two", tmp_path, task, SHAPES["two"])
-    strike(kind, seed, MpirunBed(cluster, task, SPREAD, kind), mpirun_kinds(), reference, tmp_path, 0.1)
+    strike(kind, seed, MpirunBed(cluster, task, SPREAD, kind), mpirun_kinds() + attack_kinds(), reference, tmp_path, 0.1)

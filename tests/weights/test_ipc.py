@@ -125,7 +125,8 @@ def call_member(family: str, port: int, keys: tuple[str, str, str]) -> dict[str,
     return member(int(os.environ["RANK"]), family, port, keys)
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("glm4_moe", marks=pytest.mark.process)])
+@pytest.mark.process
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
 def test_between_processes_each_worker_gets_what_gathered_tensors_have(family: str) -> None:
     """Bit for bit, update after update; memory is made once, and opened once by each who reads it."""
     case, plan = one_host(family)

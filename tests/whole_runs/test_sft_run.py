@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from hpcrl.cli import main
+from tests.support.faults.attack_kinds import attack_kinds
 from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
@@ -72,13 +73,20 @@ def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path:
 
 
 def test_faults_in_a_row_each_named_and_nothing_lost_or_left(tmp_path: Path, task: Path) -> None:
-    """One run that is killed while it starts, loses a rank and the rollout process, and is stopped: the campaign's eyes after each."""
+    """One run that is killed while it starts, loses a rank, is attacked, loses the rollout process, and is stopped: the campaign's eyes
+    after each."""
     values = SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 30, "save_interval": 1, "hang_timeout": HANG}
     run = start(tmp_path / "untouched", task, **values)
     status, out = run.end()
     assert status == 0, out + run.logs()
-    wanted = ("SIGKILL of the launcher", "SIGKILL of a trainer rank", "SIGKILL of the rollout process", "SIGTERM")
-    named = {kind.name: kind for kind in local_kinds()}
+    wanted = (
+        "SIGKILL of the launcher",
+        "SIGKILL of a trainer rank",
+        "garbage on every port",
+        "SIGKILL of the rollout process",
+        "SIGTERM",
+    )
+    named = {kind.name: kind for kind in local_kinds() + attack_kinds()}
     kinds = [replace(named[name], early=name == wanted[0]) for name in wanted]
     with (tmp_path / "log").open("w") as log:
         campaign = Campaign("row", 3, LocalBed(task, values), kinds, Reference.of(run.root), tmp_path / "runs", log, len(kinds))

@@ -32,6 +32,7 @@ class Bed(ABC):
 
     shape: Mapping[str, Any]
     root: Path
+    folder: Path  #: of the run's own
     look = 0.05  #: seconds between two looks
 
     # ---- what differs by bed
