@@ -23,7 +23,8 @@ from hpcrl.engine.pieces.part_tensor import part_tensor
 from hpcrl.model_files.safetensors_headers import ITEM_BYTES
 from hpcrl.redistribution.copies import targets
 from hpcrl.weights.digest import digest
-from hpcrl.weights.pieces.changes import WHOLE, read, size, words
+from hpcrl.weights.pieces.bits import copy, words
+from hpcrl.weights.pieces.changes import WHOLE, read, size
 from hpcrl.weights.pieces.wire import Inbox, Message, Tensor
 
 HOST = torch.device("cpu")
@@ -147,7 +148,7 @@ class Assembly:
         if tensor.name not in self.lendable:
             part = self._part(tensor)
             for own, inside in targets(*self.held[tensor.name], area):
-                part[own] = piece[inside]
+                copy(part[own], piece[inside])
             return
         if tensor.name not in self.loans:
             self.loans[tensor.name] = Loan(self._shape(tensor), piece.dtype, self.room.take)

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
 from hpcrl.redistribution.copies import Index
-from hpcrl.weights.pieces.changes import words
+from hpcrl.weights.pieces.bits import copy
 
 Area = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)
 aten = torch.ops.aten
@@ -52,19 +51,12 @@ class Loan:
         """An area of the part into a tensor of the area's shape."""
         top, bottom, left, right = area
         if self._own is not None:
-            _copy(target, self._own[top:bottom, left:right])
+            copy(target, self._own[top:bottom, left:right])
             return
         for (first, last, begin, end), tile in self._tiles:
             a, b, c, d = max(first, top), min(last, bottom), max(begin, left), min(end, right)
             if a < b and c < d:
-                _copy(target[a - top : b - top, c - left : d - left], tile[a - first : b - first, c - begin : d - begin])
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.device.type == "cpu" and target.dtype == source.dtype:
-        np.copyto(words(target.detach()).numpy(), words(source).numpy())  # of rows with gaps a quarter quicker than torch
-    else:
-        target.copy_(source)
+                copy(target[a - top : b - top, c - left : d - left], tile[a - first : b - first, c - begin : d - begin])
 
 
 class LentTensor(torch.Tensor):
