@@ -27,12 +27,11 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from hpcrl.engine.tensor_shard import Piece, Segment
-from hpcrl.engine.vllm_experts import experts, is_experts
+from hpcrl.engine.tensor_shard import Cut, Piece, Segment, in_blocks
+from hpcrl.engine.vllm_experts import coded_expert_cuts, experts, is_experts
 from hpcrl.model_files.safetensors_headers import Entry
 from hpcrl.weights.bucket import dtype_name
 
-Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for all
 CHUNK = 1024  #: rows of the identity that are multiplied at once
 
 
@@ -96,7 +95,9 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
             pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
             opaque += _opaque_prefixes(path, packed)
-            cuts |= coded_cuts(path, layer, {} if f"{path}.weight" in names else packed, names)
+            cuts |= coded_cuts(path, layer, {} if f"{path}.weight" in names else packed, names) | coded_expert_cuts(
+                path, layer, names
+            )
         else:
             pieces |= _plain(path, layer, opaque)
     prefixes = tuple(dict.fromkeys(opaque))
@@ -182,22 +183,14 @@ def coded_cuts(path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]],
     for matrix in _matrices(path, layer, packed):
         (rows, columns), (height, width) = matrix.cut, matrix.shape
         grid = -(-height // high), -(-width // wide)
-        down = [_in_blocks(segment, height, high) for segment in rows]
-        across = [_in_blocks(columns, width, wide)] if columns is not None else []
+        down = [in_blocks(segment, height, high) for segment in rows]
+        across = [in_blocks(columns, width, wide)] if columns is not None else []
         coded, scales = f"{matrix.name}.weight", f"{matrix.name}.weight_scale_inv"
         shapes = [tuple(names[name].shape) if name in names else None for name in (coded, scales)]
         if shapes == [matrix.shape, grid] and None not in (*down, *across):
             found[coded] = matrix.cut
             found[scales] = tuple(segment for segment in down if segment), across[0] if across else None
     return found
-
-
-def _in_blocks(segment: Segment, size: int, block: int) -> Segment | None:
-    """A segment of `size` elements, counted in blocks; None if a block lies over its edge."""
-    start, length = segment
-    if start % block or (length % block and start + length != size):
-        return None
-    return start // block, -(-length // block)
 
 
 def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> dict[str, Piece]:

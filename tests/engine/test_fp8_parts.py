@@ -157,6 +157,105 @@ def test_what_blocks_do_not_cut_alike_comes_whole(layers: list[tuple[Kind, Any]]
     assert coded_cuts("m.gate_up_proj", layer, PACKED, names) == {}
 
 
+EXPERTS, HIDDEN, INNER = 4, 64, 128
+
+
+def stacked(rank: int, spread: bool) -> Any:
+    """vLLM's own holder of experts, without its kernels, as one of two workers has it: half of each, or each second one."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    layer, method = object.__new__(RoutedExperts), object.__new__(Fp8MoEMethod)
+    torch.nn.Module.__init__(layer)
+    method.weight_block_size, method.weight_scale_refine = list(BLOCK), None
+    parts, place = (1, 0) if spread else (2, rank)
+    places = [number // 2 if number % 2 == rank else -1 for number in range(EXPERTS)] if spread else list(range(EXPERTS))
+    width, count = INNER // parts, max(places) + 1
+    parallel = SimpleNamespace(tp_size=parts, tp_rank=place, enable_eplb=False)
+    values: dict[str, Any] = {
+        "quant_method": method,
+        "quant_config": None,
+        "_fused_shared_expert_quantizer": None,
+        "global_num_experts": EXPERTS,
+        "expert_map_manager": SimpleNamespace(
+            map_global_to_local=places.__getitem__,
+            num_fused_shared_experts=0,
+            expert_map=torch.tensor(places) if spread else None,
+        ),
+        "moe_config": SimpleNamespace(
+            moe_parallel_config=parallel, tp_rank=place, tp_shard_with_padding=False, is_act_and_mul=True
+        ),
+    }
+    for name, value in values.items():
+        object.__setattr__(layer, name, value)
+    shapes = {"w13_weight": (2 * width, HIDDEN), "w2_weight": (HIDDEN, width)}
+    for name, (rows, columns) in shapes.items():
+        codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(count, rows // BLOCK[0], columns // BLOCK[1])
+        scales.quant_method = "block"
+        layer.register_parameter(name, torch.nn.Parameter(codes, requires_grad=False))
+        layer.register_parameter(f"{name}_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
+        getattr(layer, f"{name}_scale_inv").quant_method = "block"
+    return layer
+
+
+def of_experts() -> Iterator[tuple[str, torch.Tensor, str, str, int]]:
+    """(name, tensor, parameter, shard, expert) of the checkpoint."""
+    for number in range(EXPERTS):
+        for at, (leaf, shard) in enumerate((("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))):
+            chance = torch.Generator().manual_seed(10 * number + at)
+            rows, columns = (HIDDEN, INNER) if shard == "w2" else (INNER, HIDDEN)
+            parameter = "w2_weight" if shard == "w2" else "w13_weight"
+            codes = torch.randn(rows, columns, generator=chance).to(torch.float8_e4m3fn)
+            scales = torch.rand(rows // BLOCK[0], columns // BLOCK[1], generator=chance)
+            yield f"m.experts.{number}.{leaf}.weight", codes, parameter, shard, number
+            yield f"m.experts.{number}.{leaf}.weight_scale_inv", scales, f"{parameter}_scale_inv", shard, number
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["halves", "experts apart"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_vllms_loader_of_experts_asks_for_no_more_than_the_part(rank: int, spread: bool) -> None:
+    from hpcrl.engine.vllm_experts import coded_expert_cuts
+
+    layer = stacked(rank, spread)
+    cuts = coded_expert_cuts("m.experts.routed_experts", layer, {name: entry(tensor) for name, tensor, *_ in of_experts()})
+    made = []
+    for parts in (False, True):
+        taken = 0
+        for parameter in layer.parameters():
+            parameter.data.view(torch.uint8).fill_(0x7F if parts else 0)
+        for name, tensor, parameter, shard, number in of_experts():
+            if parts and name in cuts:
+                part = cut(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor, *cuts[name]).contiguous()
+                taken += part.numel() * (2 if not spread else 1)
+                if not part.numel():
+                    continue  # as of an update, which never brings it
+                tensor = part_tensor(tensor.shape, part.view(tensor.dtype), *cuts[name])
+                assert isinstance(tensor, PartTensor)
+            elif parts:
+                assert spread and number % 2 == rank
+            layer.weight_loader(getattr(layer, parameter), tensor, name, shard, number, return_success=True)
+        made.append(bits(layer))
+    assert taken == (0 if spread else sum(tensor.numel() for _, tensor, *_ in of_experts()))
+    assert len(cuts) == (12 if spread else 24)
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
+def test_experts_whose_blocks_are_not_cut_alike_come_whole() -> None:
+    from hpcrl.engine.vllm_experts import coded_expert_cuts
+
+    names = {name: entry(tensor) for name, tensor, *_ in of_experts()}
+    for change in (
+        lambda layer: setattr(layer.quant_method, "weight_block_size", [128, 128]),
+        lambda layer: setattr(layer.quant_method, "weight_scale_refine", (2, 1)),
+        lambda layer: setattr(layer.moe_config, "tp_shard_with_padding", True),
+        lambda layer: setattr(layer.moe_config.moe_parallel_config, "enable_eplb", True),
+    ):
+        layer = stacked(1, spread=False)
+        change(layer)
+        assert coded_expert_cuts("m.experts.routed_experts", layer, names) == {}
+
+
 def entry(tensor: torch.Tensor) -> Entry:
     return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), "")
 
