@@ -47,7 +47,7 @@ from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.summary import read_summary
-from hpcrl.run.trouble.scratch import sweep
+from hpcrl.run.trouble.scratch import swept
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def run_job(
     say(f"run directory: {job.root}")
     adopt_orphans()
     raise_file_limit()
-    sweep()
     remember(job.root)
     with (
+        swept(),
         held(job.root),
         closing(launcher_timeline(job.root)) as timeline,
         JobStateFile(job.root, restarts, ends) as state,

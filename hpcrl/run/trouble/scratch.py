@@ -73,6 +73,16 @@ def sweep() -> list[Path]:
     return gone
 
 
+@contextlib.contextmanager
+def swept() -> Iterator[None]:
+    """Sweep before and after: also what processes leave that are killed meanwhile."""
+    sweep()
+    try:
+        yield
+    finally:
+        sweep()
+
+
 def _candidates(place: Path) -> list[Path]:
     try:
         return [Path(entry.path) for entry in os.scandir(place) if entry.name.startswith(PREFIX) and _mine(Path(entry.path))]

@@ -146,16 +146,16 @@ class Campaign:
         """Wait for the moment; whether it is while the run starts.  Missed if the run ends before."""
         early, wait, more = chance.random() < EARLY, chance.random(), chance.randrange(8)
         begun = time.monotonic()
-        if kind.early and early and not self.bed.training():
+        if kind.early and early and not self._training():
             time.sleep(max(0.0, self.began + wait * self.start - begun))
             return True
-        first, wished = not self.bed.training(), 0
+        first, wished = not self._training(), 0
 
         def there() -> bool:
             nonlocal wished
             if not self.bed.at_work():
                 raise Missed("it has ended")
-            if not wished and self.bed.training():
+            if not wished and self._training():
                 wished = self.bed.steps() + more
             return bool(wished) and self.bed.steps() >= wished
 
@@ -166,6 +166,10 @@ class Campaign:
         if not self.bed.at_work():
             raise Missed("it has ended")
         return False
+
+    def _training(self) -> bool:
+        """Whether the run trains since it was last started."""
+        return self.bed.attempt > self.before and self.bed.training()
 
     def _outcome(self, kind: Kind, struck: Struck, record: Record) -> None:
         """See the run end, or go on; then look at everything.  AssertionError if it does neither."""
@@ -180,7 +184,10 @@ class Campaign:
             record.error = self.bed.error(record.attempt) or self.bed.said().strip().rpartition("\n")[2]
             words = f"{self.bed.said()}\n{self.bed.error(record.attempt)}"
             finished = self.bed.finished() and not self.bed.at_work()
-            if kind.says and not finished and not re.search(kind.says, words, re.IGNORECASE):
+            spoke = (
+                bool(self.bed.said().strip()) or self.bed.attempt >= record.attempt
+            )  # else it was struck before its first line
+            if kind.says and spoke and not finished and not re.search(kind.says, words, re.IGNORECASE):
                 record.wrong.append(f"{kind.says!r} is not in what it said: {words[-600:]}")
         else:
             struck.heal()
@@ -190,7 +197,7 @@ class Campaign:
             if not self.bed.at_work() and not self.bed.finished():
                 record.wrong.append(f"it has ended: {self.bed.said()[-600:]}")
         record.wrong += wrong_in(root, self.reference)
-        if kind.orderly and not self.bed.at_work():
+        if kind.orderly and not self.bed.at_work() and self.bed.attempt >= record.attempt:
             record.wrong += [f"{name} is left" for name in self.bed.left()]
 
     def _over(self, attempt: int) -> bool:
