@@ -6,7 +6,7 @@ One host: four trainer ranks (TP 2, two copies) and one engine of two workers, a
 over shared memory and over sockets; memcpy: one process copies as many bytes once.  Six hosts: four of a rank each and two of an
 engine each, as network namespaces on a bridge with links of --rate Mbit/s in each direction (root and tc; weights_roles/hosts.py).
 There the least possible is the time in which the busiest link of the plan carries its bytes.  Best of the rounds after one to warm
-up.  Engines would stand still for all of an update, but for gathered over shared memory, where it is what the workers take.
+up, and of that round for how long generation would pause: all of it, but for gathered over shared memory what the workers take.
 
 Writes bench/results/weights.md with the machine's load beside; the last line printed is one JSON object.
 """
@@ -38,17 +38,19 @@ from hpcrl.rendezvous.server import StoreServer  # noqa: E402
 HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
 LOAD = (
-    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, all others are six; in pieces each byte "
-    "is copied three times: into shared memory, out of it, and into the parameter."
+    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries before each row; all "
+    "others are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta keeps a copy too."
 )
 ONE_HOST = (("gathered", True), ("resharded", True), ("delta", True), ("gathered", False), ("resharded", False), ("delta", False))
 
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: best of an update; busy: processor's seconds of all processes together; loads: of the machine when it ended."""
+    """seconds: best of an update; pause: seconds of it in which engines stand still, or None: there are none; busy: processor's seconds
+    of all processes together; load: of the machine when it ended."""
 
     seconds: float
+    pause: float | None
     busy: float
     load: float
 
@@ -74,7 +76,8 @@ def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...]
             raise SystemExit(f"{way}: a process ended with {process.exitcode}")
     for server in servers:
         server.close()
-    return Result(min(next(found for me, found, _ in told if me == 0)), sum(busy for *_, busy in told), os.getloadavg()[0])
+    seconds, pause = min(next(found for me, found, _ in told if me == 0))
+    return Result(seconds, pause, sum(busy for *_, busy in told), os.getloadavg()[0])
 
 
 def memcpy(size: int, rounds: int) -> Result:
@@ -86,7 +89,7 @@ def memcpy(size: int, rounds: int) -> Result:
         found.append(time.perf_counter() - begin)
         after = resource.getrusage(resource.RUSAGE_SELF)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return Result(min(found[1:]), min(used[1:]), os.getloadavg()[0])
+    return Result(min(found[1:]), None, min(used[1:]), os.getloadavg()[0])
 
 
 def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
@@ -98,7 +101,7 @@ def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
         found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
     plan = plan_of(Stage("resharded", tensors, 1, 2, "", (0, 0), ("", "", ""), False, BUCKET // 4, hosts, None, None, None))
     busiest = max(plan.crossing().max(), plan.arriving().max(), plan.handed_on().max())
-    found["least"] = Result(float(busiest) * 8 / (rate * 1e6), 0.0, 0.0)
+    found["least"] = Result(float(busiest) * 8 / (rate * 1e6), None, 0.0, 0.0)
     answers.put(found)
 
 
@@ -118,12 +121,12 @@ def in_own_process(*arguments: Any) -> dict[str, Result]:
 
 def table(rows: dict[str, Result], total: int, limit: str, gathered: dict[str, str]) -> list[str]:
     """limit: the row that the others are compared with; gathered: of each row, the one of gathered to compare with."""
-    lines = [f"| | seconds | GB/s | {limit} / this | of gathered | processor's seconds | load |", "|---|---|---|---|---|---|---|"]
+    lines = [f"| | seconds | pause | GB/s | {limit} / this | of gathered | processor's seconds | load |", "|---|" + 7 * "---|"]
     for name, row in rows.items():
         beside = f"{row.seconds / rows[gathered[name]].seconds:.2f}" if name in gathered else ""
-        rate = total / row.seconds / 1e9
+        rate, pause = total / row.seconds / 1e9, "" if row.pause is None else f"{row.pause:.3f}"
         lines.append(
-            f"| {name} | {row.seconds:.3f} | {rate:.3f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
+            f"| {name} | {row.seconds:.3f} | {pause} | {rate:.3f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
             f"| {row.busy:.2f} | {row.load:.1f} |"
         )
     return lines
@@ -143,6 +146,7 @@ def main() -> None:
     rows, beside = {"memcpy": memcpy(total, rounds)}, {}
     for way, near in ONE_HOST:
         where = "shared memory" if near else "sockets"
+        rows["memcpy"] = min(rows["memcpy"], memcpy(total, rounds), key=lambda row: row.seconds)
         rows[f"{way}, {where}"] = run(way, near, tensors, rounds)
         beside[f"{way}, {where}"] = f"gathered, {where}"
     lines = ["# Weight updates", "", f"{total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host of {os.cpu_count()} cores.", ""]

@@ -1,7 +1,7 @@
 """Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one thread.
 
 They are the real outbox and inbox of --weight-update resharded and delta, and for gathered what rank 0 and the receivers do with
-shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies what it got into its parameters.
+shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies its part of what it got into its parameters, as they do.
 
 Invariant: after the last update every worker holds exactly what the ranks had.
 """
@@ -83,7 +83,7 @@ def plan_of(stage: Stage) -> Redistribution:
     for number in range(stage.tensors):
         layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
     workers = [Worker(i // TP, stage.host(RANKS + i)) for i in range(stage.workers)]
-    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2)
+    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2, stage.near)
 
 
 def join(stage: Stage, me: int) -> Post:
@@ -110,17 +110,21 @@ def change(parts: list[torch.Tensor], turn: int) -> None:
         part.view(-1)[turn % CHANGED :: CHANGED] += 1
 
 
-def timed(stage: Stage, me: int, work: Callable[[], Any], before: Callable[[int], None] = lambda _: None) -> None:
-    """All rounds; rank 0 reports the seconds of each, and everybody the processor's."""
+def timed(stage: Stage, me: int, work: Callable[[], float | None], before: Callable[[int], None] = lambda _: None) -> None:
+    """All rounds; rank 0 reports (seconds, those in which engines stand still) of each, and everybody the processor's seconds.
+
+    work: returns the time from which on engines stand still, or None: from its begin.
+    """
     found, spent = [], []
     for turn in range(stage.rounds + 1):
         before(turn)
         stage.barrier.wait(LIMIT)
         begin, used = time.perf_counter(), _used()
-        work()
+        still = work()
         spent.append(_used() - used)
         stage.barrier.wait(LIMIT)
-        found.append(time.perf_counter() - begin)
+        end = time.perf_counter()
+        found.append((end - begin, end - (begin if still is None else still)))
     stage.results.put((me, found[1:] if me == 0 else [], sum(spent[1:]) / stage.rounds))
 
 
@@ -169,7 +173,11 @@ def pieces_rank(stage: Stage, me: int) -> None:
     delta = stage.way == "delta"
     outbox = Outbox(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit, delta)
     updates = iter(range(stage.rounds + 1))
-    timed(stage, me, lambda: outbox.send(numbers, delta and next(updates) > 0), lambda turn: change(parts, turn))
+
+    def work() -> None:
+        outbox.send(numbers, delta and next(updates) > 0)
+
+    timed(stage, me, work, lambda turn: change(parts, turn))
 
 
 def pieces_worker(stage: Stage, me: int) -> None:
@@ -182,7 +190,7 @@ def pieces_worker(stage: Stage, me: int) -> None:
 
     def load(tensors: list[tuple[str, Any]], last: bool) -> None:
         for name, tensor in tensors:
-            params[name].copy_(tensor.part)
+            params[name].copy_(tensor.narrow(1, mine * HALF, HALF))
 
     updates = iter(range(stage.rounds + 1))
     timed(stage, me, lambda: reader.receive(load, delta and next(updates) > 0))
@@ -209,23 +217,25 @@ def gathered_rank(stage: Stage, me: int) -> None:
             regions.append(Region(size))
         return regions[number if stage.near else 0].buffer
 
-    def work() -> None:
+    def work() -> float | None:
         if me == 1:
             for part in parts:
                 post.send(part.view(-1).view(torch.uint8), 0, 5).wait()
         if me:
-            return
+            return None
         if group is None:
             buckets = [bucket.to_wire() for bucket, _, _ in fill(whole(), stage.bucket, room)]
+            still = time.perf_counter()
             for _ in range(stage.workers):
                 stage.regions.put([buckets, [region.to_wire() for region in regions]])
-            return
+            return still
         for bucket, buffer, last in fill(whole(), stage.bucket, room):
             for _ in range(stage.workers):  # HTTP, in a run
                 stage.regions.put([bucket.to_wire(), last])
             gloo_group.broadcast(group, buffer[: bucket.nbytes], LIMIT)
             for worker in range(stage.workers):
                 post.hear(RANKS + worker, 6).wait()
+        return None
 
     timed(stage, me, work, lambda turn: change(parts, turn))
 

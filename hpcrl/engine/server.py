@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.engine.key_guard import impatient_protocol
 from hpcrl.engine.nodes.layout import node_of
-from hpcrl.engine.server_settings import LISTEN_FD, build, flags
+from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, open_role, say
@@ -119,15 +119,28 @@ def forking_arguments(args: Namespace) -> Any:
     return ForkingArgs.from_cli_args(args)
 
 
+def settings(context: RoleContext, port: int, found: Build) -> dict[str, Any]:
+    """vLLM's arguments on this host, where the GPU can be looked at."""
+    values = flags(context.options, context.plan, context.index, port, found)
+    if found.cpu or context.options.debug_rollout_only:
+        return values
+    from vllm.platforms import current_platform
+
+    mine = share_flags(context.options, current_platform.get_device_total_memory())
+    for name, value in mine.items():
+        say(f"{name} is {value:.2f}, so that a weight update fits beside")
+    return values | mine
+
+
 def run(context: RoleContext) -> None:
     """Parse the arguments and serve, or be a part of an engine whose server is on another host."""
     found = build()
     if node_of():
-        follow(parse(flags(context.options, context.plan, context.index, 1, found)))
+        follow(parse(settings(context, 1, found)))
         return
     sock = socket.socket(fileno=int(os.environ.pop(LISTEN_FD)))
     sock.set_inheritable(False)
-    values = flags(context.options, context.plan, context.index, sock.getsockname()[1], found)
+    values = settings(context, sock.getsockname()[1], found)
     import uvloop
 
     args = parse(values)

@@ -20,7 +20,9 @@ from hpcrl.config.setting_names import gather_table
 from hpcrl.engine.nodes.layout import node_flags
 from hpcrl.engine.turns.route import ON_CPU, SLEEP_LEVEL
 from hpcrl.errors import UsageError
+from hpcrl.memory.engine import share, utilization
 from hpcrl.model_files.config_json import read_config
+from hpcrl.models.family import find_family
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
 from hpcrl.processors import cores
@@ -132,6 +134,13 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         find_routing(options, config)
         ours |= _expert_flags(options, given, found.cpu)
     return ours | given
+
+
+def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:
+    """The share of a GPU of so many bytes, where vLLM's own leaves no room for a weight update (`hpcrl.memory.engine.share`)."""
+    config = read_config(options.hf_checkpoint)
+    mine = share(options, find_family(config, options.hf_checkpoint), config, gpu_bytes)
+    return {"gpu_memory_utilization": mine} if mine < utilization(options) else {}
 
 
 def _expert_flags(options: Options, given: Mapping[str, Any], cpu: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class EngineTerms:
 def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: float) -> EngineTerms:
     """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not fit."""
     weights = gpu_weights(options, family, config)
-    cache = gpu_bytes * utilization(options) - weights - WORKING
+    cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING
     tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
     parts = options.engine_data_parallel_size  # each has requests of its own
     terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING)}
@@ -54,8 +55,22 @@ def update_bytes(options: Options, family: Family, config: Config) -> float:
     return 2.0 * options.update_weight_buffer_size + layer
 
 
+def share(options: Options, family: Family, config: Config, gpu_bytes: float) -> float:
+    """The share of a GPU of `gpu_bytes` that an engine is started with for weights, cache and working memory.
+
+    What the user gives; else vLLM's own, or, in hundredths, what a weight update leaves of the GPU if that is less. An engine that
+    takes turns with the trainer has put its cache away while weights are updated, and of one that holds no update's bytes at all
+    vLLM's own says it.
+    """
+    own, beside = utilization(options), gpu_bytes - update_bytes(options, family, config)
+    mine = options.vllm.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # with the second vLLM looks at no share
+    if mine or options.takes_turns or options.debug_rollout_only or beside < gpu_bytes / 100:
+        return own
+    return min(own, math.floor(100 * beside / gpu_bytes) / 100)
+
+
 def utilization(options: Options) -> float:
-    """The share of a GPU that vLLM takes for weights, cache and working memory."""
+    """What the user gives as that share, or vLLM's own."""
     given = options.vllm.get("gpu_memory_utilization")
     if given is not None:
         return float(given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpcrl.config.options import Options
-from hpcrl.memory.engine import EngineTerms, engine_terms
+from hpcrl.memory.engine import EngineTerms, engine_terms, share, utilization
 from hpcrl.memory.sharing import SAMPLES, put_away, turns
 from hpcrl.memory.training import GIB, Terms, fullest_rank, tokens_per_gpu
 from hpcrl.models.family import Config, Family
@@ -26,6 +26,8 @@ def memory_lines(options: Options, family: Family, config: Config, gpu: float = 
     yield f"  trainer rank{of}: {_sum(trainer.gpu)}"
     if engine:
         yield f"  GPU of an engine: {_sum(engine.gpu)}"
+        if (mine := share(options, family, config, gpu * GIB)) < (own := utilization(options)):
+            yield f"    it is started with --vllm-gpu-memory-utilization {mine:.2f}, not vLLM's own {own:g}, so that a weight update fits beside"
         yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
     host = dict(trainer.host)
     if engine and options.takes_turns:

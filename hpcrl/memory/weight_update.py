@@ -72,7 +72,7 @@ def predict(options: Options, family: Family, config: Config, plan: Plan, link: 
                 mine = number(first)
             layouts.add(name, shape, _item(options, config, rule, name), mine, number(needed.of(rule, which, shape)))
     hosts = [place.host for place in plan.trainers]
-    made = redistribute(layouts, _workers(plan), hosts, options.update_weight_buffer_size // 2)
+    made = redistribute(layouts, _workers(plan), hosts, options.update_weight_buffer_size // 2, options.weight_transfer == "shm")
     return Update(made, link)
 
 

@@ -8,7 +8,8 @@ Where several engines need the same in the same cut, either each gets it from th
 busy, or a landing hands on what it got to the next (`relays`): whichever the plan finds cheaper.
 
 Invariants: every element that a landing's workers need reaches it exactly once; the busiest rank sends no more than the least
-possible beside rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and every landing.
+possible beside rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and every landing, for which what
+it reads in place is none.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Redistribution:
 
     tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; landing; round.  relays[i]:
     the landing that hands everything on to landing i (which then has no pieces of its own), or -1.  hosts: of each rank.
+    in_place: bytes of a landing's own host are read where they lie.
     """
 
     layouts: Layouts
@@ -47,6 +49,7 @@ class Redistribution:
     relays: tuple[int, ...]
     hosts: tuple[str, ...]
     limit: int
+    in_place: bool
     tensor: np.ndarray
     top: np.ndarray
     bottom: np.ndarray
@@ -103,8 +106,9 @@ class Redistribution:
 
     def largest(self) -> tuple[int, int]:
         """(most bytes that a rank packs for one round, most that a landing takes in one), with the gaps between pieces."""
-        sizes, found = padded(self.nbytes), []
-        for who, count in ((self.sender, self.ranks), (self.landing, len(self.landings))):
+        packed, found = padded(self.nbytes), []
+        taken = packed * self._far() if self.in_place else packed
+        for sizes, who, count in ((packed, self.sender, self.ranks), (taken, self.landing, len(self.landings))):
             found.append(int(np.bincount(self.round * count + who, sizes).max()) if len(sizes) else 0)
         return found[0], found[1]
 
@@ -117,20 +121,23 @@ def find_landings(workers: Sequence[Worker]) -> tuple[Landing, ...]:
     return tuple(Landing(host, tuple(mine)) for host, mine in hosts.items())
 
 
-def redistribute(layouts: Layouts, workers: Sequence[Worker], hosts: Sequence[str], limit: int) -> Redistribution:
+def redistribute(
+    layouts: Layouts, workers: Sequence[Worker], hosts: Sequence[str], limit: int, in_place: bool = False
+) -> Redistribution:
     """The plan, the same wherever it is made.
 
     hosts: of each rank; limit: bytes that a rank packs, and a landing takes, in one round.  Copies on a landing's own host are
-    taken before others.  ValueError if nobody holds a part that is needed, or `limit` is below 64 bytes.
+    taken before others.  in_place: a landing reads where they lie the bytes of ranks of its own host, so they take none of its memory
+    and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is below 64 bytes.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")
     landings = find_landings(workers)
-    direct = _ordered(layouts, landings, (-1,) * len(landings), tuple(hosts), limit)
+    direct = _ordered(layouts, landings, (-1,) * len(landings), tuple(hosts), limit, in_place)
     chain = _chain(layouts, landings, set(hosts))
     if max(chain, default=-1) < 0:
         return direct
-    relayed = _ordered(layouts, landings, chain, tuple(hosts), limit)
+    relayed = _ordered(layouts, landings, chain, tuple(hosts), limit, in_place)
     return relayed if busiest(relayed) < busiest(direct) else direct
 
 
@@ -159,7 +166,7 @@ def _chain(layouts: Layouts, landings: Sequence[Landing], near: set[str]) -> tup
 
 
 def _ordered(
-    layouts: Layouts, landings: Sequence[Landing], relays: tuple[int, ...], hosts: tuple[str, ...], limit: int
+    layouts: Layouts, landings: Sequence[Landing], relays: tuple[int, ...], hosts: tuple[str, ...], limit: int, in_place: bool
 ) -> Redistribution:
     """Pieces with senders and rounds."""
     roots = [landing if up < 0 else None for landing, up in zip(landings, relays, strict=True)]
@@ -168,11 +175,15 @@ def _ordered(
     pieces = _sent_by(pieces, sets, len(hosts), limit)
     order = np.lexsort((pieces["left"], pieces["top"], pieces["landing"], pieces["tensor"], pieces["at"]))
     pieces = {name: column[order] for name, column in pieces.items()}
-    pieces["round"] = divide(padded(pieces["nbytes"]), pieces["sender"], pieces["landing"], limit)
+    takes = pieces["landing"]
+    if in_place:  # in the sender's memory, and so within the sender's limit
+        near = np.asarray([[host == landing.host for landing in landings] for host in hosts])
+        takes = np.where(near[pieces["sender"], takes], len(landings) + pieces["sender"], takes)
+    pieces["round"] = divide(padded(pieces["nbytes"]), pieces["sender"], takes, limit)
     order = np.lexsort((np.arange(len(order)), pieces["landing"], pieces["sender"], pieces["round"]))
     names = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "landing", "round")
     columns = {name: np.ascontiguousarray(pieces[name][order], dtype=np.int64) for name in names}
-    return Redistribution(layouts, tuple(landings), relays, hosts, limit, **columns)
+    return Redistribution(layouts, tuple(landings), relays, hosts, limit, in_place, **columns)
 
 
 def _pieces(layouts: Layouts, landings: Sequence[Landing | None], hosts: Sequence[str]) -> tuple[list[tuple[int, ...]], Columns]:

@@ -24,11 +24,13 @@ from hpcrl.engine.server_settings import (
     flags,
     kv_cache_bytes,
     server_environment,
+    share_flags,
 )
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE, MeetingPeer
+from tests.support.layouts import config_of
 
 CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
@@ -46,6 +48,16 @@ def options(model: str = "m", **values: Any) -> Options:
 
 def plan(o: Options, *hosts: Host) -> Plan:
     return make_plan(o, list(hosts) or local_hosts(o), "run")
+
+
+def test_the_share_of_a_small_gpu_leaves_room_for_a_weight_update(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", odd=False)))
+    two_buckets = {"update_weight_buffer_size": 256 << 20}
+    mine = share_flags(options(str(tmp_path), **two_buckets), 4 << 30)["gpu_memory_utilization"]
+    assert mine == 0.87, "7/8 but for a small layer"
+    assert share_flags(options(str(tmp_path), **two_buckets), 80 << 30) == {}
+    given = options(str(tmp_path), **two_buckets, vllm={"gpu_memory_utilization": 0.9})
+    assert share_flags(given, 4 << 30) == {}
 
 
 @pytest.mark.parametrize(

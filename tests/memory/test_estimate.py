@@ -11,7 +11,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
-from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, token_bytes, update_bytes
+from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
 from hpcrl.memory.sharing import SAMPLES, TRAINS, put_away, turns
@@ -245,6 +245,33 @@ def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
     assert "warn: a weight update takes 8.0 GiB of an engine's GPU beside its share of 74 of 80; lower" in said
     assert "--vllm-gpu-memory-utilization to 0.89 or less" in said
     assert "a weight update takes" not in "\n".join(memory_lines(resharded, family, config))
+
+
+def test_an_engines_share_leaves_room_for_a_weight_update_where_the_user_gives_none() -> None:
+    name = "GLM-4.5-355B, BF16 rollouts"
+    family, config = model_of(name)
+    apart = guide(name).model_copy(update={"colocate": False, "rollout_num_gpus": 32, "vllm": {}})
+    gpu = 80.0 * GIB
+    own, mine = utilization(apart), share(apart, family, config, gpu)
+    update = update_bytes(apart, family, config)
+    assert own * gpu + update > gpu >= mine * gpu + update > gpu - 0.01 * gpu
+    assert mine < own
+    said = "\n".join(memory_lines(apart, family, config))
+    assert f"it is started with --vllm-gpu-memory-utilization {mine:.2f}, not vLLM's own {own:g}" in said
+    assert "a weight update takes" not in said
+    terms = engine_terms(apart, family, config, gpu)
+    assert terms.total == pytest.approx(mine * gpu + update)
+    for other in (
+        {"vllm": {"gpu_memory_utilization": 0.95}},
+        {"vllm": {"kv_cache_memory_bytes": 1 << 30}},
+        {"colocate": True},
+        {"debug_rollout_only": True},
+        {"weight_update": "resharded"},
+    ):
+        options = apart.model_copy(update=other)
+        assert share(options, family, config, gpu) == utilization(options), other
+        assert "it is started with" not in "\n".join(memory_lines(options, family, config)), other
+    assert share(apart, family, config, update) == own, "a GPU that holds no update"
 
 
 def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,21 @@ def test_what_lies_on_the_engines_host_is_taken_from_there() -> None:
     assert plan.sent().tolist() == [20 * 512 * 64 * 2] * 2
 
 
+def test_what_a_host_reads_in_place_takes_none_of_its_memory() -> None:
+    """Four ranks of the engine's host then send as much in a round as each may."""
+    layouts, workers, _ = big_layouts(1, 4)
+    limit = 64 << 10
+    copied, there, away = (
+        redistribute(layouts, workers, hosts, limit, in_place)
+        for hosts, in_place in ((["e0"] * 4, False), (["e0"] * 4, True), (["e0", "t", "t", "t"], True))
+    )
+    assert copied.largest() == (limit, limit)
+    assert there.largest() == (limit, 0)
+    assert there.rounds < copied.rounds / 3
+    assert (there.sent() == copied.sent()).all()
+    assert away.largest()[1] <= limit
+
+
 def test_a_row_longer_than_a_round_is_cut_too() -> None:
     layouts = Layouts()
     layouts.add("wide", (3, 1000), 4, layouts.pattern([whole((3, 1000), (0,))]), layouts.pattern([whole((3, 1000), (0,))]))

@@ -1,7 +1,8 @@
 """A worker's side of the transfer: pieces from many ranks become the parts that this worker holds, and go to vLLM's loaders.
 
 What comes over sockets comes to one worker of the host, the porter, in memory that the others map; what a trainer rank of the same
-host has lies in that rank's memory.  While a round is loaded, the next one arrives.
+host has lies in that rank's memory.  While a round is loaded, the next one arrives.  In memory of the host loaders read a round
+where it lies; whose memory it is hears DONE once they have, and what they keep was copied.
 
 Invariant: memory beside the model is two rounds for each host, what has come in part (`assembly.py`), and what vLLM keeps of a
 layer until it is complete.
@@ -37,7 +38,7 @@ class InboxReader:
     """One worker, member `post.me`, of the landing whose inbox this is."""
 
     def __init__(self, post: Post, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
-        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held, keep, post.device)
+        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held, keep, post.device, post.lends)
         self.porter = post.me == inbox.porter
         self.mates = [worker for worker in inbox.workers if worker != post.me] if self.porter else []
         self.memory: Room | None = None
@@ -65,11 +66,11 @@ class InboxReader:
         if changes and not self.assembly.current:
             raise ValueError("changes were to come, and this worker has not kept what they change")
         self.assembly.begin()
-        number, last = 0, len(self.inbox.rounds) - 1
+        number, rounds = 0, self.inbox.rounds or ((),)  # of nothing the last comes at once
         arriving: dict[tuple[int, int], Transfer] = {}
         for turn in range(HALVES):
             arriving |= self._hear_of(turn, changes) | self._expect(turn, changes)
-        for turn, messages in enumerate(self.inbox.rounds):
+        for turn, messages in enumerate(rounds):
             handed: list[Transfer] = []
             complete: list[tuple[str, torch.Tensor]] = []
             arriving |= self._hear_of(turn + HALVES, changes)
@@ -82,19 +83,36 @@ class InboxReader:
                     heard = transfer.wait()
                     letter = self._letter(message, heard) if changes else None
                 complete += self.assembly.take(number + place, self._bytes(message), letter)
-                if message.near or not self.porter:
-                    self.post.settle()
-                    handed.append(self.post.tell(self._source(message), DONE))
+                if not self.assembly.lendable:
+                    handed += self._done_with(message)
             number += len(messages)
-            if turn < last and complete:
-                load(complete, False)
+            try:
+                self._load(load, complete, turn == len(rounds) - 1)
+            finally:  # a load that fails is not the ranks' matter: they hear of it from the engine
+                if self.assembly.lendable:
+                    handed += self._done_with(*messages)
             for transfer in handed:
                 transfer.wait()
             arriving |= self._expect(turn + HALVES, changes)
-        if not self.assembly.complete():
-            raise ValueError("the last round was taken and something is missing")
-        load(complete, True)
         self.assembly.current = self.assembly.keep
+
+    def _load(self, load: Load, complete: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        """Have what is complete loaded; after this the messages that it came in are not read again."""
+        if last and not self.assembly.complete():
+            raise ValueError("the last round was taken and something is missing")
+        try:
+            if last or complete:
+                load(complete, last)
+        finally:
+            complete.clear()
+            self.assembly.settle()
+
+    def _done_with(self, *messages: Message) -> list[Transfer]:
+        """Tell those in whose memory messages lie that they are read."""
+        sources = [self._source(message) for message in messages if message.near or not self.porter]
+        if sources:
+            self.post.settle()
+        return [self.post.tell(source, DONE) for source in sources]
 
     def _hear_of(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
         """Begin to hear of what a round brings into memory of others, by its place: a word, or the letter of what has changed.

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from hpcrl.redistribution.rounds import ALIGN
+from hpcrl.weights.pieces.bits import WORDS
 
 WHOLE = -1
 BLOCK = 1 << 16
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  #: of an element's size
 
 
 def letter_of(pieces: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def write(new: torch.Tensor, old: torch.Tensor, item: int, out: torch.Tensor) ->
 
     All uint8 [bytes]; item: bytes of an element.  Returns the letter's number.
     """
-    words, before = new.view(_WORDS[item]), old.view(_WORDS[item])
+    words, before = new.view(WORDS[item]), old.view(WORDS[item])
     at = torch.from_numpy(np.flatnonzero(words.numpy() != before.numpy()))  # six times as quick as torch's
     count, elements = len(at), len(words)
     if size(count, elements, item) >= size(WHOLE, elements, item):
@@ -76,9 +76,4 @@ def read(buffer: torch.Tensor, count: int, elements: int, item: int) -> tuple[to
     at = low + torch.repeat_interleave(torch.arange(blocks), each) * BLOCK
     if count and int(at.max()) >= elements:
         raise ValueError(f"element {int(at.max())} of a piece of {elements} was to change")
-    return at, buffer[begin : begin + count * item].view(_WORDS[item])
-
-
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a contiguous tensor, in the shape and with the item size that it has."""
-    return tensor.view(_WORDS[tensor.element_size()])
+    return at, buffer[begin : begin + count * item].view(WORDS[item])

@@ -98,6 +98,10 @@ class DevicePost(Post):
     _receives: list[tuple[torch.Tensor, int, _Part]] = field(default_factory=list)
 
     @property
+    def lends(self) -> bool:
+        return False
+
+    @property
     def device(self) -> torch.device:
         assert self.wire is not None
         return self.wire.device

@@ -90,6 +90,10 @@ class IpcPost(Post):
     _opened: list[Block] = field(default_factory=list)
 
     @property
+    def lends(self) -> bool:
+        return False
+
+    @property
     def device(self) -> torch.device:
         return self.shelf.memory.device
 

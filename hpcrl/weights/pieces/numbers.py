@@ -17,6 +17,7 @@ from hpcrl.models.slicing import Place
 from hpcrl.redistribution.copies import sources
 from hpcrl.redistribution.rectangles import Rectangle
 from hpcrl.weights.fp8 import BAND, Scheme, encode, scales_for
+from hpcrl.weights.pieces.bits import copy
 
 #: the largest values of a rank's quantised tensors, to be raised to those of all ranks that hold parts of the same
 Agree = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
@@ -88,7 +89,7 @@ class Numbers:
             if quantised:
                 self._code(name, tensor.matrix[part], area, piece, out)
             else:
-                out[piece].copy_(tensor.matrix[part])
+                copy(out[piece], tensor.matrix[part])
 
     def _code(self, name: str, values: torch.Tensor, area: Rectangle, piece: tuple[slice, slice], out: torch.Tensor) -> None:
         assert self.scheme is not None

@@ -101,19 +101,25 @@ Sharing = Literal["host", "engine", "worker"]
 
 
 def make(
-    held: Mapping[str, HeldTensor], manifests: Manifests, hosts: Sequence[str], limit: int, sharing: Sharing
+    held: Mapping[str, HeldTensor],
+    manifests: Manifests,
+    hosts: Sequence[str],
+    limit: int,
+    sharing: Sharing,
+    in_place: bool = False,
 ) -> Redistribution:
     """The plan.
 
     hosts: whereabouts of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together: all workers
-    of a host, where processes may open each other's memory; those of an engine on a host; or every worker its own.
+    of a host, where processes may open each other's memory; those of an engine on a host; or every worker its own; in_place: workers
+    load what lies in memory of their host from there.
     """
     workers = []
     for number, engine in enumerate(manifests):
         for at, worker in enumerate(engine):
             apart = {"host": "", "engine": f"engine {number} on ", "worker": f"worker {at} of engine {number} on "}[sharing]
             workers.append(Worker(number, f"{apart}{worker['where']}"))
-    return redistribute(layouts_of(held, manifests), workers, hosts, limit // HALVES)
+    return redistribute(layouts_of(held, manifests), workers, hosts, limit // HALVES, in_place)
 
 
 def to_bytes(plan: Redistribution) -> bytes:

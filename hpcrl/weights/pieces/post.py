@@ -94,6 +94,11 @@ class Post:
         return self.receive(torch.zeros(max(1, 4 * pieces), dtype=torch.uint8), source, tag)
 
     @property
+    def lends(self) -> bool:
+        """Whether what was copied out of a message's memory has been read when the call that copies it returns."""
+        return True
+
+    @property
     def device(self) -> torch.device:
         """Where the bytes of messages lie."""
         return torch.device("cpu")

@@ -29,9 +29,9 @@ from hpcrl.weights.transports.nccl import unique_id
 if TYPE_CHECKING:
     import torch
 
-NCCL, IPC = "hpcrl_nccl", "hpcrl_ipc"
+SHM, NCCL, IPC = "hpcrl_shm", "hpcrl_nccl", "hpcrl_ipc"
 #: the engines' ends that can take pieces, and who gets bytes once together
-BACKENDS: dict[str, Sharing] = {"hpcrl_shm": "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
+BACKENDS: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
 
 
@@ -85,7 +85,7 @@ class PiecesTransport:
         limit = self.options.update_weight_buffer_size
         needs = wanted(self.manifests)
         check_codes(held, needs, self.scheme)
-        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, BACKENDS[backend])
+        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, BACKENDS[backend], in_place=backend == SHM)
         dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
         if backend == IPC:

@@ -1,0 +1,176 @@
+"""Parts that loaders read in memory of others: each element right whatever is kept, and nobody's memory read after its DONE."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.engine.pieces.inbox import InboxReader
+from hpcrl.engine.pieces.lent_tensor import LentTensor, Loan
+from hpcrl.engine.pieces.part_tensor import PartTensor
+from hpcrl.models.slicing import Place
+from hpcrl.redistribution.layouts import Layouts, Part, Worker, whole
+from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.weights.pieces.post import Post, Transfer
+from hpcrl.weights.pieces.wire import DONE
+from tests.support.layouts import Case
+from tests.weights.test_pieces import boxes_of, closed, members, rank_side, simple, worker_side
+
+__all__ = ["closed"]
+
+
+def loan(full: torch.Tensor) -> Loan:
+    """All of a matrix of 6 x 8, in three tiles."""
+    found = Loan((6, 8), full.dtype, lambda size: torch.empty(size, dtype=torch.uint8))
+    for rows, columns in (((0, 2), (0, 8)), ((2, 6), (0, 5)), ((2, 6), (5, 8))):
+        where = slice(*rows), slice(*columns)
+        found.add(where, full[where])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_lent_part_is_copied_out_of_its_tiles(dtype: torch.dtype) -> None:
+    full = torch.arange(48).view(6, 8).to(dtype)
+    lent = LentTensor(loan(full))
+    target = torch.zeros(6, 8, dtype=dtype)
+    assert torch.equal(target.copy_(lent), full)
+    narrow = lent.narrow(0, 1, 4)[:, 3:7]
+    assert isinstance(narrow, LentTensor)
+    parameter = torch.nn.Parameter(torch.zeros(8, 6, dtype=dtype).t(), requires_grad=False)  # its rows lie apart
+    parameter.data[1:5, 3:7].copy_(narrow)
+    assert torch.equal(parameter[1:5, 3:7], full[1:5, 3:7])
+    assert int((parameter != 0).sum()) == 16
+    wide = torch.zeros(6, 8, dtype=torch.float64)
+    assert torch.equal(wide.copy_(lent).to(dtype), full), "a parameter of another dtype"
+    torch.empty(6, 8, dtype=dtype, device="meta").copy_(lent)
+    assert lent.loan._own is None, "copying makes none of its own"
+
+
+def test_whatever_else_is_done_to_a_lent_part_has_memory_of_its_own() -> None:
+    full = torch.arange(48.0).view(6, 8)
+    wanted = full.clone()
+    for work in (
+        lambda t: t.t(),
+        lambda t: t.view(-1),
+        lambda t: t[3],
+        lambda t: t + 0,
+        lambda t: t.to(torch.float64),
+        lambda t: t[::2],
+    ):
+        full.copy_(wanted)
+        found = work(LentTensor(loan(full)))
+        assert not isinstance(found, LentTensor)
+        full.zero_()
+        assert torch.equal(found, work(wanted))
+
+
+def one_host(limit: int) -> tuple[Case, Redistribution]:
+    """Two ranks with half of the rows of each matrix, a worker with columns 2 to 6 of it and one with all, on one host."""
+    layouts, case = Layouts(), Case(["t", "t"], [Worker(0, "t"), Worker(0, "t")])
+    for number in range(6):
+        name = f"w{number}"
+        case.tensors[name] = torch.arange(64, dtype=torch.int32).view(8, 8).numpy() + 100 * number
+        held = layouts.pattern([Part((0, 4), (0, 8), (0,)), Part((4, 8), (0, 8), (1,))])
+        layouts.add(name, (8, 8), 4, held, layouts.pattern([Part((0, 8), (2, 6), (0,)), whole((8, 8), (1,))]))
+        for rank in range(2):
+            case.parts[rank, name] = case.tensors[name][4 * rank : 4 * rank + 4], [Place(0, (4 * rank, 4 * rank + 4), None, 0)], 0
+        case.spans[0, name] = [(0, 8)], (2, 4)
+        case.spans[1, name] = [(0, 8)], None
+    case.layouts = layouts
+    return case, redistribute(layouts, case.workers, case.hosts, limit, in_place=True)
+
+
+def carry_out(case: Case, plan: Redistribution, loads: list[Any], updates: int = 1) -> list[InboxReader]:
+    """Updates of which each is larger by one; loads: of each worker, as `InboxReader.receive` calls it."""
+    boxes, posts = boxes_of(case, plan), members(4, 2)
+
+    def rank(post: Post) -> None:
+        outbox, numbers = rank_side(case, plan, boxes, post)
+        for _ in range(updates):
+            outbox.send(numbers)
+            for tensor in numbers.own.values():
+                tensor.parameter.add_(1)
+
+    readers = [worker_side(case, plan, boxes, post) for post in posts[2:]]
+
+    def worker(reader: InboxReader, load: Any) -> None:
+        for _ in range(updates):
+            reader.receive(load)
+
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(rank, post) for post in posts[:2]]
+        taken = [pool.submit(worker, reader, load) for reader, load in zip(readers, loads, strict=True)]
+        for future in (*sent, *taken):
+            future.result(30)
+    return readers
+
+
+def test_loaders_copy_straight_out_of_the_ranks_memory_and_what_they_keep_is_their_own() -> None:
+    """Three rounds of two matrices, twice: one worker copies at once, the other keeps them all to the end."""
+    case, plan = one_host(256)
+    assert plan.rounds == 3
+    parameters = {name: torch.zeros(8, 4) for name in case.tensors}
+    kept: list[tuple[str, torch.Tensor]] = []
+
+    def copies(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        for name, tensor in tensors:
+            assert isinstance(tensor, PartTensor)
+            parameters[name].copy_(tensor.narrow(1, 2, 4))
+
+    def keeps(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        assert all(isinstance(tensor, LentTensor) for _, tensor in tensors)
+        kept.extend(tensors)
+
+    first, second = carry_out(case, plan, [copies, keeps], updates=2)
+    assert first.assembly.most == second.assembly.most == 0
+    assert not first.assembly.room.free, "no memory beside the model"
+    for name, tensor in case.tensors.items():
+        assert torch.equal(parameters[name], torch.from_numpy(tensor).float()[:, 2:6] + 1)
+    assert len(kept) == 12
+    for number, (name, tensor) in enumerate(kept):
+        assert torch.equal(tensor + 0, torch.from_numpy(case.tensors[name]).float() + number // 6), name
+
+
+def test_a_matrix_that_lies_over_two_rounds_is_put_together_as_ever() -> None:
+    case, plan = one_host(64)
+    assert plan.rounds == 12
+    found: list[dict[str, torch.Tensor]] = [{}, {}]
+    readers = carry_out(case, plan, [lambda t, last: found[0].update(t), lambda t, last: found[1].update(t)])
+    assert not readers[0].assembly.lendable
+    for name, tensor in case.tensors.items():
+        assert torch.equal(found[0][name].narrow(1, 2, 4), torch.from_numpy(tensor).float()[:, 2:6])
+        assert torch.equal(found[1][name], torch.from_numpy(tensor).float())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_done_is_said_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is_not_the_ranks_matter(fails: bool) -> None:
+    case, _ = simple()
+    case.workers = [Worker(0, "t")]
+    plan = redistribute(case.layouts, case.workers, case.hosts, 256, in_place=True)
+    boxes, (rank, worker) = boxes_of(case, plan), members(2, 1)
+    order: list[str] = []
+
+    class Noted(Post):
+        def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
+            order.append("done" if tag == DONE else "word")
+            return super().tell(to, tag, letter)
+
+    def load(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        order.append("load")
+        if fails and last:
+            raise ValueError("no such tensor")
+
+    reader = worker_side(case, plan, boxes, Noted(worker.group, worker.me, 1, 20))
+    with ThreadPoolExecutor(1) as pool:
+        outbox, numbers = rank_side(case, plan, boxes, rank)
+        sending = pool.submit(outbox.send, numbers)
+        if fails:
+            with pytest.raises(ValueError, match="no such tensor"):
+                reader.receive(load)
+        else:
+            reader.receive(load)
+        assert sending.result(20) == 4 * 64 * 4
+    assert order == ["load", "done"] * 4
