@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 Segment = tuple[int, int]  #: (start, length)
+Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for all
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,11 @@ class Piece:
     def to_wire(self) -> dict[str, Any]:
         """Everything but the tensor, as plain values."""
         return {"shape": self.shape, "dtype": self.dtype, "rows": self.rows, "columns": self.columns, "same_as": self.same_as}
+
+
+def in_blocks(segment: Segment, size: int, block: int) -> Segment | None:
+    """A segment of `size` elements, counted in blocks; None if a block lies over its edge."""
+    start, length = segment
+    if start % block or (length % block and start + length != size):
+        return None
+    return start // block, -(-length // block)

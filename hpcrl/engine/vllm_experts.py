@@ -11,14 +11,17 @@ as if it were one: `experts` then returns None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from hpcrl.engine.tensor_shard import Piece
+from hpcrl.engine.tensor_shard import Cut, Piece, in_blocks
+from hpcrl.model_files.safetensors_headers import Entry
 
 PLAIN = ("TRITON", "BATCHED_TRITON")  #: kernels of CUDA that take the two parameters as they come from the loader
 DIGIT = 128  #: numbers below it are exact in every dtype that experts have
@@ -58,6 +61,48 @@ def experts(path: str, layer: Any, others: set[int]) -> dict[str, Piece] | None:
         found[f"{name}.{down}.weight"] = Piece(
             (hidden, whole), dtype, rows, (start, width), partial(_down, layer, place, hidden, width)
         )
+    return found
+
+
+def coded_expert_cuts(path: str, layer: Any, names: Mapping[str, Entry]) -> dict[str, Cut]:
+    """This worker's parts of FP8 experts with scales of blocks, by the checkpoint's names; nothing of those that other workers hold.
+
+    None of a matrix that it holds whole, or where a block lies over the edge of a part.
+    """
+    method = getattr(layer, "quant_method", None)
+    if (
+        type(method) is not Fp8MoEMethod
+        or not method.weight_block_size
+        or getattr(method, "weight_scale_refine", None) is not None
+    ):
+        return {}
+    config, places, (high, wide) = layer.moe_config, getattr(layer, "expert_map_manager", None), method.weight_block_size
+    parallel = config.moe_parallel_config
+    if places is None or places.num_fused_shared_experts or getattr(config, "tp_shard_with_padding", False):
+        return {}
+    if getattr(parallel, "enable_eplb", False):  # places then change while the engine runs
+        return {}
+    gate, up, down = (getattr(layer, f"ckpt_{name}_name", name) for name in ("gate_proj", "up_proj", "down_proj"))
+    found: dict[str, Cut] = {}
+    for number in range(layer.global_num_experts):
+        elsewhere = places.map_global_to_local(number) < 0  # what its loader asks, and then takes nothing
+        for part in (gate, up, down):
+            coded = f"{path.partition('.experts')[0]}.experts.{number}.{part}.weight"
+            scales = f"{coded}_scale_inv"
+            if coded not in names or scales not in names:
+                continue
+            if elsewhere:
+                found[coded] = found[scales] = ((0, 0),), None
+                continue
+            whole, other = names[coded].shape if part != down else reversed(names[coded].shape)
+            along, beside = (high, wide) if part != down else (wide, high)
+            width = whole // parallel.tp_size
+            mine = in_blocks((width * parallel.tp_rank, width), whole, along)
+            if parallel.tp_size == 1 or whole % parallel.tp_size or mine is None:
+                continue
+            segment = (width * parallel.tp_rank, width)
+            found[coded] = ((segment,), None) if part != down else (((0, other),), segment)
+            found[scales] = ((mine,), None) if part != down else (((0, -(-other // beside)),), mine)
     return found
 
 

@@ -11,7 +11,7 @@ Invariant: `pieces` covers every parameter of the model, or names the modules wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -24,14 +24,14 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from hpcrl.engine.tensor_shard import Piece, Segment
-from hpcrl.engine.vllm_experts import experts, is_experts
+from hpcrl.engine.tensor_shard import Cut, Piece, Segment, in_blocks
+from hpcrl.engine.vllm_experts import coded_expert_cuts, experts, is_experts
 from hpcrl.model_files.safetensors_headers import Entry
 from hpcrl.weights.bucket import dtype_name
 
-Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for all
 CHUNK = 1024  #: rows of the identity that are multiplied at once
 
 
@@ -40,17 +40,20 @@ class Holdings:
     """All pieces by name.
 
     opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers; unseen:
-    what the checkpoint has under them.
+    what the checkpoint has under them; cuts: of those among them whose layer is known to need no more, this worker's part.
     """
 
     pieces: Mapping[str, Piece]
     opaque: tuple[str, ...]
     unseen: Mapping[str, Entry]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     def span(self, name: str, shape: Sequence[int]) -> Cut:
         """The rows and columns of a tensor of that shape which this worker needs; all of it where that is not known."""
         if name in self.pieces:
             return self.pieces[name].rows, self.pieces[name].columns
+        if name in self.cuts:
+            return self.cuts[name]
         return ((0, shape[0]),), None
 
     @property
@@ -76,6 +79,7 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
     packed, names = getattr(model, "packed_modules_mapping", None) or {}, names or {}
     pieces: dict[str, Piece] = {}
     opaque: list[str] = []
+    cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
     modules = dict(model.named_modules())
     if (head := getattr(model, "lm_head", None)) is not None:
@@ -91,11 +95,14 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
             pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
             opaque += _opaque_prefixes(path, packed)
+            cuts |= coded_cuts(path, layer, {} if f"{path}.weight" in names else packed, names) | coded_expert_cuts(
+                path, layer, names
+            )
         else:
             pieces |= _plain(path, layer, opaque)
     prefixes = tuple(dict.fromkeys(opaque))
     unseen = {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")}
-    return Holdings(pieces, prefixes, unseen)
+    return Holdings(pieces, prefixes, unseen, {name: cut for name, cut in cuts.items() if name in unseen})
 
 
 def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:
@@ -160,6 +167,29 @@ def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]])
         rows = tuple((base + starts[i], local[i]) for base, i in zip(bases, group, strict=False))
         shape = (bases[-1], layer.input_size)
         found.append(_Matrix(name, shape, (rows, columns), offsets[group[0]], offsets[group[-1] + 1]))
+    return found
+
+
+def coded_cuts(path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]], names: Mapping[str, Entry]) -> dict[str, Cut]:
+    """This worker's parts of the FP8 matrices of a linear layer, and of the scales of their blocks, by the checkpoint's names.
+
+    None of a matrix where a block lies over the edge of a part, or where the checkpoint's shapes are not what the layer says.
+    """
+    method = getattr(layer, "quant_method", None)
+    if type(method) is not Fp8LinearMethod or not method.weight_block_size or not isinstance(layer, LinearBase):
+        return {}
+    high, wide = method.weight_block_size
+    found: dict[str, Cut] = {}
+    for matrix in _matrices(path, layer, packed):
+        (rows, columns), (height, width) = matrix.cut, matrix.shape
+        grid = -(-height // high), -(-width // wide)
+        down = [in_blocks(segment, height, high) for segment in rows]
+        across = [in_blocks(columns, width, wide)] if columns is not None else []
+        coded, scales = f"{matrix.name}.weight", f"{matrix.name}.weight_scale_inv"
+        shapes = [tuple(names[name].shape) if name in names else None for name in (coded, scales)]
+        if shapes == [matrix.shape, grid] and None not in (*down, *across):
+            found[coded] = matrix.cut
+            found[scales] = tuple(segment for segment in down if segment), across[0] if across else None
     return found
 
 

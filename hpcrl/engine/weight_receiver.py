@@ -55,6 +55,7 @@ class WorkerExtension:
             "tensors": {name: piece.to_wire() for name, piece in held.pieces.items()},
             "opaque": list(held.opaque),
             "unseen": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in held.unseen.items()},
+            "cuts": {name: {"rows": rows, "columns": columns} for name, (rows, columns) in held.cuts.items()},
         }
 
     def hpcrl_join(self, invitation: str) -> None:

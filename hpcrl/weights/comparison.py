@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.errors import PeerError
 from hpcrl.weights.digest import cut, digest
 from hpcrl.weights.engine_fleet import Fleet
+from hpcrl.weights.manifest import span
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class Comparison:
             for workers, mine in zip(self.manifests, expected, strict=True):
                 for worker in workers:
                     for other in (name,) if kept else (name, *self.ties.get(name, ())):
-                        rows, columns = _span(worker, other, tensor)
+                        rows, columns = span(worker, other, tuple(tensor.shape))
                         if kept and not sum(length for _, length in rows):
                             continue
                         part = json.dumps([rows, columns])
@@ -73,10 +74,3 @@ class Comparison:
                         raise Differs(
                             f"{engine}: after the update {len(wrong)} tensors are not what was sent: {', '.join(wrong[:5])}"
                         )
-
-
-def _span(worker: Mapping[str, Any], name: str, tensor: torch.Tensor) -> tuple[Any, Any]:
-    """(rows, columns) that a worker holds; all of a tensor that only its loader knows how to cut."""
-    if (held := worker["tensors"].get(name)) is not None:
-        return held["rows"], held["columns"]
-    return ([[0, tensor.shape[0]]] if tensor.dim() else []), None

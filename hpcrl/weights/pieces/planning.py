@@ -19,6 +19,7 @@ from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.redistribution.rounds import padded
 from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.manifest import span
 from hpcrl.weights.pieces.wire import HALVES, Inbox, Message, Tensor
 
 COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "landing", "round")
@@ -90,11 +91,7 @@ def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
 def _spans(name: str, shape: tuple[int, ...], manifests: Manifests) -> Iterator[tuple[int, Any, Any]]:
     workers = [worker for engine in manifests for worker in engine]
     for number, worker in enumerate(workers):
-        held = worker["tensors"].get(name)
-        if held is None:  # known to the checkpoint alone
-            yield number, [(0, shape[0])], None
-        else:
-            yield number, held["rows"], held["columns"]
+        yield number, *span(worker, name, shape)
 
 
 Sharing = Literal["host", "engine", "worker"]
