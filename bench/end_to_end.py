@@ -92,7 +92,7 @@ def warmed(root: Path) -> Path:
     recipe, run = root / "warm.toml", root / "warm"
     recipe.write_text(shared.replace("{recipe}/", f"{REPO}/examples/") + "[[stage]]\n" + warm_up)
     hpcrl("run", recipe, "--run-dir", run)
-    hpcrl("convert", "to-hf", run / "sft", "--output-dir", root / "warm-model")
+    hpcrl("convert", "to-hf", run, "--output-dir", root / "warm-model")
     return root / "warm-model"
 
 
