@@ -26,6 +26,8 @@ from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.trouble.storage import WORDS, mend, words
 
+LISTEN = 0.2  #: seconds between two looks for another's error
+
 
 @dataclass(frozen=True)
 class RoleContext:
@@ -90,7 +92,7 @@ def act(
 ) -> int:
     """Run `body`; record what goes wrong and return the exit status.
 
-    late(error): seconds to wait before an error is recorded, for errors that are mere echoes of another's death.
+    late(error): seconds to wait for another's word before an error is recorded, for errors that are mere echoes of another's death.
     record(message): in place of recording it as the attempt's error.  beat: the name that this process gives signs of life
     under (default: ROLE-INDEX).
     """
@@ -104,13 +106,21 @@ def act(
         with contextlib.suppress(OSError):
             traceback.print_exc()
         message, status = _said(error), 1
-        time.sleep(late(error))
+        _let_others_speak(context.rundir, late(error))
     say(f"error: {message}")
     if record is not None:
         record(message)
     else:
         context.rundir.fail(role, index, message)
     return status
+
+
+def _let_others_speak(rundir: RunDir, seconds: float) -> None:
+    """Wait until an error of this attempt is recorded, or so long."""
+    until = time.monotonic() + seconds
+    with contextlib.suppress(HpcrlError):  # one that is recorded and damaged is an end too
+        while time.monotonic() < until and rundir.failure() is None:
+            time.sleep(LISTEN)
 
 
 def _said(error: Exception) -> str:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TURN = 1.0  #: seconds that all ranks wait for the rollout process before they look whether engines want weights
-ECHO = 3.0  #: seconds to hold back an error that may only say that another rank is gone: that rank's own error comes first
+#: seconds to hold back an error that may only say that another rank is gone: that rank's own comes first, or its launcher's, who waits
+#: 3 s for somebody who knows more
+ECHO = 6.0
 
 
 class Crank:

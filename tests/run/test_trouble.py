@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,25 @@ def test_a_role_says_what_the_system_said(tmp_path: Path, capsys: pytest.Capture
         failure.message
         == "/dev/shm/x: this process has too many files open (Too many open files); raise the hard limit, ulimit -Hn"
     )
+
+
+def test_an_echo_waits_for_the_word_of_who_knows_and_no_longer(tmp_path: Path) -> None:
+    first, second = (RunDir.create(tmp_path / name) for name in ("first", "second"))
+
+    def body() -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    def end(rundir: RunDir, late: float) -> str:
+        assert act("trainer", RoleContext(rundir, None, None, 0), 0, body, late=lambda _: late) == 1  # type: ignore[arg-type]
+        return str(rundir.failure())
+
+    for rundir in (first, second):
+        rundir.begin()
+    knows = threading.Timer(0.5, first.fail, ("launcher", 0, "host node2 was killed"))
+    knows.start()
+    begun = time.monotonic()
+    assert "host node2 was killed" in end(first, 60.0) and time.monotonic() - begun < 30
+    assert "Connection reset by peer" in end(second, 0.3), "nobody knows better"
 
 
 def test_the_launchers_word_replaces_an_echo(tmp_path: Path) -> None:
