@@ -89,6 +89,10 @@ class Member:
         """The exit status, negative for a signal; None while it lives."""
         return self.process.poll()
 
+    def lost(self) -> str:
+        """How a host behind it is known to have died while it lives on itself; empty if none has."""
+        return ""
+
     def end(self) -> None:
         """End it, if it has not ended by itself."""
         if self.status is None:
@@ -104,6 +108,8 @@ class Watched(Protocol):
 
     @property
     def status(self) -> int | None: ...
+
+    def lost(self) -> str: ...
 
     def end(self) -> None: ...
 
@@ -215,8 +221,12 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
 
 
 def _check(members: list[Watched], rundir: RunDir) -> None:
-    """PeerError if a member has failed, or has ended, however well, before the run did."""
+    """PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
     over = summary_of(rundir) is not None
+    if not over and (lost := next(filter(None, (m.lost() for m in members if m.status is None)), "")):
+        rundir.fail("launcher", 0, lost)  # the others, whom that ends too, wait for this word
+        rundir.check()
+        raise PeerError(lost)
     gone = [m for m in members if m.status is not None and (m.status != 0 or not over)]
     if not gone:
         rundir.check()

@@ -44,6 +44,10 @@ class RemoteHost:
             return 1
         return self.ended
 
+    def lost(self) -> str:
+        """It stands for one host alone, and ends with it."""
+        return ""
+
     def end(self) -> None:
         """Its own rank ends it: it was told so, or is gone."""
 

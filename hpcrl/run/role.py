@@ -102,6 +102,7 @@ def act(
         return 0
     except HpcrlError as error:
         message, status = str(error), error.exit_code
+        _let_others_speak(context.rundir, late(error))
     except Exception as error:  # noqa: BLE001  (the boundary of the process: everything is recorded)
         with contextlib.suppress(OSError):
             traceback.print_exc()

@@ -6,6 +6,7 @@ Invariant: hosts and their order come from Slurm's node lists; a host that does 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,12 +25,18 @@ from hpcrl.launch.batch_run import HostsSilent
 from hpcrl.launch.job import say
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
-from hpcrl.report.file_tail import last_lines
+from hpcrl.report.file_tail import FileTail, last_lines
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.squeue import ECHOES
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
+
+
+#: "srun: error: node2: task 1: Killed": a task that could say nothing itself; one that was ended with it is "Terminated"
+KILLED = re.compile(
+    rb"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?!Terminated|Exited)|srun: error: Node failure on (?P<failed>\S+)"
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,24 @@ def expand(nodelist: str) -> list[str]:
         return expand_hostlist(nodelist, allow_duplicates=True)
     except BadHostlist as error:
         raise UsageError(f"Slurm's node list {nodelist} cannot be read: {error}") from error
+
+
+@dataclass
+class Step(Member):
+    """An srun over the nodes of a component, which outlives the first of its tasks that dies for up to Slurm's KillWait (30 s)."""
+
+    nodes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._tail = FileTail(self.log)
+
+    def lost(self) -> str:
+        for line in self._tail.new():
+            found = KILLED.match(line)
+            if found and (node := (found["node"] or found["failed"]).decode(errors="replace")) in self.nodes:
+                said = line.decode(errors="replace")
+                return f"host {node}: its process died before the run was over ({said}); see {self.log}"
+        return ""
 
 
 class SrunHosts:
@@ -119,12 +144,12 @@ class SrunHosts:
             )
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
-        members = []
+        members: list[Member] = []
         for index, group in enumerate(self.groups):
             if set(group.nodes) & set(plan.hosts):
                 log = rundir.logs / f"step-{index}.log"
                 name = f"srun on {','.join(group.nodes)}"
-                members.append(Member(name, log, spawn(self._step(group, "host", rundir), log)))
+                members.append(Step(name, log, spawn(self._step(group, "host", rundir), log), nodes=group.nodes))
         return members
 
     def again(self, root: Path) -> str:

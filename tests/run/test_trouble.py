@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.exit_status import NOT_MEMORY, how_it_ended
 from hpcrl.run.role import RoleContext, act
 from hpcrl.run.rundir import RunDir, write_atomic
@@ -109,11 +109,12 @@ def test_a_role_says_what_the_system_said(tmp_path: Path, capsys: pytest.Capture
     )
 
 
-def test_an_echo_waits_for_the_word_of_who_knows_and_no_longer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("Connection reset by peer"), PeerError("Connection reset by peer")])
+def test_an_echo_waits_for_the_word_of_who_knows_and_no_longer(tmp_path: Path, error: Exception) -> None:
     first, second = (RunDir.create(tmp_path / name) for name in ("first", "second"))
 
     def body() -> None:
-        raise RuntimeError("Connection reset by peer")
+        raise error
 
     def end(rundir: RunDir, late: float) -> str:
         assert act("trainer", RoleContext(rundir, None, None, 0), 0, body, late=lambda _: late) == 1  # type: ignore[arg-type]

@@ -19,6 +19,8 @@ from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.run.trouble.scratch import scratch
 from hpcrl.trainer.start.environment import prepare_environment
 
+LISTEN = 3.0  #: seconds that whoever is told to end waits for the word of who knows why
+
 
 def command(context: RoleContext, logs: Path) -> list[str]:
     """torchrun's arguments for the ranks of this host.  logs: where it may keep files of its own."""
@@ -42,11 +44,16 @@ def _first(context: RoleContext):  # noqa: ANN202
     return context.plan.trainers[context.plan.ranks_on(context.plan.trainer_hosts[context.index])[0]]
 
 
+class ToldToEnd(PeerError):
+    """A signal from outside, which Slurm also sends to all tasks of a step after one of them has died."""
+
+
 def main() -> int:
     die_with_parent()
     context = open_role()
     ranks = context.plan.ranks_on(context.plan.trainer_hosts[context.index])
-    return act("trainer", context, ranks[0], lambda: run(context, ranks), beat=f"torchrun-{ranks[0]}")
+    late = lambda error: LISTEN if isinstance(error, ToldToEnd) else 0.0  # noqa: E731
+    return act("trainer", context, ranks[0], lambda: run(context, ranks), late, beat=f"torchrun-{ranks[0]}")
 
 
 def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
@@ -65,7 +72,7 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
             torchrun(command(context, logs))
     except SignalException as error:
         host, name = context.plan.trainer_hosts[context.index], signal_name(error.sigval)
-        raise PeerError(
+        raise ToldToEnd(
             f"host {host} was told to end by {name} (cancelled, preempted, out of time, or another host of the job lost)"
         ) from None
     except ChildFailedError as error:

@@ -187,8 +187,9 @@ class Campaign:
             spoke = (
                 bool(self.bed.said().strip()) or self.bed.attempt >= record.attempt
             )  # else it was struck before its first line
-            if kind.says and spoke and not finished and not re.search(kind.says, words, re.IGNORECASE):
-                record.wrong.append(f"{kind.says!r} is not in what it said: {words[-600:]}")
+            for says in filter(None, (kind.says, struck.says) if spoke and not finished else ()):
+                if not re.search(says, words, re.IGNORECASE):
+                    record.wrong.append(f"{says!r} is not in what it said: {words[-600:]}")
         else:
             struck.heal()
             before = self.bed.steps()

@@ -86,7 +86,8 @@ def kill(word: str) -> Callable[[Bed, random.Random], Struck]:
     def strike(bed: Bed, chance: random.Random) -> Struck:
         process = victim(bed, chance, word)
         send(signal.SIGKILL, process)
-        return Struck(name_of(process))
+        named = process.host if word == "hpcrl.launch.host" and process.host not in ("", "here") else ""
+        return Struck(name_of(process), says=named)
 
     return strike
 
