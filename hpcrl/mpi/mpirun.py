@@ -29,6 +29,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
+from hpcrl.mpi import last_word
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.plan import Host, make_plan
@@ -63,9 +64,9 @@ OWN = {
     "print": Kind("bool"),
     "help": Kind("bool"),
 }
-FOLDER, ENDED = "HPCRL_LAUNCH_FOLDER", "ended"  #: where rank 0 tells hpcrl launch that it ends, and with which status
 REACH = 20.0  #: seconds that a host may take to answer
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
+REST = 5.0  #: seconds for what was still to be handed on when mpirun ended
 
 
 def launch(argv: list[str]) -> int:
@@ -112,7 +113,8 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
     kind = flavour(mpirun)
     per_slot = stages[0].rank_launcher == "ranks"
     words = [word for word in argv if word not in ("--dry-run", "--print")]
-    program = [*handed_on(), "bash", str(shipped("launch/task.sh")), "launch", *words]
+    word = "" if own.get("dry-run") or own.get("print") else last_word.drawn()
+    program = [*handed_on(word), "bash", str(shipped("launch/task.sh")), "launch", *words]
     sweep()  # after one that was killed
     with scratch("launch") as folder:
         file = folder / "hosts"
@@ -128,13 +130,14 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
         if not started_by_scheduler(kind, agent, os.environ):
             reach([host.name for host in found.hosts], shlex.split(agent))
-        return _run(command, kind, agent, folder / ENDED)
+        return _run(command, kind, agent, word)
 
 
-def handed_on() -> list[str]:
+def handed_on(word: str) -> list[str]:
     """An `env` command with what the ranks need of our environment: not every mpirun hands it on."""
     names = ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
     kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in names if name in os.environ}
+    kept |= {last_word.ENVIRONMENT: word} if word else {}
     return ["env", *(f"{name}={value}" for name, value in kept.items())]
 
 
@@ -222,19 +225,25 @@ def _loopback(host: str) -> str | None:
     return next((str(a) for a in addresses if str(a).startswith("127.") or a == "::1"), None)
 
 
-def _run(command: list[str], kind: str, agent: str, ended: Path) -> int:
+def _run(command: list[str], kind: str, agent: str, word: str) -> int:
     """Run mpirun to its end; a first signal asks the run to save, a second ends it.
 
-    ended: a file that the launcher's rank, if it is on this machine, writes its status to: what is left of mpirun after that,
-    or after a second signal, has GRACE seconds.
+    word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or after a second
+    signal, has GRACE seconds.
     """
-    environment = {**without_mpi(os.environ), PARENT: str(os.getpid()), FOLDER: str(ended.parent)}
+    environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
     extra = shlex.split(agent)[1:]
     if kind == "mpich" and extra:
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(extra)
     process = subprocess.Popen(
-        [sys.executable, "-m", "hpcrl.run.process", *command], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        [sys.executable, "-m", "hpcrl.run.process", *command],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
+    assert process.stderr is not None
+    listener = last_word.Listener(process.stderr, word)
     asked, told = 0, float("inf")
 
     def passed_on(_: int, __: object) -> None:
@@ -246,13 +255,16 @@ def _run(command: list[str], kind: str, agent: str, ended: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, passed_on)
     while (status := process.poll()) is None:
-        if told == float("inf") and ended.exists():
+        if told == float("inf") and listener.status is not None:
             told = time.monotonic()
         if time.monotonic() - told > GRACE:
             end([psutil.Process(process.pid)], 5.0)
             print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
-            return int(ended.read_text() or 1) if ended.exists() else 1
-        time.sleep(0.2)
+            return 1 if listener.status is None else listener.status
+        listener.wait(0.2)
+    until = time.monotonic() + REST
+    while listener.wait(0.2) and time.monotonic() < until:
+        pass
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

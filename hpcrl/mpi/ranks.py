@@ -8,7 +8,6 @@ MPI world ends with the run.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -21,11 +20,11 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
+from hpcrl.mpi import last_word
 from hpcrl.mpi.channel import Channel
 from hpcrl.mpi.host_rank import HostRank
 from hpcrl.mpi.launcher_rank import PART, MpiHosts
 from hpcrl.mpi.messages import Joined
-from hpcrl.mpi.mpirun import ENDED, FOLDER
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host
 from hpcrl.run.job_file import write_job
@@ -109,11 +108,10 @@ def join_world() -> Channel[Any]:
 def leave_world(channel: Channel[Any], all_there: bool, status: int) -> NoReturn:
     """End this rank: with the others, or, if some are gone, by ending what is left of the world."""
     end_descendants(0.5)
-    if channel.rank == 0 and (folder := os.environ.get(FOLDER)):
-        with contextlib.suppress(OSError):  # hpcrl launch is on another machine
-            (Path(folder) / ENDED).write_text(str(status))
     sys.stdout.flush()
     sys.stderr.flush()
+    if channel.rank == 0:
+        last_word.tell(status)
     if not all_there or not channel.close(PART):
         channel.world.Abort(status or 1)
     if "Open MPI" in channel.mpi.Get_library_version():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpcrl.mpi import mpirun
+from hpcrl.mpi import last_word, mpirun
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +23,41 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_what_is_left_after_the_run_has_ended_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+WORD = last_word.drawn()
+
+
+def run(script: str) -> int:
+    return mpirun._run(["env", f"{last_word.ENVIRONMENT}={WORD}", "sh", "-c", script], "openmpi", "ssh", WORD)
+
+
+def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """As where a host's link is cut for ever: rank 0 has said its last word, and mpirun waits for the host."""
     begun = time.monotonic()
-    script = 'echo 3 > "$HPCRL_LAUNCH_FOLDER/ended"; sleep 100'
-    assert mpirun._run(["sh", "-c", script], "openmpi", "ssh", tmp_path / mpirun.ENDED) == 3
-    assert time.monotonic() - begun < 30
-    assert "mpirun did not end within" in capsys.readouterr().err
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.last_word import tell; tell(3)'"
+    assert run(f"echo error >&2; {tell}; printf more >&2; sleep 100") == 3
+    assert time.monotonic() - begun < 60
+    said = capfdbinary.readouterr().err
+    assert said.startswith(b"error\nmore") and b"mpirun did not end within" in said, said
 
 
-def test_one_that_ends_by_itself_is_waited_for(tmp_path: Path) -> None:
-    assert mpirun._run(["sh", "-c", "sleep 1; exit 5"], "openmpi", "ssh", tmp_path / mpirun.ENDED) == 5
+def test_one_that_ends_by_itself_is_waited_for_and_heard_to_its_end(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Though somebody who outlives it keeps its output open."""
+    text = "".join(f"line {i}\n" for i in range(20_000))
+    begun = time.monotonic()
+    assert (
+        run(
+            f"sleep 1; i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done >&2; sleep 90 & echo $! > {tmp_path}/pid; exit 5"
+        )
+        == 5
+    )
+    assert time.monotonic() - begun < 60
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert capfdbinary.readouterr().err.decode() == text
+
+
+def test_another_launchs_word_is_not_ours(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    other = f"{last_word.drawn()} 7"
+    assert run(f"echo {other} >&2; sleep 2") == 0
+    assert capfdbinary.readouterr().err.decode() == f"{other}\n"
