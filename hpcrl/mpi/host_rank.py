@@ -16,6 +16,7 @@ import psutil
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.host import GRACE
 from hpcrl.launch.local import spawn
+from hpcrl.mpi import last_word
 from hpcrl.mpi.channel import DEAD, Channel
 from hpcrl.mpi.file_sync import FileSync, write_files
 from hpcrl.mpi.messages import Begin, Bye, Ended, Files, FromLauncher, Look, Quit, Sees
@@ -75,6 +76,8 @@ class HostRank:
             self._end_part()
             if self.part:
                 self._tell_end(self.part)  # and so the launcher ends the run
+            if 0 in self.channel.silent():
+                last_word.tell(error.exit_code)  # its own word would not get through either
             return error.exit_code
         finally:
             self._end_part()

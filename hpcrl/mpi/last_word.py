@@ -1,4 +1,5 @@
-"""Rank 0's last word to `hpcrl launch`, on whatever machine either is: a line of what mpirun hands on from its ranks.
+"""The last word of rank 0, or of a rank that has lost it, to `hpcrl launch`: a line of what mpirun hands on from its ranks, so that it
+does not matter on which machines they are.
 
 Invariants: what mpirun says goes to the user as it comes, but for that line; nobody waits for an end of file, which processes that
 outlive mpirun may hold off for ever.
@@ -30,7 +31,7 @@ def tell(status: int) -> None:
 
 
 class Listener:
-    """Passes on what a stream brings.  status: as rank 0 told it, or None."""
+    """Passes on what a stream brings.  status: as the first told it, or None."""
 
     def __init__(self, stream: BinaryIO, word: str) -> None:
         self.status: int | None = None
@@ -54,7 +55,7 @@ class Listener:
 
     def _heard(self, line: bytes) -> bool:
         if found := self._line.search(line):
-            self.status = int(found[1])
+            self.status = int(found[1]) if self.status is None else self.status
         return found is not None
 
 

@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from hpcrl.mpi import last_word, mpirun
+from hpcrl.mpi.host_rank import HostRank
+from hpcrl.mpi.placement import Placement, RankPlace
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,29 @@ def test_another_launchs_word_is_not_ours(capfdbinary: pytest.CaptureFixture[byt
     other = f"{last_word.drawn()} 7"
     assert run(f"echo {other} >&2; sleep 2") == 0
     assert capfdbinary.readouterr().err.decode() == f"{other}\n"
+
+
+class Silence:
+    """A channel to a launcher of which nothing has come for too long."""
+
+    rank = 1
+
+    def receive(self) -> list[tuple[int, Any]]:
+        return []
+
+    def beat(self, to: list[int]) -> None:
+        """Nobody hears it."""
+
+    def silent(self) -> list[int]:
+        return [0]
+
+
+def test_a_rank_that_has_lost_rank_0_has_the_last_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where it is rank 0's host whose link is cut."""
+    monkeypatch.setenv(last_word.ENVIRONMENT, WORD)
+    places = tuple(RankPlace(rank, f"node{rank + 1}", 0) for rank in range(2))
+    status = HostRank(cast(Any, Silence()), Placement(places, (), per_slot=False)).run()
+    said = capfd.readouterr().err
+    assert status and "the launcher on rank 0 was silent" in said and f"{WORD} {status}\n" in said
