@@ -3,7 +3,8 @@
     python bench/weights.py [--megabytes 256] [--rounds 5] [--rate 200] [--quick] [--no-hosts]
 
 One host: four trainer ranks (TP 2, two copies) and one engine of two workers, a process each (bench/weights_roles/members.py),
-over shared memory and over sockets; memcpy: one process copies as many bytes once.  Six hosts: four of a rank each and two of an
+over shared memory and over sockets; memcpy: one process copies as many bytes once; memcpy twice: two processes, half of them each,
+into other memory and from there into a third, which is the most that a way can reach that copies each byte twice.  Six hosts: four of a rank each and two of an
 engine each, as network namespaces on a bridge with links of --rate Mbit/s in each direction (root and tc; weights_roles/hosts.py).
 There the least possible is the time in which the busiest link of the plan carries its bytes.  Best of the rounds after one to warm
 up, and of that round for how long generation would pause: all of it, but for gathered over shared memory what the workers take.
@@ -38,8 +39,8 @@ from hpcrl.rendezvous.server import StoreServer  # noqa: E402
 HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
 LOAD = (
-    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries before each row; all "
-    "others are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta keeps a copy too."
+    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries before each row; the "
+    "ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta keeps a copy too."
 )
 ONE_HOST = (("gathered", True), ("resharded", True), ("delta", True), ("gathered", False), ("resharded", False), ("delta", False))
 
@@ -90,6 +91,33 @@ def memcpy(size: int, rounds: int) -> Result:
         after = resource.getrusage(resource.RUSAGE_SELF)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return Result(min(found[1:]), None, min(used[1:]), os.getloadavg()[0])
+
+
+def memcpy_twice(size: int, rounds: int) -> Result:
+    """Two processes at once, each half of the bytes, and each byte twice."""
+    context = mp.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_twice, args=(size // 2, rounds, barrier, results), daemon=True) for _ in range(2)]
+    for process in processes:
+        process.start()
+    told = [results.get(timeout=LIMIT) for _ in processes]
+    for process in processes:
+        process.join(60)
+    return Result(max(seconds for seconds, _ in told), None, sum(busy for _, busy in told), os.getloadavg()[0])
+
+
+def _twice(size: int, rounds: int, barrier: Any, results: Any) -> None:
+    source, between, target = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
+    found = []
+    for _ in range(rounds + 1):
+        barrier.wait(LIMIT)
+        begin, used = time.perf_counter(), time.process_time()
+        np.copyto(between, source)
+        np.copyto(target, between)
+        busy = time.process_time() - used
+        barrier.wait(LIMIT)
+        found.append((time.perf_counter() - begin, busy))
+    results.put(min(found[1:]))
 
 
 def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
@@ -143,7 +171,7 @@ def main() -> None:
     rounds, size = (2, 64) if asked.quick else (asked.rounds, asked.megabytes)
     tensors = max(4, size * 2**20 // (ROWS * COLUMNS * BYTES))
     total = tensors * ROWS * COLUMNS * BYTES
-    rows, beside = {"memcpy": memcpy(total, rounds)}, {}
+    rows, beside = {"memcpy": memcpy(total, rounds), "memcpy twice, two processes": memcpy_twice(total, rounds)}, {}
     for way, near in ONE_HOST:
         where = "shared memory" if near else "sockets"
         rows["memcpy"] = min(rows["memcpy"], memcpy(total, rounds), key=lambda row: row.seconds)
@@ -155,6 +183,7 @@ def main() -> None:
     last = {
         "resharded_of_gathered": pieces.seconds / rows["gathered, shared memory"].seconds,
         "resharded_rate_of_memcpy": rows["memcpy"].seconds / pieces.seconds,
+        "resharded_rate_of_memcpy_twice": rows["memcpy twice, two processes"].seconds / pieces.seconds,
     }
     if not asked.no_hosts:
         few = max(4, tensors // 4)
