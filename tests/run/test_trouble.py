@@ -245,3 +245,28 @@ def test_directories_of_the_killed_are_swept_and_no_others(tmp_path: Path, monke
     assert mine.path.exists() and foreign.exists() and keep.exists()
     mine.remove()
     assert not mine.path.exists()
+
+
+def test_what_comes_into_a_directory_while_it_is_removed_goes_with_the_next_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    made = Scratch("engine")
+    (made.path / "beats").mkdir()
+    rmtree = scratch_module.shutil.rmtree
+
+    def late(path: str, ignore_errors: bool) -> None:
+        """A process that has not noticed yet that all is over."""
+        rmtree(path, ignore_errors=ignore_errors)
+        (made.path / "socket").touch()
+
+    monkeypatch.setattr(scratch_module.shutil, "rmtree", late)
+    made.remove()
+    assert (made.path / "socket").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    time.sleep(1.1)
+    assert sweep() == [made.path] and not made.path.exists()

@@ -47,7 +47,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove it; what cannot be removed stays."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _clear(self.path)
         with contextlib.suppress(OSError):
             os.close(self._lock)
 
@@ -117,4 +117,18 @@ def _remove(path: Path) -> None:
             file = Path(name)
             if file.parent == SHARED and file.lstat().st_uid == os.getuid() and stat.S_ISREG(file.lstat().st_mode):
                 file.unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    _clear(path)
+
+
+def _clear(path: Path) -> None:
+    """Remove a directory, its lock last: what a dying process puts there meanwhile stays for the next sweep, and under the lock."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(path):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != LOCK:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+        if set(os.listdir(path)) <= {LOCK}:
+            (path / LOCK).unlink(missing_ok=True)
+            path.rmdir()

@@ -225,7 +225,8 @@ class Campaign:
         """Let the run come to its end, and compare all of it; a record of its own tells what was wrong then."""
         record = Record(len(self.records) - 1, self.name, self.seed, "the end of the run", attempt=self.bed.attempt)
         try:
-            if not self.bed.finished():
+            struck = self.before >= self.bed.attempt  # and what the killed leave goes at the next start
+            if not self.bed.finished() or (struck and self.bed.left()):
                 if not self.bed.at_work():
                     self.bed.go_on()
                 record.attempt = self.bed.attempt + 1
