@@ -38,6 +38,7 @@ SHAPE: dict[str, Any] = SFT | {"num_rollout": 40, "hang_timeout": HANG, "save_in
 SPREAD: dict[str, Any] = SHAPE | {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 ENGINES: dict[str, Any] = POLICY | {
     "num_rollout": 24,
+    "save_interval": 1,  # as above
     "hang_timeout": HANG,
     "engine_hang_timeout": 8,
     "engine_restarts": 100,
