@@ -40,7 +40,8 @@ define pip
 endef
 
 # The tests that start no processes: a few workers beside each other, each test file whole in one of them.
-FAST := -m "not process and not vllm and not cluster and not soak" -n auto --maxprocesses 4 --dist loadfile
+# Three at once, on two cores too: some of them wait.
+FAST := -m "not process and not vllm and not cluster and not soak" -n 3 --dist loadfile
 
 ENV := $(HPCRL_VENV)/.installed
 $(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt pyproject.toml
@@ -66,14 +67,18 @@ quickstart: $(ENV)
 	$(BIN)/hpcrl run $(RECIPE)
 
 # Without the Debian packages the last layer is skipped, and says what is missing.  It waits more than it works (for time limits,
-# lost nodes, silence), so it runs beside the second; its output is shown when both are done.
+# lost nodes, silence), so it runs beside the second, and has some files of that after its own, so that both take as long; its output is
+# shown when both are done.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
+AFTER_CLUSTER := $(patsubst %,tests/whole_runs/test_%.py,schedulers loops external_engines engines_come_and_go)
+SECOND := -m "(process or vllm) and not cluster and not soak"
 test: $(ENV) packages
 	$(BIN)/python -m pytest $(FAST)
 	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
-	@$(BIN)/python -m pytest -m "cluster and not soak" > $(CLUSTER_LOG) 2>&1 & cluster=$$!; \
-	$(BIN)/python -m pytest -m "(process or vllm) and not cluster and not soak"; processes=$$?; \
-	wait $$cluster; last=$$?; cat $(CLUSTER_LOG); exit $$((processes + last))
+	@{ $(BIN)/python -m pytest -m "cluster and not soak"; cluster=$$?; \
+	  $(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER); exit $$((cluster + $$?)); } > $(CLUSTER_LOG) 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER:%=--ignore=%); processes=$$?; \
+	wait $$beside; last=$$?; cat $(CLUSTER_LOG); exit $$((processes + last))
 
 # Each campaign reads SEED and N as it needs them; what it measures it prints.
 soak: $(ENV)

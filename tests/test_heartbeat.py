@@ -67,6 +67,7 @@ def looks(pulse: Pulse, seconds: float, limit: float) -> list[str]:
     return []
 
 
+@pytest.mark.process
 def test_a_stopped_process_is_found_and_one_that_lives_is_not(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
     children += [start(tmp_path, "trainer-0", "time.sleep(60)"), start(tmp_path, "trainer-1", "time.sleep(60)")]
     pulse = Pulse(tmp_path, look=0.1)
@@ -79,6 +80,7 @@ def test_a_stopped_process_is_found_and_one_that_lives_is_not(tmp_path: Path, ch
     assert looks(Pulse(tmp_path, look=0.1), 1.0, 0.8) == []
 
 
+@pytest.mark.process
 def test_an_interpreter_that_stands_still_is_found(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
     """Its threads live, its process sleeps: nothing in it can say so."""
     children.append(start(tmp_path, "trainer-0", HOLDS))
@@ -186,6 +188,7 @@ with watched(RunDir(sys.argv[1]), 1.5):
 """
 
 
+@pytest.mark.process
 def test_a_launcher_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
@@ -203,6 +206,7 @@ def test_a_launcher_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
     assert "failed" in (rundir.root / "state.json").read_text()
 
 
+@pytest.mark.process
 def test_the_watcher_goes_with_the_launcher(tmp_path: Path) -> None:
     import psutil
 

@@ -16,6 +16,8 @@ from hpcrl.mpi import last_word, mpirun
 from hpcrl.mpi.host_rank import HostRank
 from hpcrl.mpi.placement import Placement, RankPlace
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
