@@ -39,8 +39,8 @@ define pip
 	@$(BIN)/python -m pip install --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
-# The tests that start no processes: a few workers beside each other, each test file whole in one of them.
-# Three at once, on two cores too: some of them wait.
+# The tests that start no processes: three workers beside each other, on two cores too, since some tests wait; each test file is whole
+# in one of them.
 FAST := -m "not process and not vllm and not cluster and not soak" -n 3 --dist loadfile
 
 ENV := $(HPCRL_VENV)/.installed
