@@ -21,8 +21,9 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.attempt import Stop
-from hpcrl.launch.job import Job, begin_job, finished, reopen_job, run_job, say
+from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
+from hpcrl.launch.restarts.lost_hosts import correct, explain_last_end, last_attempt, lost_hosts
 from hpcrl.launch.restarts.restart_policy import BROKEN, broken_hosts, check_headway, find_broken_host, margin, note_broken_host
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
 from hpcrl.launch.submission import submit_elsewhere
@@ -90,6 +91,7 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
         say(f"{why}: nothing to do for job {allocation.job_id} of the chain")
         return final_summary(job)
     clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")))
+    explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
     try:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
@@ -108,13 +110,20 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
             _requeue(job, allocation, f"preempted ({error})")
         elif broken := _broken_host(job):
             _start_elsewhere(job, allocation, *broken)
-        elif (lost := allocation.backend.silent(SILENT)) and len(lost) < allocation.backend.count:  # all: not the hosts' fault
-            why = f"no answer from {', '.join(lost)}: is it up, and its network? (first seen as: {error.what})"
-            _correct(job, why)
+        elif lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
+            why = f"{lost} (first seen as: {error.what})"
+            correct(job, why)
             _requeue(job, allocation, why)
             raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
     return final_summary(job)
+
+
+def _silent(allocation: Allocation) -> str:
+    """Hosts of the job that do not answer, in words; "" where none or all do not: then it is not the hosts' fault."""
+    found = allocation.backend.silent(SILENT)
+    few = 0 < len(found) < allocation.backend.count
+    return f"no answer from {', '.join(found)}: is it up, and its network?" if few else ""
 
 
 def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
@@ -124,28 +133,15 @@ def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
             allocation.mark(job.identity, str(error))
 
 
-def _correct(job: Job, why: str) -> None:
-    """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
-    if (rundir := _last_attempt(job)) is not None:
-        rundir.correct(why)
-
-
 def _broken_host(job: Job) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
-    rundir = _last_attempt(job)
+    rundir = last_attempt(job)
     if rundir is None or not rundir.plan_file.is_file():
         return None
     if found := find_broken_host(rundir, read_plan(rundir)):
         note_broken_host(job.root, *found)
         say(f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}")
     return found
-
-
-def _last_attempt(job: Job) -> RunDir | None:
-    """Of the stage at work; None if it has not begun."""
-    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
-    begun = stage is not None and (job.directory(stage) / "options.json").is_file()
-    return RunDir.latest(job.directory(stage)) if stage is not None and begun else None
 
 
 def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> None:

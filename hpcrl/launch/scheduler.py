@@ -127,6 +127,9 @@ class Allocation(Protocol):
     def preempted(self) -> bool:
         """Whether the scheduler wants the job's nodes for another one, and has given it some time to end; False if unknown."""
 
+    def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
+        """Those of `hosts` that the scheduler knows to have failed between these unix times, with its words; {} if it does not know."""
+
     def requeue(self) -> None:
         """Queue the job again; it is ended soon after.  AlreadyRequeued, or another HpcrlError if that is refused."""
 

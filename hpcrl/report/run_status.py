@@ -161,7 +161,9 @@ def _without_word(run: Run, now: float, queued: QueuedJob | None, here: bool | N
 def _ended(run: Run, queued: QueuedJob, since: float) -> tuple[str, str]:
     """What the scheduler says of a job whose launcher had no time to say anything."""
     found = run.stage.failure if run.stage and queued.outcome == "failed" else None
-    return queued.outcome, str(found) if found and found.time >= since else queued.reason
+    if found is None or found.time < since:
+        return queued.outcome, queued.reason
+    return queued.outcome, f"{queued.reason} (first seen as: {found})" if queued.cause else str(found)
 
 
 def _error(stage: StageFiles | None, state: JobState | None) -> str:

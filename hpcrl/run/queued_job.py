@@ -29,7 +29,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
     phase: pending (waits, or is held up), running (on its nodes), ended, gone (the scheduler knows no such job, or one of that
     number that is another's: then `foreign`).
     word: the state in the scheduler's own word, for people.
-    reason: in plain words, why it waits or how it ended.
+    reason: in plain words, why it waits or how it ended.  cause: whether that is why its processes ended, too.
     outcome: of a job that has ended, what that means for a run whose launcher could not say so itself.
     never: it waits for what does not come.  begun: some part of it has been on a node.  over: every part has ended.
     start, ends: unix times, expected ones too; None: not known.  ends is the time limit's.
@@ -46,6 +46,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
     start: float | None = None
     ends: float | None = None
     nodes: int = 0
+    cause: bool = False
 
 
 GONE = QueuedJob("gone", over=True)

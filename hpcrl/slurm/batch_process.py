@@ -22,7 +22,7 @@ from hpcrl.launch.job import reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued
 from hpcrl.plan import Host
 from hpcrl.run.command import LATE, ask
-from hpcrl.slurm import squeue
+from hpcrl.slurm import node_events, squeue
 from hpcrl.slurm.srun import SrunHosts, read_groups
 
 CALL = 30.0  #: seconds that scontrol may take
@@ -51,6 +51,9 @@ class SlurmAllocation:
         """While a job's GraceTime runs, its record has the time of its preemption, and its state is still RUNNING."""
         answer = squeue.call(["scontrol", "--oneliner", "show", "job", self.job_id])
         return answer.code == 0 and bool(re.search(r"\bPreemptTime=\d", answer.out))
+
+    def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
+        return node_events.failures(hosts, since, until)
 
     def requeue(self) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.errors import HpcrlError
 from hpcrl.findings import Finding
 from hpcrl.run.queued_job import JobKey, QueueAnswer
-from hpcrl.slurm import squeue
+from hpcrl.slurm import node_events, squeue
 
 if TYPE_CHECKING:
     from hpcrl.launch.job_request import Request
@@ -40,7 +40,7 @@ class Slurm:
         return squeue.there()
 
     def look(self, jobs: Sequence[JobKey]) -> QueueAnswer:
-        return squeue.look(jobs)
+        return node_events.named(squeue.look(jobs))
 
     def cancel(self, job_id: str) -> None:
         answer = squeue.call(["scancel", job_id])

@@ -44,6 +44,7 @@ ENDINGS = {
     "FAILED": ("failed", "the job's script ended with an error; see the job's log"),
     "COMPLETED": ("failed", "the job's script ended, and the run did not say that it was done; see the job's log"),
 }
+OWN = ("FAILED", "COMPLETED")  #: those of them whose cause the script alone knows
 #: Slurm's reason -> plain words
 REASONS = {
     "None": "Slurm has not looked at it yet",
@@ -195,6 +196,7 @@ def together(rows: Iterable[JobRow]) -> QueuedJob | None:
         phase="pending" if lead.state in WAITING else "ended" if outcome else "running",
         word=lead.state,
         reason=reason,
+        cause=lead.state in ENDINGS and lead.state not in OWN,
         outcome=outcome,
         never=never,
         begun=any(row.state != "PENDING" for row in parts),

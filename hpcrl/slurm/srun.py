@@ -27,6 +27,7 @@ from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import FileTail, last_lines
 from hpcrl.run.rundir import RunDir, listed
+from hpcrl.slurm.node_list import expand
 from hpcrl.slurm.squeue import ECHOES
 
 ABREAST = 16  #: hosts that are asked alone at once
@@ -68,16 +69,6 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
             ) from error
         found.append(HetGroup(tuple(nodes), slots, tuple(shlex.split(step))))
     return found
-
-
-def expand(nodelist: str) -> list[str]:
-    """node[1-3,7] -> node1, node2, node3, node7, in Slurm's order."""
-    from hostlist import BadHostlist, expand_hostlist
-
-    try:
-        return expand_hostlist(nodelist, allow_duplicates=True)
-    except BadHostlist as error:
-        raise UsageError(f"Slurm's node list {nodelist} cannot be read: {error}") from error
 
 
 @dataclass

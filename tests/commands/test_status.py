@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.cli import main
@@ -144,6 +145,10 @@ def test_a_job_that_was_ended_before_its_launcher_could_speak(tmp_path: Path, ph
     put(begin(root) / "error.json", {"role": "engine", "index": 2, "message": "lost its node", "time": NOW - 10})
     told = look(root, queued=ended).message
     assert (told == "engine-2: lost its node") == (phase == "failed"), "who knows more is heard"
+    told = look(root, queued=msgspec.structs.replace(ended, cause=True)).message
+    assert told == ("somehow (first seen as: engine-2: lost its node)" if phase == "failed" else "somehow"), (
+        "the cause comes first"
+    )
     put(begin(root) / "error.json", {"role": "engine", "index": 2, "message": "old", "time": NOW - 4000})
     assert "old" not in look(root, queued=ended).message, "of an attempt before"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ class Allocation:
 
     def ends(self) -> float | None:
         return None
+
+    def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
+        return {}
 
     def preempted(self) -> bool:
         return self.preempts

@@ -48,6 +48,9 @@ class Allocation:
     def ends(self) -> None:
         return None
 
+    def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
+        return {}
+
     def preempted(self) -> bool:
         return False
 

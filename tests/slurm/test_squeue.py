@@ -79,6 +79,7 @@ def test_sacct_is_understood(slurm: FakeSlurm) -> None:
 def test_a_component_that_failed_tells_more_than_the_leader(slurm: FakeSlurm) -> None:
     slurm.command("squeue", row("5+0", "COMPLETED") + row("5+1", "NODE_FAIL"))
     assert together(ask(["5"]).found["5"]).word == "NODE_FAIL"
+    assert together(ask(["5"]).found["5"]).cause
 
 
 def test_a_task_of_an_array_is_found_under_its_own_number(slurm: FakeSlurm) -> None:

@@ -295,6 +295,9 @@ def allocation() -> Any:
             mine = job(self.job_id)
             return mine["started"] + mine["limit"]
 
+        def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
+            return {}
+
         def preempted(self) -> bool:
             return False
 

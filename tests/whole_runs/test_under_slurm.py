@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -137,12 +138,26 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     lost = json.loads((job.root / "attempts/3/plan.json").read_text())["trainers"][1]["host"]
     cluster.kill_node(lost)
     job.until(lambda: job.training(4))
+    assert re.search(rf"(host|answer from) {lost}\b", error(job.root, 3))
+    cluster.boot_node(lost)
+    cluster.wait_nodes(("idle", "mixed", "allocated"), 60)
+    launchers = json.loads((job.root / "state.json").read_text())["host"]
+    cluster.kill_node(launchers, told=True)  # nobody of the run is left to say what became of it
+    job.until(lambda: job.training(5))
+    assert re.match(rf"launcher-0: host {launchers} was lost .*: power\)", error(job.root, 4))
     (job.root / HURRY).touch()
     job.ends()
-    cluster.boot_node(lost)
+    cluster.boot_node(launchers)
+    cluster.run(["scontrol", "update", f"nodename={launchers}", "state=resume"], check=False)
     cluster.wait_nodes("idle", 60)
     assert metrics(job.root) == metrics(uncut.root)
-    assert job.attempt() >= 4
+    assert job.attempt() >= 5
+
+
+def error(root: Path, attempt: int) -> str:
+    """The error of an attempt, as it stands in the run directory."""
+    found = json.loads((root / "attempts" / str(attempt) / "error.json").read_text())
+    return f"{found['role']}-{found['index']}: {found['message']}"
 
 
 # ---- broken

@@ -187,9 +187,15 @@ class Campaign:
             spoke = (
                 bool(self.bed.said().strip()) or self.bed.attempt >= record.attempt
             )  # else it was struck before its first line
-            for says in filter(None, (kind.says, struck.says) if spoke and not finished else ()):
-                if not re.search(says, words, re.IGNORECASE):
-                    record.wrong.append(f"{says!r} is not in what it said: {words[-600:]}")
+            if spoke and not finished and not re.search(kind.says, words, re.IGNORECASE):
+                record.wrong.append(f"{kind.says!r} is not in what it said: {words[-600:]}")
+            if (
+                spoke
+                and not finished
+                and struck.host
+                and not re.search(rf"(host|from|on) {struck.host}\b(?! was told)", record.error)
+            ):
+                record.wrong.append(f"{struck.host} is not what the error names: {record.error}")
         else:
             struck.heal()
             before = self.bed.steps()

@@ -34,7 +34,7 @@ def power_cut(bed: Bed, chance: random.Random) -> Struck:
         if isinstance(bed, SlurmBed):
             bed.cluster.run(["scontrol", "update", f"nodename={host}", "state=resume"], check=False)
 
-    return Struck(host, heal)
+    return Struck(host, heal, host)
 
 
 def link_cut(seconds: float | None) -> Callable[[Bed, random.Random], Struck]:
@@ -53,7 +53,7 @@ def link_cut(seconds: float | None) -> Callable[[Bed, random.Random], Struck]:
             bed.cluster.link(host, "up")
             bed.cluster.restart_slurmd(host)
 
-        return Struck(host, heal)
+        return Struck(host, heal, host)
 
     return strike
 

@@ -36,11 +36,11 @@ WHO: dict[str, tuple[str, str]] = {
 
 @dataclass
 class Struck:
-    """A fault that has happened.  heal: brings the machine, not the run, back to what it was; status: as `hpcrl run` must have it."""
+    """A fault that has happened.  heal: brings the machine, not the run, back to what it was; host: which the error must name."""
 
     victim: str
     heal: Callable[[], object] = lambda: None
-    says: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def kill(word: str) -> Callable[[Bed, random.Random], Struck]:
         process = victim(bed, chance, word)
         send(signal.SIGKILL, process)
         named = process.host if word == "hpcrl.launch.host" and process.host not in ("", "here") else ""
-        return Struck(name_of(process), says=named)
+        return Struck(name_of(process), host=named)
 
     return strike
 

@@ -1,0 +1,101 @@
+"""Which hosts Slurm has lost, and when: what it says of them now, and what its accounting keeps of their failures.
+
+Invariant: a host is named only for a failure that began within the time asked for; where neither can be had, none is named.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from hpcrl.errors import UsageError
+from hpcrl.run.queued_job import QueueAnswer
+from hpcrl.slurm import squeue
+from hpcrl.slurm.node_list import expand
+
+LATER = 60.0  #: seconds
+EVENT = ("NodeName", "State", "Start", "Reason")
+
+
+class Failure(NamedTuple):
+    """A failure of a host.  began: unix time; reason: Slurm's, or an administrator's."""
+
+    node: str
+    began: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"Slurm has had it down since {time.strftime('%H:%M:%S', time.localtime(self.began))}: {self.reason or 'no reason given'}"
+
+
+def failures(nodes: Sequence[str], since: float, until: float) -> dict[str, str]:
+    """node -> what Slurm says, of those of `nodes` that failed first between these unix times.
+
+    A node that has come back is known to accounting alone, which not every site has, and not every site shows.
+    """
+    if not nodes:
+        return {}
+    found: dict[str, Failure] = {}
+    for look in (_now, _in_accounting):
+        for one in look(nodes, since):
+            if one.node in nodes and since <= one.began <= until:
+                found.setdefault(one.node, one)
+        if found:
+            break
+    return {node: str(one) for node, one in found.items()}
+
+
+def named(answer: QueueAnswer) -> QueueAnswer:
+    """The same, where a job has ended for a lost node with that node's name, if accounting remembers what nodes it had."""
+    found = {}
+    for key, job in answer.jobs.items():
+        lost = _of_job(key.job_id) if job.word == "NODE_FAIL" and job.phase == "ended" else {}
+        words = ", ".join(f"{node} ({said})" for node, said in lost.items())
+        found[key] = msgspec.structs.replace(job, reason=f"{job.reason}: {words}") if lost else job
+    return QueueAnswer(found, answer.note)
+
+
+def _of_job(job_id: str) -> dict[str, str]:
+    """Of all components, the nodes that failed between the job's start and its end, which Slurm writes down a little later."""
+    answer = squeue.call(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "NodeList,Start,End"])
+    rows = [line.split("|") for line in answer.out.splitlines()] if answer.code == 0 else []
+    rows = [row for row in rows if len(row) == 3 and row[1].isdigit() and row[2].isdigit()]
+    try:
+        nodes = [node for row in rows for node in expand(row[0])]
+    except UsageError:
+        return {}
+    if not nodes:
+        return {}
+    return failures(nodes, min(float(row[1]) for row in rows), max(float(row[2]) for row in rows) + LATER)
+
+
+def _now(nodes: Sequence[str], _: float) -> Iterator[Failure]:
+    """Those that are down: `State=DOWN+NOT_RESPONDING ... Reason=Not responding [slurm@1795392996]`."""
+    answer = squeue.call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)])
+    for line in answer.out.splitlines() if answer.code == 0 else ():
+        name, state = re.match(r"NodeName=(\S+)", line), re.search(r"\bState=(\S+)", line)
+        reason = re.search(r"\bReason=(.*?) \[[^\]@]*@(\d+)\]", line)
+        if name and state and reason and _is_down(state[1]):
+            yield Failure(name[1], float(reason[2]), reason[1])
+
+
+def _in_accounting(nodes: Sequence[str], since: float) -> Iterator[Failure]:
+    if shutil.which("sacctmgr") is None:
+        return
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
+    words = ["sacctmgr", "--noheader", "--parsable2", "show", "event", f"nodes={','.join(nodes)}", f"start={start}"]
+    answer = squeue.call([*words, f"format={','.join(EVENT)}"])
+    for line in answer.out.splitlines() if answer.code == 0 else ():
+        cells = line.split("|", len(EVENT) - 1)
+        if len(cells) == len(EVENT) and _is_down(cells[1]) and cells[2].isdigit():
+            yield Failure(cells[0], float(cells[2]), cells[3])
+
+
+def _is_down(state: str) -> bool:
+    """Of `DOWN`, `DOWN*`, `DOWN+DRAIN`, `FAIL`: its jobs have been ended, unlike those of a node that is drained."""
+    return re.match(r"(DOWN|FAIL)\b", state) is not None
