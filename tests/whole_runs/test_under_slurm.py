@@ -160,6 +160,21 @@ def error(root: Path, attempt: int) -> str:
     return f"{found['role']}-{found['index']}: {found['message']}"
 
 
+def test_status_names_the_host_that_ended_a_job_which_is_not_queued_again(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """The launcher was on it, and nobody comes after it."""
+    path = sft(tmp_path, task, num_rollout=400, save_interval=None)
+    job = submit(cluster, path, tmp_path / "run", settings=("requeue=false",))
+    job.until(lambda: job.training(0))
+    launchers = json.loads((job.root / "state.json").read_text())["host"]
+    cluster.kill_node(launchers, told=True)
+    cluster.wait_state(job.number, "NODE_FAIL", 60)
+    cluster.boot_node(launchers)
+    cluster.run(["scontrol", "update", f"nodename={launchers}", "state=resume"], check=False)
+    cluster.wait_nodes("idle", 60)
+    said = " ".join(hpcrl(cluster, "status", job.root, check=False).stdout.split())
+    assert re.search(rf"one of its nodes failed: {launchers} \(Slurm has had it down since [\d:]+: power\)", said), said
+
+
 # ---- broken
 
 
