@@ -90,7 +90,7 @@ class Member:
         return self.process.poll()
 
     def lost(self) -> str:
-        """How a host behind it is known to have died while it lives on itself; empty if none has."""
+        """How a host behind it is known to have died, whether it lives on itself or not; empty if none has."""
         return ""
 
     def end(self) -> None:
@@ -223,7 +223,7 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
 def _check(members: list[Watched], rundir: RunDir) -> None:
     """PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
     over = summary_of(rundir) is not None
-    if not over and (lost := next(filter(None, (m.lost() for m in members if m.status is None)), "")):
+    if not over and (lost := next(filter(None, (m.lost() for m in members)), "")):
         rundir.fail("launcher", 0, lost)  # the others, whom that ends too, wait for this word
         rundir.check()
         raise PeerError(lost)

@@ -1,7 +1,7 @@
-"""The last word of rank 0, or of a rank that has lost it, to `hpcrl launch`: a line of what mpirun hands on from its ranks, so that it
+"""The words of rank 0, or of a rank that has lost it, to `hpcrl launch`: lines of what mpirun hands on from its ranks, so that it
 does not matter on which machines they are.
 
-Invariants: what mpirun says goes to the user as it comes, but for that line; nobody waits for an end of file, which processes that
+Invariants: what mpirun says goes to the user as it comes, but for those lines; nobody waits for an end of file, which processes that
 outlive mpirun may hold off for ever.
 """
 
@@ -12,11 +12,21 @@ import os
 import re
 import select
 import sys
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 ENVIRONMENT = "HPCRL_LAUNCH_WORD"  #: what the line begins with, drawn for each launch; absent: nobody listens
 MARK = "hpcrl-launch-word"
+#: Open MPI's word on a host whose daemon it cannot reach any more; it ends the ranks within a second of it
+LOST = re.compile(rb"^\s*Remote daemon:.* on node ([\w.-]+)\s*$")
 BLOCK = 1 << 16  #: bytes taken at once
+
+
+class Place(NamedTuple):
+    """A run, and its directory, where that is seen."""
+
+    identity: str
+    root: Path
 
 
 def drawn() -> str:
@@ -25,18 +35,32 @@ def drawn() -> str:
 
 def tell(status: int) -> None:
     """Say that the run is over with this exit status, and that nothing of it needs to be waited for."""
+    _say(str(status))
+
+
+def tell_where(root: Path, identity: str) -> None:
+    """Say which run this is, and where: whoever outlives it may have something to add."""
+    _say(f"is {identity} at {root}")
+
+
+def _say(text: str) -> None:
     if word := os.environ.get(ENVIRONMENT):
         with contextlib.suppress(OSError):
-            os.write(2, f"{word} {status}\n".encode())
+            os.write(2, f"{word} ".encode() + os.fsencode(text) + b"\n")
 
 
 class Listener:
-    """Passes on what a stream brings.  status: as the first told it, or None."""
+    """Passes on what a stream brings.
+
+    status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, or "".
+    """
 
     def __init__(self, stream: BinaryIO, word: str) -> None:
         self.status: int | None = None
+        self.place: Place | None = None
+        self.lost = ""
         self._file, self._open, self._rest = stream.fileno(), True, b""
-        self._line = re.compile(re.escape(word.encode()) + rb" (-?\d+)")
+        self._line = re.compile(re.escape(word.encode()) + rb" (?:(-?\d+)|is (\w+) at (.+))")
 
     def wait(self, seconds: float) -> bool:
         """Pass on what comes within `seconds`; whether something did, and more may follow."""
@@ -55,7 +79,12 @@ class Listener:
 
     def _heard(self, line: bytes) -> bool:
         if found := self._line.search(line):
-            self.status = int(found[1]) if self.status is None else self.status
+            if found[1] is not None:
+                self.status = int(found[1]) if self.status is None else self.status
+            else:
+                self.place = self.place or Place(found[2].decode(), Path(os.fsdecode(found[3])))
+        elif not self.lost and (gone := LOST.search(line)):
+            self.lost = gone[1].decode()
         return found is not None
 
 

@@ -32,6 +32,7 @@ from hpcrl.groups import describe
 from hpcrl.mpi import last_word
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
+from hpcrl.mpi.lost_host import lost_host
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
@@ -265,6 +266,8 @@ def _run(command: list[str], kind: str, agent: str, word: str) -> int:
     until = time.monotonic() + REST
     while listener.wait(0.2) and time.monotonic() < until:
         pass
+    if status and listener.lost:
+        raise HpcrlError(*lost_host(listener.lost, listener.place))
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

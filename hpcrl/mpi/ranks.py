@@ -69,6 +69,7 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
         assert recipe is not None
         job = begin_job(recipe, overrides, lambda _: list(hosts))
     backend.job_root = job.root
+    last_word.tell_where(job.root, job.identity)
     components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
     write_job(job.root, job.identity, "mpirun", None, components=components)
     say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")

@@ -12,9 +12,15 @@ from typing import Any, cast
 
 import pytest
 
+from hpcrl.careful_files import read_json
+from hpcrl.errors import HpcrlError
 from hpcrl.mpi import last_word, mpirun
 from hpcrl.mpi.host_rank import HostRank
+from hpcrl.mpi.lost_host import lost_host
 from hpcrl.mpi.placement import Placement, RankPlace
+from hpcrl.run.job_state import JobState, write_state
+from hpcrl.run.recipe_file import RecipeFile, write_recipe_file
+from hpcrl.run.rundir import RunDir
 
 pytestmark = pytest.mark.process
 
@@ -66,6 +72,66 @@ def test_another_launchs_word_is_not_ours(capfdbinary: pytest.CaptureFixture[byt
     other = f"{last_word.drawn()} 7"
     assert run(f"echo {other} >&2; sleep 2") == 0
     assert capfdbinary.readouterr().err.decode() == f"{other}\n"
+
+
+ORTE = """
+ORTE has lost communication with a remote daemon.
+
+  HNP daemon   : [[48046,0],0] on node head
+  Remote daemon: [[48046,0],2] on node node2
+
+"""
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> RunDir:
+    """A run under mpirun whose launcher has said last that it runs."""
+    rundir = RunDir.create(tmp_path / "run")
+    write_recipe_file(rundir.root, RecipeFile("a1b2", str(tmp_path / "r.toml"), {}), "")
+    (rundir.root / "options.json").write_text("{}")
+    rundir.begin()
+    write_state(rundir.root, JobState("saving", time.time()))
+    return rundir
+
+
+@pytest.mark.parametrize("first", ["", "RuntimeError: Connection closed by peer [10.77.0.12]:1747"])
+def test_a_host_that_mpirun_has_lost_is_the_error_of_the_run(
+    tmp_path: Path, begun: RunDir, capfd: pytest.CaptureFixture[str], first: str
+) -> None:
+    """It ends the ranks so soon after that none of them may have said why."""
+    if first:
+        begun.fail("trainer", 0, first)
+    (tmp_path / "orte").write_text(ORTE)
+    where = f'{sys.executable} -c \'from pathlib import Path; from hpcrl.mpi.last_word import tell_where as t; t(Path("{begun.root}"), "a1b2")\''
+    with pytest.raises(HpcrlError, match=rf"^host node2 was lost: mpirun .* hpcrl launch --resume {begun.root} "):
+        run(f"{where}; cat {tmp_path}/orte >&2; kill -9 $$")
+    failure, said = begun.failure(), capfd.readouterr().err
+    assert ORTE in said and WORD not in said
+    seen = f" (first seen as: trainer-0: {first})" if first else ""
+    assert str(failure) == f"host node2 was lost: mpirun cannot reach its daemon there any more{seen}"
+    state = read_json(begun.root / "state.json", JobState)
+    assert state.phase == "failed" and "node2" in state.message
+
+
+def test_what_is_said_already_of_that_host_and_by_the_launcher_stands(begun: RunDir) -> None:
+    begun.fail("launcher", 0, "host node2 did not answer for 20 s")
+    write_state(begun.root, JobState("failed", 7.0, message="said"))
+    lost_host("node2", last_word.Place("a1b2", begun.root))
+    assert str(begun.failure()) == "host node2 did not answer for 20 s"
+    assert read_json(begun.root / "state.json", JobState).message == "said"
+
+
+@pytest.mark.parametrize("place", ["another", "nowhere", None])
+def test_the_error_is_not_put_into_another_run(begun: RunDir, place: str | None) -> None:
+    """As where hpcrl launch does not see the run directory, and has one of that name itself."""
+    where = {"another": last_word.Place("c3d4", begun.root), "nowhere": last_word.Place("a1b2", begun.root / "no")}
+    what, hint = lost_host("node2", where.get(place or ""))
+    assert "host node2 was lost" in what and "--resume" in hint
+    assert begun.failure() is None and read_json(begun.root / "state.json", JobState).phase == "saving"
+
+
+def test_a_run_that_ended_well_has_lost_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("printf '  Remote daemon: [[1,0],2] on node node2\n' >&2") == 0
 
 
 class Silence:

@@ -45,6 +45,16 @@ def test_a_host_that_died_is_named_before_its_srun_ends(step: Step, tmp_path: Pa
     assert failure is not None and line in str(failure)
 
 
+def test_a_host_that_died_is_named_though_its_srun_was_faster_than_we_look(step: Step, tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    add(step, "srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Terminated\nsrun: Force Terminated StepId=7.2\n")
+    step.process.terminate()
+    step.process.wait()
+    with pytest.raises(PeerError, match="host node2: its process died"):
+        _check([step], rundir)
+
+
 @pytest.mark.parametrize(
     "line",
     [

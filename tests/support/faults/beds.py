@@ -34,6 +34,7 @@ class Bed(ABC):
     root: Path
     folder: Path  #: of the run's own
     look = 0.05  #: seconds between two looks
+    again = True  #: whether a run that has finished may be started once more, to no effect but that its hosts are cleaned up
 
     # ---- what differs by bed
 

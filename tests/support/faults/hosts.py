@@ -77,6 +77,7 @@ class HostsBed(Bed):
 class SlurmBed(HostsBed):
     """`hpcrl submit` and `hpcrl resume`."""
 
+    again = False  # it is refused
     job = 0
 
     def _begin(self, file: Path) -> None:
