@@ -165,6 +165,8 @@ def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: 
     except Stopped:
         raise
     except HpcrlError as error:
+        if stop.requests and not members:
+            raise _stopped_early(stop) from error  # whom the scheduler ends with us has no other answer to give
         rundir.fail("launcher", 0, str(error))  # unless a role has said more already
         raise
     finally:
@@ -191,10 +193,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             late = ", ".join(m.name for m in members if m.status is None)
             raise DeadlineError(f"{late} did not end within {ENDING:.0f} s after the run was over", "all is saved")
         if stop.requests and find(rundir, TrainerPeer) is None:
-            reason = f" ({stop.why})" if stop.why else ""
-            raise Stopped(
-                f"stopped while starting{reason}: nothing was trained since the last checkpoint", "continue with hpcrl resume"
-            )
+            raise _stopped_early(stop)
         if stop.requests and stop_by == float("inf"):
             rundir.request_stop()
             patience = stop.seconds or options.stop_timeout
@@ -208,6 +207,11 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             )
         time.sleep(0.2)
     _check(members, rundir)
+
+
+def _stopped_early(stop: Stop) -> Stopped:
+    reason = f" ({stop.why})" if stop.why else ""
+    return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint", "continue with hpcrl resume")
 
 
 def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:

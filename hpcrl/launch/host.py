@@ -334,7 +334,7 @@ def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
         time.sleep(0.05)
     rundir.check()
     message = gone[0].epitaph()
-    if told.requests and gone[0].status == -signal.SIGTERM:
+    if told.requests and gone[0].status in (-signal.SIGTERM, 128 + signal.SIGTERM):
         message = f"host {host} was told to end (cancelled, preempted, out of time, or another host of the job lost)"
     rundir.fail(gone[0].name, gone[0].index, message)
     raise PeerError(message)

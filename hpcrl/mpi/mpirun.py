@@ -13,10 +13,10 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from hpcrl.groups import describe
 from hpcrl.mpi import last_word
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
-from hpcrl.mpi.lost_host import lost_host
+from hpcrl.mpi.reach import REACH, reach, silent
+from hpcrl.mpi.unsaid_end import unsaid_end
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
@@ -65,7 +66,6 @@ OWN = {
     "print": Kind("bool"),
     "help": Kind("bool"),
 }
-REACH = 20.0  #: seconds that a host may take to answer
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
 REST = 5.0  #: seconds for what was still to be handed on when mpirun ended
 
@@ -129,9 +129,9 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
             return 0
         if not shutil.which(mpirun[0]):
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
-        if not started_by_scheduler(kind, agent, os.environ):
-            reach([host.name for host in found.hosts], shlex.split(agent))
-        return _run(command, kind, agent, word)
+        names = [] if started_by_scheduler(kind, agent, os.environ) else [host.name for host in found.hosts]
+        reach(names, shlex.split(agent))
+        return _run(command, kind, agent, word, names)
 
 
 def handed_on(word: str) -> list[str]:
@@ -180,57 +180,11 @@ def mpi_command(
     return [*mpirun, "-machinefile", str(file), "-n", str(count), "-bind-to", "none", *rsh, *program]
 
 
-def reach(hosts: list[str], agent: list[str]) -> None:
-    """UsageError unless every host runs a command for us within REACH seconds, none of them through the loopback."""
-    if len(hosts) > 1:
-        for host in hosts:
-            if (address := _loopback(host)) is not None:
-                raise UsageError(
-                    f"host {host} is {address} here, which other hosts cannot reach",
-                    "write its address on the machines' network into the hostfile",
-                )
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}"] if Path(agent[0]).name == "ssh" else []
-    asked = {
-        host: subprocess.Popen(
-            [*agent, *options, host, "true"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in dict.fromkeys(hosts)
-    }
-    deadline = time.monotonic() + REACH
-    try:
-        while any(p.poll() is None for p in asked.values()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for host, process in asked.items():
-            if process.poll() is None:
-                raise UsageError(f"host {host} does not answer within {REACH:.0f} s", f"try: {shlex.join(agent)} {host} true")
-            if process.returncode:
-                said = (process.stderr.read() if process.stderr else "").strip().splitlines()
-                why = said[-1] if said else f"exit code {process.returncode}"
-                raise UsageError(f"host {host} cannot be reached: {why}", f"try: {shlex.join(agent)} {host} true")
-    finally:
-        for process in asked.values():
-            if process.poll() is None:
-                process.kill()
-
-
-def _loopback(host: str) -> str | None:
-    """The loopback address that a name leads to, if it does."""
-    try:
-        addresses = {item[4][0] for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return None  # the agent may know the name; if not, it says so
-    return next((str(a) for a in addresses if str(a).startswith("127.") or a == "::1"), None)
-
-
-def _run(command: list[str], kind: str, agent: str, word: str) -> int:
+def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[str] = ()) -> int:
     """Run mpirun to its end; a first signal asks the run to save, a second ends it.
 
     word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or after a second
-    signal, has GRACE seconds.
+    signal, has GRACE seconds.  hosts: those that run a command for us, which are asked if the run ends without a word.
     """
     environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
     extra = shlex.split(agent)[1:]
@@ -255,19 +209,21 @@ def _run(command: list[str], kind: str, agent: str, word: str) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, passed_on)
-    while (status := process.poll()) is None:
+    while (status := process.poll()) is None and time.monotonic() - told <= GRACE:
+        listener.wait(0.2)
         if told == float("inf") and listener.status is not None:
             told = time.monotonic()
-        if time.monotonic() - told > GRACE:
-            end([psutil.Process(process.pid)], 5.0)
-            print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
-            return 1 if listener.status is None else listener.status
-        listener.wait(0.2)
+    if late := status is None:
+        end([psutil.Process(process.pid)], 5.0)
+        print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
+        status = 1 if listener.status is None else listener.status
     until = time.monotonic() + REST
-    while listener.wait(0.2) and time.monotonic() < until:
+    while not late and listener.wait(0.2) and time.monotonic() < until:
         pass
-    if status and listener.lost:
-        raise HpcrlError(*lost_host(listener.lost, listener.place))
+    if status and asked < 2 and listener.place and (late or listener.lost or listener.status is None):
+        lost = [listener.lost] if listener.lost else list(silent(hosts, shlex.split(agent)))
+        if lost or listener.status is None:
+            raise HpcrlError(*unsaid_end(listener.place, lost, "was ended" if late else how_it_ended(status)))
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

@@ -29,6 +29,23 @@ def test_a_second_signal_ends_at_once_with_the_status_of_an_interruption(tmp_pat
     assert caught.value.exit_code == 130
 
 
+def test_who_is_told_to_end_while_it_looks_for_hosts_was_stopped(tmp_path: Path) -> None:
+    """Whatever the scheduler ended with it could not answer any more, which is no fault of the hosts."""
+
+    class Ended:
+        def hosts(self, *_: Any) -> list[Any]:
+            raise HpcrlError("none of 2 nodes reported", "see the step's log")
+
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    with pytest.raises(Stopped, match="stopped while starting"):
+        attempt._run(Options(), Ended(), "id", rundir, Stop(requests=1), lambda: None)  # type: ignore[arg-type]
+    assert rundir.failure() is None
+    with pytest.raises(HpcrlError, match="none of 2 nodes"):
+        attempt._run(Options(), Ended(), "id", rundir, Stop(), lambda: None)  # type: ignore[arg-type]
+    assert "none of 2 nodes" in str(rundir.failure())
+
+
 class Allocation:
     """A scheduler that says whether it preempts the job, and notes whether it was asked to queue it again."""
 

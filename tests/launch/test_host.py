@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,3 +139,12 @@ def test_whoever_waits_for_the_summary_never_asks_for_it_before_it_is_listed(
         assert summary.summary_of(rundir) is None
     summary.write_summary(rundir.root, summary.Summary("finished", rundir.attempt))
     assert summary.summary_of(rundir).finished
+
+
+@pytest.mark.parametrize("status", [-15, 143])
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_role_that_ended_with_its_host_is_no_failure_of_its_own(rundir: RunDir, status: int, told: int) -> None:
+    """Slurm's signal goes to all processes of a step, and what a role makes of it is its own matter."""
+    ended = SimpleNamespace(name="rollout", index=0, status=status, serves=False, epitaph=lambda: "rollout-0 ended")
+    with pytest.raises(PeerError, match="host node2 was told to end" if told else "rollout-0 ended"):
+        host._check([ended], rundir, host.Told(told), "node2")  # type: ignore[list-item]

@@ -16,8 +16,8 @@ from hpcrl.careful_files import read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.mpi import last_word, mpirun
 from hpcrl.mpi.host_rank import HostRank
-from hpcrl.mpi.lost_host import lost_host
 from hpcrl.mpi.placement import Placement, RankPlace
+from hpcrl.mpi.unsaid_end import unsaid_end
 from hpcrl.run.job_state import JobState, write_state
 from hpcrl.run.recipe_file import RecipeFile, write_recipe_file
 from hpcrl.run.rundir import RunDir
@@ -37,8 +37,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 WORD = last_word.drawn()
 
 
-def run(script: str) -> int:
-    return mpirun._run(["env", f"{last_word.ENVIRONMENT}={WORD}", "sh", "-c", script], "openmpi", "ssh", WORD)
+def run(script: str, agent: str = "ssh", hosts: tuple[str, ...] = ()) -> int:
+    return mpirun._run(["env", f"{last_word.ENVIRONMENT}={WORD}", "sh", "-c", script], "openmpi", agent, WORD, hosts)
 
 
 def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -102,32 +102,73 @@ def test_a_host_that_mpirun_has_lost_is_the_error_of_the_run(
     if first:
         begun.fail("trainer", 0, first)
     (tmp_path / "orte").write_text(ORTE)
-    where = f'{sys.executable} -c \'from pathlib import Path; from hpcrl.mpi.last_word import tell_where as t; t(Path("{begun.root}"), "a1b2")\''
-    with pytest.raises(HpcrlError, match=rf"^host node2 was lost: mpirun .* hpcrl launch --resume {begun.root} "):
-        run(f"{where}; cat {tmp_path}/orte >&2; kill -9 $$")
+    with pytest.raises(HpcrlError, match=rf"^host node2 cannot be reached any more, .* hpcrl launch --resume {begun.root} "):
+        run(f"{says_where(begun)}; cat {tmp_path}/orte >&2; exit 143")
     failure, said = begun.failure(), capfd.readouterr().err
     assert ORTE in said and WORD not in said
     seen = f" (first seen as: trainer-0: {first})" if first else ""
-    assert str(failure) == f"host node2 was lost: mpirun cannot reach its daemon there any more{seen}"
+    assert str(failure) == f"host node2 cannot be reached any more, and mpirun ended with exit code 143 (SIGTERM){seen}"
     state = read_json(begun.root / "state.json", JobState)
     assert state.phase == "failed" and "node2" in state.message
+
+
+def says_where(rundir: RunDir) -> str:
+    """What rank 0 does once it knows its run."""
+    code = f'from hpcrl.mpi.last_word import tell_where as t; from pathlib import Path; t(Path("{rundir.root}"), "a1b2")'
+    return f"{sys.executable} -c '{code}'"
+
+
+def test_where_mpirun_names_no_host_the_one_that_does_not_answer_is_the_error(tmp_path: Path, begun: RunDir) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" = node1 ] || { echo no route >&2; exit 255; }\n')
+    agent.chmod(0o755)
+    with pytest.raises(HpcrlError, match="^hosts node2, node3 cannot be reached any more"):
+        run(f"{says_where(begun)}; exit 255", str(agent), ("node1", "node2", "node3"))
+    assert "node2, node3" in str(begun.failure())
+    (begun.here / "error.json").unlink()
+    with pytest.raises(HpcrlError, match="^mpirun ended with exit code 5 before the run was over"):
+        run(f"{says_where(begun)}; exit 5", str(agent), ("node1",))
+    assert str(begun.failure()) == "mpirun ended with exit code 5 before the run was over"
+
+
+def test_rank_0_that_is_cut_off_itself_does_not_blame_the_others(tmp_path: Path, begun: RunDir) -> None:
+    """From its side it is they who are silent; this machine hears them, and not it."""
+    begun.fail("launcher", 0, "host node2 did not answer for 20 s")
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" = node2 ]\n')
+    agent.chmod(0o755)
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.last_word import tell; tell(1)'"
+    with pytest.raises(HpcrlError, match="^host node1 cannot be reached any more, and mpirun was ended"):
+        run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2"))
+    failure = str(begun.failure())
+    assert failure.startswith("host node1 cannot") and failure.endswith("(first seen as: host node2 did not answer for 20 s)")
+    agent.write_text("#!/bin/sh\n")
+    assert run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2")) == 1
 
 
 def test_what_is_said_already_of_that_host_and_by_the_launcher_stands(begun: RunDir) -> None:
     begun.fail("launcher", 0, "host node2 did not answer for 20 s")
     write_state(begun.root, JobState("failed", 7.0, message="said"))
-    lost_host("node2", last_word.Place("a1b2", begun.root))
+    for lost in (["node2"], []):
+        unsaid_end(last_word.Place("a1b2", begun.root), lost, "was killed")
     assert str(begun.failure()) == "host node2 did not answer for 20 s"
     assert read_json(begun.root / "state.json", JobState).message == "said"
 
 
-@pytest.mark.parametrize("place", ["another", "nowhere", None])
-def test_the_error_is_not_put_into_another_run(begun: RunDir, place: str | None) -> None:
+@pytest.mark.parametrize("place", ["another", "nowhere"])
+def test_the_error_is_not_put_into_another_run(begun: RunDir, place: str) -> None:
     """As where hpcrl launch does not see the run directory, and has one of that name itself."""
     where = {"another": last_word.Place("c3d4", begun.root), "nowhere": last_word.Place("a1b2", begun.root / "no")}
-    what, hint = lost_host("node2", where.get(place or ""))
-    assert "host node2 was lost" in what and "--resume" in hint
+    what, hint = unsaid_end(where[place], ["node2"], "was killed")
+    assert "host node2 cannot" in what and "--resume" in hint
     assert begun.failure() is None and read_json(begun.root / "state.json", JobState).phase == "saving"
+
+
+def test_a_run_that_said_why_or_never_began_is_left_its_word(begun: RunDir) -> None:
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.last_word import tell; tell(3)'"
+    assert run(f"{says_where(begun)}; {tell}; exit 3", "false", ("node1",)) == 3
+    assert run("exit 3", "false", ("node1",)) == 3
+    assert begun.failure() is None
 
 
 def test_a_run_that_ended_well_has_lost_nobody(capfd: pytest.CaptureFixture[str]) -> None:
