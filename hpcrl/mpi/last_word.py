@@ -12,13 +12,16 @@ import os
 import re
 import select
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 ENVIRONMENT = "HPCRL_LAUNCH_WORD"  #: what the line begins with, drawn for each launch; absent: nobody listens
 MARK = "hpcrl-launch-word"
 #: Open MPI's word on a host whose daemon it cannot reach any more; it ends the ranks within a second of it
 LOST = re.compile(rb"^\s*Remote daemon:.* on node ([\w.-]+)\s*$")
+#: and the words of Open MPI and of MPICH on a rank that died
+DIED = re.compile(rb"process rank \d+ with PID \d+ on node ([\w.-]+) exited on signal|^= +PID \d+ RUNNING AT ([\w.-]+)")
 BLOCK = 1 << 16  #: bytes taken at once
 
 
@@ -49,48 +52,66 @@ def _say(text: str) -> None:
             os.write(2, f"{word} ".encode() + os.fsencode(text) + b"\n")
 
 
-class Listener:
-    """Passes on what a stream brings.
+@dataclass
+class _Stream:
+    """What comes from one, where it goes, and the beginning of a line whose end has not come yet."""
 
-    status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, or "".
+    number: int
+    to: TextIO
+    rest: bytes = b""
+
+
+class Listener:
+    """Passes on what mpirun's output and errors bring.
+
+    status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, died: on which it said that a rank
+    had died, or "".
     """
 
-    def __init__(self, stream: BinaryIO, word: str) -> None:
+    def __init__(self, out: BinaryIO, errors: BinaryIO, word: str) -> None:
         self.status: int | None = None
         self.place: Place | None = None
-        self.lost = ""
-        self._file, self._open, self._rest = stream.fileno(), True, b""
+        self.lost = self.died = ""
+        self._open = [_Stream(errors.fileno(), sys.stderr), _Stream(out.fileno(), sys.stdout)]
         self._line = re.compile(re.escape(word.encode()) + rb" (?:(-?\d+)|is (\w+) at (.+))")
 
     def wait(self, seconds: float) -> bool:
         """Pass on what comes within `seconds`; whether something did, and more may follow."""
-        ready = select.select([self._file] if self._open else [], [], [], seconds)[0]
-        data = os.read(self._file, BLOCK) if ready else b""
-        self._open &= bool(data or not ready)
-        self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
+        ready, some = select.select([stream.number for stream in self._open], [], [], seconds)[0], False
+        for stream in list(self._open):
+            data = os.read(stream.number, BLOCK) if stream.number in ready else b""
+            if stream.number in ready and not data:
+                self._open.remove(stream)
+            some |= bool(data)
+            self._take(stream, data)
+        return some
+
+    def _take(self, stream: _Stream, data: bytes) -> None:
+        *lines, stream.rest = (stream.rest + data).split(b"\n")
         said = [line for line in lines if not self._heard(line)]
-        if not data and MARK.encode() not in self._rest:  # an unfinished line of one who waits
-            said, self._rest = [*said, self._rest], b""
-            _pass_on(b"\n".join(said))
+        if not data and MARK.encode() not in stream.rest:  # an unfinished line of one who waits
+            said, stream.rest = [*said, stream.rest], b""
+            _pass_on(b"\n".join(said), stream.to)
         else:
-            _pass_on(b"".join(line + b"\n" for line in said))
-        return bool(data)
+            _pass_on(b"".join(line + b"\n" for line in said), stream.to)
 
     def _heard(self, line: bytes) -> bool:
+        """Whether it is for us alone."""
         if found := self._line.search(line):
             if found[1] is not None:
                 self.status = int(found[1]) if self.status is None else self.status
             else:
                 self.place = self.place or Place(found[2].decode(), Path(os.fsdecode(found[3])))
-        elif not self.lost and (gone := LOST.search(line)):
-            self.lost = gone[1].decode()
+        elif gone := LOST.search(line):
+            self.lost = self.lost or gone[1].decode()
+        elif gone := DIED.search(line):
+            self.died = self.died or (gone[1] or gone[2]).decode()
         return found is not None
 
 
-def _pass_on(data: bytes) -> None:
+def _pass_on(data: bytes, to: TextIO) -> None:
     if data:
         with contextlib.suppress(OSError):  # nobody reads it any more: no reason to leave the run alone
-            sys.stderr.flush()
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
+            to.flush()
+            to.buffer.write(data)
+            to.buffer.flush()

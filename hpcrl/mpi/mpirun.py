@@ -193,12 +193,13 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     process = subprocess.Popen(
         [sys.executable, "-m", "hpcrl.run.process", *command],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
         start_new_session=True,
     )
-    assert process.stderr is not None
-    listener = last_word.Listener(process.stderr, word)
+    assert process.stdout is not None and process.stderr is not None
+    listener = last_word.Listener(process.stdout, process.stderr, word)
     asked, told = 0, float("inf")
 
     def passed_on(_: int, __: object) -> None:
@@ -223,7 +224,8 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     if status and asked < 2 and listener.place and (late or listener.lost or listener.status is None):
         lost = [listener.lost] if listener.lost else list(silent(hosts, shlex.split(agent)))
         if lost or listener.status is None:
-            raise HpcrlError(*unsaid_end(listener.place, lost, "was ended" if late else how_it_ended(status)))
+            how = "was ended" if late else how_it_ended(status)
+            raise HpcrlError(*unsaid_end(listener.place, lost, how, "" if listener.status else listener.died))
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

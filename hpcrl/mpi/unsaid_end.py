@@ -19,13 +19,15 @@ from hpcrl.report.run_status import WORKING
 from hpcrl.run.job_state import STATE, JobState, write_state
 
 
-def unsaid_end(place: Place, lost: Sequence[str], how: str) -> tuple[str, str]:
+def unsaid_end(place: Place, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
     """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
 
-    lost: hosts that mpirun or this machine cannot reach; how: mpirun ended.
+    lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank die.
     """
     hosts = f"{'hosts' if lost[1:] else 'host'} {', '.join(lost)}"
     what = f"{hosts} cannot be reached any more, and mpirun {how}" if lost else f"mpirun {how} before the run was over"
+    if died and not lost:
+        what = f"host {died}: its MPI rank died before the run was over, and mpirun {how}"
     with contextlib.suppress(OSError, HpcrlError):
         if (job := reopen_job(place.root)).identity == place.identity:  # and not another's of that name
             _record(job, lost, what)

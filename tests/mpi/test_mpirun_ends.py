@@ -131,6 +131,24 @@ def test_where_mpirun_names_no_host_the_one_that_does_not_answer_is_the_error(tm
     assert str(begun.failure()) == "mpirun ended with exit code 5 before the run was over"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "echo '=   PID 171 RUNNING AT node2'",
+        "echo 'mpirun noticed that process rank 1 with PID 0 on node node2 exited on signal 9 (Killed).' >&2",
+    ],
+)
+def test_the_host_on_which_a_rank_died_is_the_error(begun: RunDir, capfd: pytest.CaptureFixture[str], words: str) -> None:
+    """Of MPICH on its output, of Open MPI among its errors."""
+    with pytest.raises(
+        HpcrlError, match="^host node2: its MPI rank died before the run was over, and mpirun ended with exit code 9"
+    ):
+        run(f"{says_where(begun)}; {words}; exit 9")
+    assert str(begun.failure()).startswith("host node2: its MPI rank died")
+    said = capfd.readouterr()
+    assert "node2" in (said.err if ">&2" in words else said.out), "and the user sees it where mpirun has put it"
+
+
 def test_rank_0_that_is_cut_off_itself_does_not_blame_the_others(tmp_path: Path, begun: RunDir) -> None:
     """From its side it is they who are silent; this machine hears them, and not it."""
     begun.fail("launcher", 0, "host node2 did not answer for 20 s")
