@@ -221,11 +221,12 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     until = time.monotonic() + REST
     while not late and listener.wait(0.2) and time.monotonic() < until:
         pass
-    if status and asked < 2 and listener.place and (late or listener.lost or listener.status is None):
+    unsaid = listener.status is None  # by rank 0, or else its word may be that of one who is cut off itself
+    if status and listener.place and (asked < 2 if unsaid else not asked and (late or listener.lost)):
         lost = [listener.lost] if listener.lost else list(silent(hosts, shlex.split(agent)))
-        if lost or listener.status is None:
+        if lost or unsaid:
             how = "was ended" if late else how_it_ended(status)
-            raise HpcrlError(*unsaid_end(listener.place, lost, how, "" if listener.status else listener.died))
+            raise HpcrlError(*unsaid_end(listener.place, lost, how, listener.died if unsaid else ""))
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

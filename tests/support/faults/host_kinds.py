@@ -165,4 +165,4 @@ def kill_rank(bed: Bed, chance: random.Random) -> Struck:
         raise Missed("no rank")
     process = chance.choice(found)
     send(signal.SIGKILL, process)
-    return Struck(f"a rank on {process.host}")
+    return Struck(f"a rank on {process.host}", host=process.host)
