@@ -18,7 +18,7 @@ from hpcrl.run.queued_job import QueueAnswer
 from hpcrl.slurm import squeue
 from hpcrl.slurm.node_list import expand
 
-LATER = 60.0  #: seconds
+LATER = 60.0  #: seconds after a job's end in which Slurm may still write down what ended it
 EVENT = ("NodeName", "State", "Start", "Reason")
 
 
@@ -54,14 +54,14 @@ def named(answer: QueueAnswer) -> QueueAnswer:
     """The same, where a job has ended for a lost node with that node's name, if accounting remembers what nodes it had."""
     found = {}
     for key, job in answer.jobs.items():
-        lost = _of_job(key.job_id) if job.word == "NODE_FAIL" and job.phase == "ended" else {}
+        lost = _of_job(key.job_id) if key.history and job.word == "NODE_FAIL" and job.phase == "ended" else {}
         words = ", ".join(f"{node} ({said})" for node, said in lost.items())
         found[key] = msgspec.structs.replace(job, reason=f"{job.reason}: {words}") if lost else job
     return QueueAnswer(found, answer.note)
 
 
 def _of_job(job_id: str) -> dict[str, str]:
-    """Of all components, the nodes that failed between the job's start and its end, which Slurm writes down a little later."""
+    """Of all components, the nodes that failed between the job's start and its end."""
     answer = squeue.call(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "NodeList,Start,End"])
     rows = [line.split("|") for line in answer.out.splitlines()] if answer.code == 0 else []
     rows = [row for row in rows if len(row) == 3 and row[1].isdigit() and row[2].isdigit()]
