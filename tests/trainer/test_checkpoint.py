@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -122,7 +123,7 @@ def asked_of_megatron(opts: Options, directory: str) -> list[dict[str, Any]]:
 
     for release in (newer, older):
         save_load.dist_checkpointing.save = release
-        save_load.write({}, Path(directory), later=True)
+        save_load.plan({}, Path(directory))
     return [{name: value for name, value in how.items() if name != "content_metadata"} for how in asked]
 
 
@@ -470,6 +471,36 @@ def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path, 
     answers = run_ranks(2, background, opts, tmp_path / "c", "writer", timeout=60)
     assert answers[0] == answers[1]
     assert "iter_0000002 was not saved: the process that wrote it was killed by SIGKILL" in answers[0]["error"]
+    assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
+
+
+def file_writer_killed(opts: Options, directory: Path, wait: bool) -> dict[str, Any]:
+    """Save checkpoint 1; of 2, a process that Megatron forked on rank 1 for one of the files is killed before it has written it."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from hpcrl.trainer.checkpoint.save_load import TRACKER, Position
+    from hpcrl.trainer.checkpoint.saver import Saver
+
+    policy = start(opts)
+    saver = Saver(policy, policy.ranks, directory, "run", opts)
+    saver.save(Position(1, 1), wait=True)
+    if policy.ranks.rank == 1:
+        dies = staticmethod(lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data = dies
+    try:
+        saver.save(Position(2, 2), wait=wait)
+        saver.finish()
+    except HpcrlError as error:
+        return {"error": str(error), "tracker": (directory / TRACKER).read_text()}
+    return {}
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
+def test_megatrons_own_writer_that_is_killed_is_not_waited_for(tmp_path: Path, models: dict[str, Path], wait: bool) -> None:
+    opts = options(models["dense"], 2, async_save=True)
+    answers = run_ranks(2, file_writer_killed, opts, tmp_path / "c", wait, timeout=60)
+    assert answers[0] == answers[1]
+    assert re.search("iter_0000002 was not saved: .*a process that wrote it was killed by SIGKILL", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
 

@@ -40,6 +40,7 @@ from hpcrl.model_files.torch_dist import TRACKER, TorchDist, latest, step
 from hpcrl.run.rundir import flush, write_atomic
 from hpcrl.trainer.checkpoint import compatibility, rng_state
 from hpcrl.trainer.checkpoint.megatron_args import megatron_args
+from hpcrl.trainer.checkpoint.writers import write_here
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel.collectives import agree, broadcast_json
@@ -133,12 +134,20 @@ def make_directory(directory: Path, ranks: Ranks) -> None:
     agree(directory.mkdir, ranks.rank == 0)
 
 
-def write(state: dict[str, Any], beside: Path, *, later: bool = False) -> Any:
-    """Write `state` into an empty directory; collective.  later: plan only, and return Megatron's request to write it."""
+def write(state: dict[str, Any], beside: Path) -> None:
+    """Write `state` into an empty directory; collective.  HpcrlError, the same on all ranks, if any could not."""
+    request = plan(state, beside)
+    agree(lambda: write_here(request))
+    for finalize in request.finalize_fns:  # gathers what was written where, and writes .metadata
+        agree(finalize)
+
+
+def plan(state: dict[str, Any], beside: Path) -> Any:
+    """Megatron's request to write `state` into an empty directory; collective."""
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )  # what data-parallel ranks hold alike is divided among them
-    how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": later}
+    how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": True}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17, where another is the default
         how["async_strategy"] = "mcore"
     return agree(lambda: dist_checkpointing.save(state, str(beside), strategy, **how))

@@ -32,6 +32,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.checkpoint.writers import killed_writers_told
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel.collectives import agree, device
 from hpcrl.trainer.parallel.parallel_state import Ranks
@@ -111,7 +112,7 @@ class Saver:
             beside = save_load.prepare(final, self.ranks)
             self.also(beside)
             state = save_load.everything(self.policy, self.ranks, position)
-            request = save_load.write(state, beside, later=True)
+            request = save_load.plan(state, beside)
             writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
         self.pending = PendingSave(beside, final, position, request.finalize_fns, writer)
         return final
@@ -173,7 +174,12 @@ def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connecti
     """In the forked process: write, and send what Megatron's writer says.  It and its children die with the trainer rank."""
     die_with_parent(forks=True)  # Megatron forks again, one process for each file
     results: queue.Queue[Any] = queue.Queue()
-    write(rank, buckets, results)
+    try:
+        with killed_writers_told():
+            write(rank, buckets, results)
+    except HpcrlError as error:
+        answer.send(RuntimeError(error.what))  # as Megatron hands on what a process of its own has raised
+        return
     answer.send(results.get())
     answer.close()
 

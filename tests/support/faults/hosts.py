@@ -35,6 +35,7 @@ class HostsBed(Bed):
     """On the nodes of a cluster."""
 
     look = 0.25
+    again = False  # it is refused, or starts nothing on the other hosts
 
     def __init__(self, cluster: Cluster, task: Path, shape: Mapping[str, Any]) -> None:
         self.cluster, self.task, self.shape = cluster, task, shape
@@ -77,7 +78,6 @@ class HostsBed(Bed):
 class SlurmBed(HostsBed):
     """`hpcrl submit` and `hpcrl resume`."""
 
-    again = False  # it is refused
     job = 0
 
     def _begin(self, file: Path) -> None:

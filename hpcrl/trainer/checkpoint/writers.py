@@ -1,0 +1,64 @@
+"""Writing what Megatron has planned of a checkpoint: it forks a process for each file, and would wait for ever for one that is killed.
+
+Invariant: who waits for such processes hears at once that one was killed, and by what; one that fails says so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from hpcrl.errors import HpcrlError
+from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.trouble.memory import MemoryWatch
+
+
+def write_here(request: Any) -> None:
+    """Write this rank's part of a checkpoint: what Megatron's AsyncRequest asks for, if anything.  HpcrlError if a writer is killed."""
+    if request.async_fn is None:
+        return
+    arguments = list(request.async_fn_args)
+    if request.preload_fn is not None:
+        arguments[1] = request.preload_fn()  # GPU tensors into host memory
+    with killed_writers_told():
+        request.async_fn(*arguments, **request.async_fn_kwargs)
+
+
+@contextlib.contextmanager
+def killed_writers_told() -> Iterator[None]:
+    """Raise HpcrlError, out of whatever is being waited for, as soon as a process that was started in here is killed.
+
+    A signal's handler raises it, which Python runs in the main thread alone: elsewhere nothing is looked after.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    memory, ours = MemoryWatch(), psutil.Process()
+    earlier = {child.pid for child in ours.children()}
+
+    def look(_: int, __: FrameType | None) -> None:
+        for child in ours.children():
+            if child.pid not in earlier and (number := _killed_by(child.pid)):
+                raise HpcrlError(f"a process that wrote it {how_it_ended(-number, memory)}")
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _killed_by(pid: int) -> int:
+    """The signal that killed a child, which whoever started it can still wait for; 0 if none did, or it lives."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return found.si_status if found and found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
