@@ -1,4 +1,5 @@
-"""Writing what Megatron has planned of a checkpoint: it forks a process for each file, and would wait for ever for one that is killed.
+"""Writing what Megatron has planned of a checkpoint: it forks a process for each file (a later release has threads), and would wait
+for ever for one that is killed.
 
 Invariant: who waits for such processes hears at once that one was killed, and by what; one that fails says so itself.
 """
