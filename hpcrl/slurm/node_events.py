@@ -54,7 +54,7 @@ def named(answer: QueueAnswer) -> QueueAnswer:
     """The same, where a job has ended for a lost node with that node's name, if accounting remembers what nodes it had."""
     found = {}
     for key, job in answer.jobs.items():
-        lost = _of_job(key.job_id) if key.history and job.word == "NODE_FAIL" and job.phase == "ended" else {}
+        lost = _of_job(key.job_id) if job.word == "NODE_FAIL" and job.phase == "ended" else {}
         words = ", ".join(f"{node} ({said})" for node, said in lost.items())
         found[key] = msgspec.structs.replace(job, reason=f"{job.reason}: {words}") if lost else job
     return QueueAnswer(found, answer.note)

@@ -83,8 +83,6 @@ def test_status_names_the_node_that_ended_a_job(slurm: FakeSlurm) -> None:
     assert answer.jobs[lost].reason == f"one of its nodes failed: node2 (Slurm has had it down since {WHEN}: Not responding)"
     assert (answer.jobs[other].reason, answer.note) == ("one of its nodes failed", "a note")
     assert len(slurm.calls("sacct")) == 1
-    past = JobKey("7", "id", 0.0, history=False)
-    assert named(QueueAnswer({past: failed})).jobs[past] == failed and len(slurm.calls("sacct")) == 1
     for text in ("", "Unknown|x|y\n", "None assigned|1795392900|1795392997\n", "node[1-2|1795392900|1795392997\n"):
         slurm.command("sacct", text)
         assert named(QueueAnswer({lost: failed})).jobs[lost] == failed
