@@ -141,6 +141,9 @@ def test_what_was_half_written_when_its_writer_was_killed_goes(tmp_path: Path) -
     rundir = RunDir.create(tmp_path / "run")
     (rundir.root / "bank").mkdir()
     half = [rundir.samples / ".00000238.jsonl.3858", rundir.root / "bank" / ".7.group.12", rundir.root / ".state.json.9"]
+    rundir.begin()
+    rundir.attempt = 1
+    half.append(rundir.root / "attempts" / "0" / ".error.trainer-1.476")
     kept = [rundir.samples / "00000238.jsonl", rundir.root / "prepared.1", rundir.root / ".job.json.5", rundir.samples / ".mine"]
     for path in (*half, *kept):
         path.write_text("x")
