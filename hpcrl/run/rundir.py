@@ -192,7 +192,7 @@ class RunDir:
         """Remove the files that were being written beside their places when their writer was killed, and signs of life of the dead."""
         last = self.root / "attempts" / str(self.attempt - 1)
         shutil.rmtree(last / BEATS, ignore_errors=True)
-        for folder in (self.root, self.samples, self.root / "bank", self.root / "ledger", last):
+        for folder in (self.root, self.samples, self.checkpoints, self.root / "bank", self.root / "ledger", last):
             for name in listed(folder):
                 found = HALF.fullmatch(name)
                 if found is None or (folder == self.root and found[1] not in OWN):

@@ -144,7 +144,14 @@ def test_what_was_half_written_when_its_writer_was_killed_goes(tmp_path: Path) -
     rundir.begin()
     rundir.attempt = 1
     half.append(rundir.root / "attempts" / "0" / ".error.trainer-1.476")
-    kept = [rundir.samples / "00000238.jsonl", rundir.root / "prepared.1", rundir.root / ".job.json.5", rundir.samples / ".mine"]
+    half.append(rundir.checkpoints / ".latest_checkpointed_iteration.txt.1306")
+    kept = [
+        rundir.samples / "00000238.jsonl",
+        rundir.root / "prepared.1",
+        rundir.root / ".job.json.5",
+        rundir.samples / ".mine",
+        rundir.checkpoints / ".partial-iter_0000020",
+    ]
     for path in (*half, *kept):
         path.write_text("x")
     rundir.begin()

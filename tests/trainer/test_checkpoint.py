@@ -409,6 +409,8 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     losses(policy, opts, 2)
     weight = next(policy.modules[0].parameters())
     before = weight.detach().clone()
+    if policy.ranks.rank == 0:
+        (directory / f".{save_load.TRACKER}.9").write_text("of one that was killed")
     saver.save(Position(2, 2))
     tracker = directory / save_load.TRACKER
     first = tracker.read_text()

@@ -123,6 +123,8 @@ def prepare(final: Path, ranks: Ranks) -> Path:
         for pattern in (".partial-*", ".deleted-*"):
             for old in final.parent.glob(pattern):
                 shutil.rmtree(old, ignore_errors=True)
+        for old in final.parent.glob(f".{TRACKER}.*"):
+            old.unlink(missing_ok=True)
         beside.mkdir(parents=True)
 
     agree(make, ranks.rank == 0)
