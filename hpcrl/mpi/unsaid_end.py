@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.job import Job, reopen_job
-from hpcrl.launch.restarts.lost_hosts import last_attempt
+from hpcrl.launch.restarts.lost_hosts import last_attempt, names
 from hpcrl.mpi.last_word import Place
 from hpcrl.report.run_status import WORKING
 from hpcrl.run.job_state import STATE, JobState, write_state
@@ -42,7 +42,7 @@ def _record(job: Job, lost: Sequence[str], what: str) -> None:
     if rundir is None:
         return
     first = rundir.failure()
-    if first is None or (lost and (first.role != "launcher" or not all(f"host {host}" in first.message for host in lost))):
+    if first is None or (lost and (first.role != "launcher" or not all(names(first, host) for host in lost))):
         rundir.correct(f"{what} (first seen as: {first})" if first else what)
     try:
         state = read_json(job.root / STATE, JobState)

@@ -112,6 +112,12 @@ def test_a_word_that_names_the_host_already_is_not_wrapped_in_itself(job: Job) -
     assert error(job) == "no answer from node1: is it up, and its network?"
 
 
+def test_another_hosts_longer_name_is_not_this_hosts(job: Job) -> None:
+    RunDir(job.root).fail("launcher", 0, "no answer from node11: is it up, and its network?")
+    explain_last_end(job, Allocation(node1=LAST))  # type: ignore[arg-type]
+    assert error(job).startswith("host node1 was lost")
+
+
 def test_damage_of_any_file_is_no_end_of_the_next_start(job: Job) -> None:
     rundir = RunDir(job.root)
     for path in (rundir.here / "error.json", rundir.here / HOSTS, job.root / "state.json"):

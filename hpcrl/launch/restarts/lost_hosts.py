@@ -6,6 +6,7 @@ last word that it had not noticed yet.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from hpcrl.careful_files import Damaged, read_json
@@ -13,12 +14,12 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch.job import Job, finished, say
 from hpcrl.launch.scheduler import Allocation
 from hpcrl.plan import Host
+from hpcrl.run.failure import Failure
 from hpcrl.run.job_state import STATE, JobState
 from hpcrl.run.rundir import HOSTS, RunDir
 
-UNNOTICED = (
-    900.0  #: seconds that a scheduler may take to notice a host's end: Slurm's SlurmdTimeout is 300 by default, 600 at some sites
-)
+#: seconds that a scheduler may take to notice a host's end: Slurm's SlurmdTimeout is 300 by default, 600 at some sites
+UNNOTICED = 900.0
 
 
 def last_attempt(job: Job) -> RunDir | None:
@@ -32,6 +33,11 @@ def correct(job: Job, why: str) -> None:
     """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
     if (rundir := last_attempt(job)) is not None:
         rundir.correct(why)
+
+
+def names(error: Failure, host: str) -> bool:
+    """Whether an error names this host, and not one whose name begins or ends so."""
+    return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", error.message) is not None
 
 
 def lost_hosts(rundir: RunDir | None, allocation: Allocation, until: float = float("inf")) -> dict[str, str]:
@@ -65,7 +71,7 @@ def explain_last_end(job: Job, allocation: Allocation) -> None:
     if state.phase == "stopped" and first is None:
         return
     lost = lost_hosts(rundir, allocation, state.time + UNNOTICED)
-    if not lost or (first and first.role == "launcher" and all(name in first.message for name in lost)):
+    if not lost or (first and first.role == "launcher" and all(names(first, host) for host in lost)):
         return
     why = ", ".join(lost.values()) + (f" (first seen as: {first})" if first else "")
     rundir.correct(why)
