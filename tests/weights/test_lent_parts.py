@@ -146,17 +146,23 @@ def test_a_matrix_that_lies_over_two_rounds_is_put_together_as_ever() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_done_is_said_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is_not_the_ranks_matter(fails: bool) -> None:
+def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is_not_the_ranks_matter(fails: bool) -> None:
     case, _ = simple()
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256, in_place=True)
     boxes, (rank, worker) = boxes_of(case, plan), members(2, 1)
     order: list[str] = []
 
+    class Awaited(Transfer):
+        def wait(self) -> torch.Tensor:
+            order.append("heard")
+            return super().wait()
+
     class Noted(Post):
         def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
             order.append("done" if tag == DONE else "word")
-            return super().tell(to, tag, letter)
+            told = super().tell(to, tag, letter)
+            return Awaited(told.work, told.tensor, told.what, told.seconds)
 
     def load(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
         order.append("load")
@@ -173,4 +179,4 @@ def test_done_is_said_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is
         else:
             reader.receive(load)
         assert sending.result(20) == 4 * 64 * 4
-    assert order == ["load", "done"] * 4
+    assert order == ["load", "done", "heard"] * 4, "who leaves before that takes the word with it"

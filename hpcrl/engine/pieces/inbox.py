@@ -10,6 +10,7 @@ layer until it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ import torch
 
 from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
+from hpcrl.errors import HpcrlError
 from hpcrl.queue.auth import keys_in
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.changes import WHOLE
@@ -88,13 +90,20 @@ class InboxReader:
             number += len(messages)
             try:
                 self._load(load, complete, turn == len(rounds) - 1)
-            finally:  # a load that fails is not the ranks' matter: they hear of it from the engine
-                if self.assembly.lendable:
-                    handed += self._done_with(*messages)
-            for transfer in handed:
-                transfer.wait()
+            except Exception:  # that a load failed is not the ranks' matter: they have heard all before this member leaves
+                with contextlib.suppress(HpcrlError):
+                    self._end_round(messages, handed)
+                raise
+            self._end_round(messages, handed)
             arriving |= self._expect(turn + HALVES, changes)
         self.assembly.current = self.assembly.keep
+
+    def _end_round(self, messages: tuple[Message, ...], handed: list[Transfer]) -> None:
+        """Have all hear that a round is read, and wait until they have."""
+        if self.assembly.lendable:
+            handed = handed + self._done_with(*messages)
+        for transfer in handed:
+            transfer.wait()
 
     def _load(self, load: Load, complete: list[tuple[str, torch.Tensor]], last: bool) -> None:
         """Have what is complete loaded; after this the messages that it came in are not read again."""
