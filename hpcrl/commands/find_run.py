@@ -18,8 +18,9 @@ from hpcrl.careful_files import as_given, open_regular
 from hpcrl.errors import UsageError
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import FRESH, OVER, WORKING, Status, judge_run
+from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.report.status_text import replace_unencodable
+from hpcrl.run.job_state import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.recipe_file import is_run
 from hpcrl.run.registry import known

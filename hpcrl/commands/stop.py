@@ -7,6 +7,7 @@ carries, a process by the run directory's lock that it holds.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -20,9 +21,9 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch.restarts.chain import later
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import OVER, WORKING, Status
+from hpcrl.report.run_status import WORKING, Status
 from hpcrl.report.status_text import shorten_path
-from hpcrl.run.job_state import CANCEL, CANCELLED, JobState, write_state
+from hpcrl.run.job_state import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
 GRACE = 30.0  #: seconds that a launcher may take to end after them
@@ -44,6 +45,8 @@ def stop(argv: list[str]) -> int:
     found = look_at_run(run, jobs)
     name = shorten_path(str(run.root))
     if found.stop_asked:
+        with contextlib.suppress(OSError):  # what was asked before this start would not hold for it
+            os.utime(run.root / STOP, follow_symlinks=False)
         print(f"{name} has been asked to stop already; to end it at once: hpcrl cancel {name}")
         return 0
     if found.phase not in WORKING:
@@ -54,9 +57,9 @@ def stop(argv: list[str]) -> int:
         process.send_signal(signal.SIGTERM)
     else:
         try:
-            touch(run.root / "stop")
+            touch(run.root / STOP)
         except OSError as error:
-            raise HpcrlError(f"cannot write {run.root / 'stop'}: {error.strerror}", f"hpcrl cancel {name}") from error
+            raise HpcrlError(f"cannot write {run.root / STOP}: {error.strerror}", f"hpcrl cancel {name}") from error
     print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
     return 0
 

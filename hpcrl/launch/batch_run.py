@@ -28,7 +28,7 @@ from hpcrl.launch.restarts.restart_policy import BROKEN, broken_hosts, check_hea
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
 from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_file import read_job, write_job
-from hpcrl.run.job_state import CANCEL, JobStateFile
+from hpcrl.run.job_state import CANCEL, STOP, JobStateFile
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import read_summary
@@ -171,7 +171,7 @@ def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> 
 
 def _preempted(job: Job, allocation: Allocation) -> bool:
     """Whether the scheduler, and not the user, wanted the job's nodes back."""
-    return not (job.root / "stop").exists() and allocation.preempted()
+    return not (job.root / STOP).exists() and allocation.preempted()
 
 
 def final_summary(job: Job) -> dict[str, Any]:

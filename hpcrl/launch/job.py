@@ -29,6 +29,7 @@ from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
 from hpcrl.errors import DataError, HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
+from hpcrl.launch.requests import forget_old_requests, process_age
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, local_hosts, make_plan
@@ -39,7 +40,7 @@ from hpcrl.report.progress import Progress
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
 from hpcrl.report.timeline.spans import Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.job_state import CANCEL, JobStateFile
+from hpcrl.run.job_state import STOP, JobStateFile
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
 from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
@@ -75,11 +76,13 @@ def run_job(
     restarts: int = 0,
     watch: Callable[[Stop, RunDir | None], None] | None = None,
     ends: float | None = None,
+    age: float = 0.0,
 ) -> int:
     """Bring a job to its end, from where it stands; returns the exit status.  HpcrlError says what went wrong.
 
     restarts: how often the scheduler has started it again.  watch: called about five times a second; it may ask to stop.
-    ends: when the allocation's time is over, in Unix seconds.
+    ends: when the allocation's time is over, in Unix seconds.  age: seconds since this start was asked for, if that was before
+    this process began.
     """
     say(f"run directory: {job.root}")
     adopt_orphans()
@@ -92,8 +95,7 @@ def run_job(
         JobStateFile(job.root, restarts, ends) as state,
         Stop() as stop,
     ):
-        for name in ("stop", CANCEL):
-            (job.root / name).unlink(missing_ok=True)  # it was for whoever ran here before
+        forget_old_requests(job.root, restarts, max(age, process_age()))
 
         def turn(rundir: RunDir | None = None) -> None:
             if stop.requests and state.phase != "saving":
@@ -102,13 +104,14 @@ def run_job(
                 )
             state.beat("saving" if stop.requests else None)
             timeline.alive()
-            if (job.root / "stop").exists():
+            if (job.root / STOP).exists():
                 stop.ask("hpcrl stop")
             if watch:
                 watch(stop, rundir)
             if stop.nudges:
                 stop.ask("SIGUSR1")
 
+        turn()  # it may have been told to stop while it came up
         with timeline.span(PREPARE):
             run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:
@@ -196,7 +199,7 @@ def reopen_job(root: Path) -> Job:
 def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[], None]) -> None:
     """Run the recipe's prepare commands once; HpcrlError names the command and its log."""
     done = job.root / "prepared" / ".done"
-    if not job.recipe.prepare or done.exists():
+    if not job.recipe.prepare or done.exists() or stop.requests:
         return
     say("preparing")
     state.set("preparing")
@@ -227,7 +230,8 @@ def run_stage(
     if finished(directory):
         return
     if stop.requests:
-        raise Stopped(f"stopped before stage {stage.name}", f"continue with {backend.again(job.root)}")
+        before, reason = f"before stage {stage.name}" if stage.name else "while starting", f" ({stop.why})" if stop.why else ""
+        raise Stopped(f"stopped {before}{reason}", f"continue with {backend.again(job.root)}")
     rundir, options = open_stage(job, stage, directory)
     state.set("starting", stage=stage.name, attempt=rundir.attempt)
 

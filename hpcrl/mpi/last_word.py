@@ -12,11 +12,13 @@ import os
 import re
 import select
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
 ENVIRONMENT = "HPCRL_LAUNCH_WORD"  #: what the line begins with, drawn for each launch; absent: nobody listens
+ASKED = "HPCRL_LAUNCH_ASKED"  #: when `hpcrl launch` began, unix time by its host's clock
 MARK = "hpcrl-launch-word"
 #: Open MPI's word on a host whose daemon it cannot reach any more; it ends the ranks within a second of it
 LOST = re.compile(rb"^\s*Remote daemon:.* on node ([\w.-]+)\s*$")
@@ -34,6 +36,11 @@ class Place(NamedTuple):
 
 def drawn() -> str:
     return f"{MARK}-{os.urandom(8).hex()}"
+
+
+def age() -> float:
+    """Seconds since `hpcrl launch` began, 0 where it did not call us."""
+    return max(0.0, time.time() - float(os.environ.get(ASKED, "inf")))
 
 
 def tell(status: int) -> None:

@@ -29,6 +29,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
+from hpcrl.launch.requests import process_age
 from hpcrl.mpi import last_word
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
@@ -138,7 +139,7 @@ def handed_on(word: str) -> list[str]:
     """An `env` command with what the ranks need of our environment: not every mpirun hands it on."""
     names = ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
     kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in names if name in os.environ}
-    kept |= {last_word.ENVIRONMENT: word} if word else {}
+    kept |= {last_word.ENVIRONMENT: word, last_word.ASKED: f"{time.time() - process_age():.2f}"} if word else {}
     return ["env", *(f"{name}={value}" for name, value in kept.items())]
 
 

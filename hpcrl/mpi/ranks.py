@@ -73,7 +73,7 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
     components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
     write_job(job.root, job.identity, "mpirun", None, components=components)
     say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")
-    return run_job(job, backend, watch=backend.carry)
+    return run_job(job, backend, watch=backend.carry, age=last_word.age())
 
 
 # ---- the MPI world

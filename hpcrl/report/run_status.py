@@ -18,7 +18,7 @@ import msgspec
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engines.view import EngineView
-from hpcrl.run.job_state import CANCEL, CANCELLED, JobState
+from hpcrl.run.job_state import CANCEL, CANCELLED, OVER, STOP, JobState
 from hpcrl.run.queued_job import QueuedJob
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
@@ -26,7 +26,6 @@ SKEW = 30.0  #: seconds by which the clocks of hosts may differ
 #: bytes at the end of metrics.jsonl, and records among them, that count in a list and for one run
 BRIEF, LONG = (24 << 10, WINDOW + 4), (1 << 20, 1 << 20)
 WORKING = ("preparing", "starting", "running", "saving")
-OVER = ("finished", "stopped", "failed", "cancelled")
 
 
 class Status(msgspec.Struct):
@@ -93,7 +92,7 @@ def judge_run(
             status.engines = stage.engines.engines
     if phase == "failed":
         status.log = str(run.log)
-    status.stop_asked = (run.root / "stop").exists() and phase in WORKING
+    status.stop_asked = (run.root / STOP).exists() and phase in WORKING
     ends = (queued and queued.ends) or (state and state.ends)
     if ends and phase in WORKING:
         status.left = max(0.0, ends - now)

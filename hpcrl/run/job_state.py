@@ -21,10 +21,12 @@ from hpcrl.run.rundir import write_atomic
 
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0
+STOP = "stop"  #: RUN/stop is there once the run was asked to save and end
 CANCEL = "cancel"  #: JOB/cancel is there while a job is being ended by hand: whatever the launcher sees then is no failure
 CANCELLED = "cancelled; what was saved is good"
 
 Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
+OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its launcher does nothing more
 
 
 class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from hpcrl.launch.job import Job, finished
 from hpcrl.run.job_file import JobFile, read_job, replace_job
-from hpcrl.run.job_state import CANCEL
+from hpcrl.run.job_state import CANCEL, STOP
 
 
 def later(record: JobFile) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def needless(job: Job, job_id: str) -> str:
         return ""
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         return "the run is finished"
-    for name, why in (("stop", "it was stopped with hpcrl stop"), (CANCEL, "it was cancelled")):
+    for name, why in ((STOP, "it was stopped with hpcrl stop"), (CANCEL, "it was cancelled")):
         if (job.root / name).exists():
             return f"{why}; hpcrl resume {job.root} goes on"
     replace_job(job.root, msgspec.structs.replace(record, job_id=job_id))

@@ -1,0 +1,103 @@
+"""What a user asks of a run while it comes up is heeded; what was asked of a launcher before it is not."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.recipe import load_recipe
+from hpcrl.errors import Stopped
+from hpcrl.launch import job as jobs
+from hpcrl.launch.job import Job, run_job
+from hpcrl.launch.local import Local
+from hpcrl.launch.requests import forget_old_requests, process_age
+from hpcrl.mpi import last_word
+from hpcrl.run.job_file import write_job
+from hpcrl.run.job_state import CANCEL, STOP, JobState, write_state
+from tests.support.rundirs import put
+
+
+def put_at(path: Path, seconds: float) -> None:
+    """Have a file that was written so many seconds ago."""
+    path.touch()
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "lock").write_text("1")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [STOP, CANCEL])
+@pytest.mark.parametrize(
+    ("asked", "age", "restarts", "kept"),
+    [
+        pytest.param(200, 300, 0, True, id="while this start came up"),
+        pytest.param(400, 300, 0, False, id="of the launcher before, which a user's new start follows"),
+        pytest.param(
+            400, 300, 1, True, id="of the launcher before, which was killed, and a start of the scheduler's own follows"
+        ),
+    ],
+)
+def test_what_is_heeded(root: Path, name: str, asked: float, age: float, restarts: int, kept: bool) -> None:
+    put_at(root / name, asked)
+    forget_old_requests(root, restarts, age)
+    assert (root / name).exists() == kept
+
+
+@pytest.mark.parametrize("phase", ["stopped", "finished", "failed", "cancelled"])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_was_answered_is_not_heeded_again(root: Path, phase: str, restarts: int) -> None:
+    write_state(root, JobState(phase, time.time()))  # type: ignore[arg-type]
+    for seconds, kept in ((100, True), (400, False)):
+        put_at(root / STOP, seconds)
+        put_at(root / "state.json", 200)
+        forget_old_requests(root, restarts, 300)
+        assert (root / STOP).exists() == kept
+
+
+def test_nobody_has_answered_who_is_queued_again_or_was_killed(root: Path) -> None:
+    for phase in ("requeued", "running", "saving"):
+        write_state(root, JobState(phase, time.time()))  # type: ignore[arg-type]
+        put_at(root / STOP, 400)
+        forget_old_requests(root, 1, 300)
+        assert (root / STOP).exists(), phase
+    put(root / "state.json", {"phase": "no phase"})
+    forget_old_requests(root, 1, 300)
+    assert (root / STOP).exists(), "a damaged file answers nothing"
+
+
+@pytest.mark.parametrize("site", [{"scheduler": "slurm"}, None])
+def test_a_job_that_hpcrl_submitted_came_up_since_then(root: Path, site: dict[str, str] | None) -> None:
+    write_job(root, "x", "slurm", "7", site=site)
+    put_at(root / "job.json", 300)
+    put_at(root / STOP, 100)
+    forget_old_requests(root, 0, 5)
+    assert (root / STOP).exists() == (site is not None)
+
+
+def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(jobs, "adopt_orphans", lambda: None)
+    root = tmp_path / "run"
+    for folder in ("prepared", "logs", "timeline"):
+        (root / folder).mkdir(parents=True)
+    recipe = load_recipe("examples/quickstart.toml")
+    job = Job(recipe, {}, root, "x")
+    (root / STOP).touch()
+    os.utime(root / STOP, (time.time() - process_age() - 50,) * 2)
+    with pytest.raises(Stopped, match=r"stopped (while starting|before stage \w+) \(hpcrl stop\)"):
+        run_job(job, Local(), age=process_age() + 100)
+    assert not list(root.glob("**/attempts")) and not list((root / "prepared").iterdir())
+    assert '"stopped"' in (root / "state.json").read_text()
+
+
+def test_rank_0_knows_how_long_ago_hpcrl_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(last_word.ASKED, raising=False)
+    assert last_word.age() == 0
+    monkeypatch.setenv(last_word.ASKED, str(time.time() - 20))
+    assert 20 <= last_word.age() < 60
