@@ -26,9 +26,11 @@ from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
+from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
+from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.run.trouble.memory import MemoryWatch
@@ -243,7 +245,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
     rundir.check()
     assert gone[0].status is not None
     how = how_it_ended(gone[0].status, gone[0].memory)
-    why = trouble(rundir.here) or f"a host may have failed; its log is {gone[0].log}"
+    said = last_error(last_lines(gone[0].log, LAST_WORDS)) if gone[0].status > 0 else ""
+    why = trouble(rundir.here) or f"{f'it says: {said}' if said else 'a host may have failed'}; its log is {gone[0].log}"
     message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)

@@ -38,7 +38,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.failure import ERROR
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
-from hpcrl.run.role import read_options, read_plan, say
+from hpcrl.run.role import last_error, read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, OVER, RunDir
 from hpcrl.run.trouble.hardware import hardware_words
 from hpcrl.run.trouble.memory import MemoryWatch
@@ -76,8 +76,11 @@ class Role:
         return self.name == "engine" or self.name.startswith(PART)
 
     def epitaph(self) -> str:
-        """How it ended, for a user, with what its log says of hardware."""
-        said = hardware_words(b"\n".join(last_lines(self.log, 200)).decode(errors="replace")) if self.log.exists() else None
+        """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by itself."""
+        log = last_lines(self.log, 200) if self.log.exists() else []
+        said = hardware_words(b"\n".join(log).decode(errors="replace"))
+        if said is None and self.process.returncode > 0:
+            said = last_error(log)
         also = f"; it says: {said}" if said else ""
         return f"{self.name}-{self.index} {how_it_ended(self.process.returncode, self.memory)}{also}; its log is {self.log}"
 
@@ -358,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
         with Told() as told, Beating(beats, name, every=HOST_BEAT):
             run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
-        say(f"host {args.host}: {error}")
+        say(f"error: on {args.host}: {error}")
         rundir.fail("host", 0, f"on {args.host}: {error}")  # unless a role has said more already
         return error.exit_code
     return 0

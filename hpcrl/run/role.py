@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpcrl.careful_files import Damaged, read_json
@@ -26,6 +27,9 @@ from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.trouble.storage import WORDS, mend, words
 
+ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
+LAST_WORDS = 20  #: lines of it in which that is looked for: what it started may have said something after it
+SAID = 500  #: characters of an error in a log that are told
 LISTEN = 0.2  #: seconds between two looks for another's error
 
 
@@ -79,6 +83,13 @@ def say(text: str) -> None:
     """A line for the role's log; a log that cannot be written to is no reason to end."""
     with contextlib.suppress(OSError):
         print(f"{time.strftime('%H:%M:%S')} {strip_control(text, lines=True)}", file=sys.stderr, flush=True)
+
+
+def last_error(log: Sequence[bytes]) -> str:
+    """The error that a role, or a host's process, has said at the end of these lines of its log, "" if it has said none: on a full disk
+    it could not record it."""
+    said = [found[1] for line in log[-LAST_WORDS:] if (found := ERROR_LINE.fullmatch(line))]
+    return strip_control(said[-1].decode(errors="replace"))[:SAID] if said else ""
 
 
 def act(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,18 @@ def test_who_is_told_to_end_while_it_looks_for_hosts_was_stopped(tmp_path: Path)
     with pytest.raises(HpcrlError, match="none of 2 nodes"):
         attempt._run(Options(), Ended(), "id", rundir, Stop(), lambda: None)  # type: ignore[arg-type]
     assert "none of 2 nodes" in str(rundir.failure())
+
+
+def test_a_host_that_could_not_record_its_error_is_told_with_its_own_last_words(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    log = tmp_path / "host.log"
+    log.write_text("10:00:00 error: on node1: rollout-0 ended with exit code 1; it says: the file system is full\n")
+    ended = SimpleNamespace(name="the process of this host", status=1, log=log, memory=None, lost=lambda: "")
+    with pytest.raises(
+        PeerError, match=r"exit code 1 before the run was over; it says: on node1: .*the file system is full; its log is"
+    ):
+        attempt._check([ended], rundir)  # type: ignore[list-item]
 
 
 class Allocation:

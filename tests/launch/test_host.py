@@ -148,3 +148,26 @@ def test_a_role_that_ended_with_its_host_is_no_failure_of_its_own(rundir: RunDir
     ended = SimpleNamespace(name="rollout", index=0, status=status, serves=False, epitaph=lambda: "rollout-0 ended")
     with pytest.raises(PeerError, match="host node2 was told to end" if told else "rollout-0 ended"):
         host._check([ended], rundir, host.Told(told), "node2")  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "said"),
+    [
+        (
+            1,
+            ["10:00:00 error: cannot write x: the file system is full", "E1123 torch says more"],
+            "the file system is full; its log is",
+        ),
+        (1, ["10:00:00 error: early", *["line"] * 30], "exit code 1; its log is"),
+        (1, ["10:00:00 error: the first", "10:00:00 error: \033[31mthe last"], "it says: the last; its log is"),
+        (-9, ["10:00:00 error: of an earlier life"], "; its log is"),
+    ],
+)
+def test_a_role_that_could_not_record_its_error_is_told_with_its_own_last_words(
+    tmp_path: Path, status: int, lines: list[str], said: str
+) -> None:
+    """On a full disk, which may have room again when its host records that it ended."""
+    log = tmp_path / "rollout-0.log"
+    log.write_text("".join(f"{line}\n" for line in lines))
+    role = host.Role("rollout", 0, SimpleNamespace(returncode=status), log)  # type: ignore[arg-type]
+    assert said in role.epitaph() and ("it says" in role.epitaph()) == ("it says" in said or "full" in said)
