@@ -246,7 +246,6 @@ def test_directories_of_the_killed_are_swept_and_no_others(tmp_path: Path, monke
     foreign.mkdir()
     keep.mkdir()
     (tmp_path / "hpcrl-link").symlink_to(keep)
-    time.sleep(1.1)
     assert theirs.parent == tmp_path and sweep() == [], "whoever lives keeps his"
     with swept():
         child.send_signal(signal.SIGKILL)
@@ -278,5 +277,32 @@ def test_what_comes_into_a_directory_while_it_is_removed_goes_with_the_next_swee
     monkeypatch.undo()
     monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    time.sleep(1.1)
     assert sweep() == [made.path] and not made.path.exists()
+
+
+CUT = {
+    "before it is held": "scratch.fcntl.flock = die",
+    "before it has its name": "scratch.Path.rename = die",
+    "at once": "",
+}
+
+
+@pytest.mark.parametrize("moment", CUT)
+def test_who_is_killed_in_the_making_of_a_directory_leaves_it_to_the_next_sweep(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = "import os; from hpcrl.run.trouble import scratch\ndef die(*_): os.kill(os.getpid(), 9)\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{die}{CUT[moment]}\nscratch.Scratch('torchrun'); die()"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    (left,) = tmp_path.iterdir()
+    assert ended.returncode == -signal.SIGKILL and left.name.startswith("hpcrl-torchrun-")
+    monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if moment != "at once":  # a maker that lives might be about to lock it, until HELD_AFTER
+        young = time.time() + 60
+        os.utime(left / scratch_module.NEW, (young, young))
+        assert sweep() == [] and left.exists()
+        os.utime(left / scratch_module.NEW, (young - 120, young - 120))
+    assert sweep() == [left] and not left.exists(), "as soon as its maker is gone"

@@ -26,6 +26,8 @@ import msgspec
 from hpcrl.careful_files import Damaged, open_regular, read_json
 
 PREFIX, LOCK, ELSEWHERE = "hpcrl-", ".lives", ".elsewhere"
+NEW = ".lives.new"  #: the lock until it is held: so a file named LOCK that nobody holds says at once that its maker is gone
+HELD_AFTER = 1.0  #: seconds from the making of NEW to its being held, at most
 SHARED, SHORT = Path("/dev/shm"), Path("/tmp")  #: SHORT: where sockets lie if the temporary directory's name is too long for them
 
 
@@ -34,11 +36,13 @@ class Scratch:
 
     def __init__(self, kind: str, below: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=below))
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(self.path / NEW, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # a file system without locks: nobody could tell that we live
-            (self.path / LOCK).unlink()
+            (self.path / NEW).unlink()
+        else:
+            (self.path / NEW).rename(self.path / LOCK)
 
     def name(self, files: Iterable[Path]) -> None:
         """Have these files in /dev/shm removed as well, should this process be killed."""
@@ -100,15 +104,19 @@ def _mine(path: Path) -> bool:
 
 def _abandoned(path: Path) -> bool:
     """Whether the maker of a directory with a lock is gone."""
+    return _unheld(path / LOCK, 0.0) or _unheld(path / NEW, HELD_AFTER)
+
+
+def _unheld(lock: Path, after: float) -> bool:
+    """Whether nobody holds a lock that is there for so many seconds at least."""
     try:
-        with open_regular(path / LOCK) as file:
-            age = time.time() - os.fstat(file.fileno()).st_mtime
-            if age < 1.0:  # between its making and its locking
+        with open_regular(lock) as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < after:  # not even tried: its maker may be about to lock it
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except OSError:
-        return False  # it lives, has no lock, or is gone meanwhile
+        return False  # its maker lives, or it is not there
 
 
 def _remove(path: Path) -> None:
@@ -126,9 +134,10 @@ def _clear(path: Path) -> None:
         for entry in os.scandir(path):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name != LOCK:
+            elif entry.name not in (LOCK, NEW):
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
-        if set(os.listdir(path)) <= {LOCK}:
-            (path / LOCK).unlink(missing_ok=True)
+        if set(os.listdir(path)) <= {LOCK, NEW}:
+            for name in (LOCK, NEW):
+                (path / name).unlink(missing_ok=True)
             path.rmdir()
