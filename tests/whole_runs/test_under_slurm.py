@@ -144,7 +144,7 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     launchers = json.loads((job.root / "state.json").read_text())["host"]
     cluster.kill_node(launchers, told=True)  # nobody of the run is left to say what became of it
     job.until(lambda: job.training(5))
-    # The administrator's reason, or Slurm's own where it noticed before him.
+    # An answer still on its way may return the node to service after the administrator's word: then Slurm's own reason follows.
     assert re.match(
         rf"launcher-0: host {launchers} was lost \(Slurm has had it down since .*: (power|Not responding)\)", error(job.root, 4)
     )
