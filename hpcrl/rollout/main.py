@@ -257,8 +257,8 @@ class RolloutRole:
         shares = make_shares(made.rollout, self.options, metrics, batch)
         if not self._stopping or not self._last_ahead(rollout_id):
             self._handed_over = rollout_id
+        self.timeline.add(MAKE, at, self.timeline.now(), rollout_id=rollout_id)  # from here on the trainer may train it
         await self.server.put(rollout_id, shares)
-        self.timeline.add(MAKE, at, self.timeline.now(), rollout_id=rollout_id)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         say(f"rollout {rollout_id}: {', '.join(words)}")
