@@ -153,10 +153,18 @@ def stop_command(bed: Bed, chance: random.Random) -> Struck:
 
 def full_disk(bed: Bed, chance: random.Random) -> Struck:
     assert isinstance(bed, LocalBed)
-    if not bed.mounted:
+    if not bed.disk.mounted:
         raise Missed("no file system of its own")
-    filler = bed.fill()
+    filler = bed.disk.fill()
     return Struck(str(filler), heal=filler.unlink)
+
+
+def read_only_disk(bed: Bed, chance: random.Random) -> Struck:
+    assert isinstance(bed, LocalBed)
+    if not bed.disk.breaks:
+        raise Missed("no disk that can break")
+    bed.disk.break_down()
+    return Struck(str(bed.disk.at), heal=bed.disk.heal)
 
 
 def all_asleep(bed: Bed, chance: random.Random) -> Struck:
@@ -199,6 +207,7 @@ def local_kinds() -> list[Kind]:
         Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
         Kind("SIGUSR1", told(signal.SIGUSR1), says="stopped", weight=0.5),
         Kind("full disk", full_disk, says=r"no space left|full", weight=1.5),
+        Kind("read-only disk", read_only_disk, says="read-only", weight=1.5),
     ]
 
 

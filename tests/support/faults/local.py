@@ -1,4 +1,4 @@
-"""Runs of this machine, in a directory that is a small file system of its own: it can be full.
+"""Runs of this machine, in a directory that is a small file system of its own: it can be full or broken.
 
 Invariant: what a run leaves is seen exactly: its temporary files and its shared memory lie in directories of this bed.
 """
@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from tests.support.faults.beds import Bed, Process
+from tests.support.faults.disk import Disk
 from tests.support.runs import REPO, processes, recipe
 
-SIZE = "96m"  #: of the file system
 #: what libraries keep between runs on purpose
 CACHES = ("torchinductor_", "hpcrl-cache", "cache")
 
@@ -34,8 +34,7 @@ class LocalBed(Bed):
         self.folder, self.root = folder, folder / "disk" / "run"
         for name in ("disk", "tmp", "shm"):
             (folder / name).mkdir(parents=True)
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "faults", str(folder / "disk")]
-        self.mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+        self.disk = Disk(folder / "disk")
         file = recipe(folder, self.task, **(dict(self.shape) | {"run_dir": str(self.root)}))
         self._start(str(file))
 
@@ -44,7 +43,7 @@ class LocalBed(Bed):
 
     def _start(self, *words: str) -> None:
         command = [sys.executable, "-m", "hpcrl", "run", *words]
-        if self.mounted:  # with its own /dev/shm
+        if self.disk.mounted:  # with its own /dev/shm
             script = f'mount --bind "{self.folder}/shm" /dev/shm && exec "$@"'
             command = ["unshare", "--mount", "bash", "-c", script, "run", *command]
         self.output = self.folder / "said"
@@ -90,17 +89,4 @@ class LocalBed(Bed):
             for pid in processes(self.root):
                 with contextlib.suppress(psutil.Error):
                     psutil.Process(pid).kill()
-        if self.mounted:
-            subprocess.run(["umount", "-l", str(self.folder / "disk")], check=True)
-            self.mounted = False
-
-    # ---- its disk
-
-    def fill(self) -> Path:
-        """Leave not a byte free; the file that does it."""
-        free = os.statvfs(self.folder / "disk")
-        filler = self.folder / "disk" / "filler"
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-            while file.write(bytes(free.f_bsize * 16)):
-                pass
-        return filler
+        self.disk.close()
