@@ -119,6 +119,7 @@ def slurm_kinds() -> list[Kind]:
         *common(),
         # not while the run starts: then it may be the probe's, which a run survives
         Kind("SIGKILL of srun", kill("srun"), says=r"srun on", early=False),
+        Kind("SIGKILL of srun's child", kill("srun", forked=True), ends=False, weight=0.5, early=False),
         Kind("SIGKILL of the launcher", kill(BATCH)),
         Kind("SIGSTOP of the launcher for 3 s", sleep(BATCH, 3.0), ends=False, weight=0.5),
         Kind("SIGSTOP of the launcher for ever", sleep(BATCH, None), says="sign of life", seconds=LONG, weight=0.3, early=False),

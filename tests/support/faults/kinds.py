@@ -61,12 +61,23 @@ class Kind:
     orderly: bool = False
 
 
-def victim(bed: Bed, chance: random.Random, word: str) -> Process:
-    """One of the processes that have the word in their command line."""
+def victim(bed: Bed, chance: random.Random, word: str, forked: bool = False) -> Process:
+    """One of the processes that have the word in their command line.
+
+    forked: one that such a process has forked, as srun has a child and a rank one that writes its checkpoint; else none of these, for
+    nothing, or little, depends on them.
+    """
     found = bed.find(word)
-    if not found:
+    pids = {process.pid for process in found}
+    if not (chosen := [process for process in found if (_parent(process) in pids) == forked]):
         raise Missed(word)
-    return chance.choice(found)
+    return chance.choice(chosen)
+
+
+def _parent(process: Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process.pid).ppid()
+    return -1
 
 
 def send(number: signal.Signals, process: Process) -> None:
@@ -82,9 +93,9 @@ def name_of(process: Process) -> str:
     return f"{words[0]} {index}".strip() + f" on {process.host}"
 
 
-def kill(word: str) -> Callable[[Bed, random.Random], Struck]:
+def kill(word: str, forked: bool = False) -> Callable[[Bed, random.Random], Struck]:
     def strike(bed: Bed, chance: random.Random) -> Struck:
-        process = victim(bed, chance, word)
+        process = victim(bed, chance, word, forked)
         send(signal.SIGKILL, process)
         named = process.host if word == "hpcrl.launch.host" and process.host not in ("", "here") else ""
         return Struck(name_of(process), host=named)
