@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -495,6 +496,23 @@ def file_writer_killed(opts: Options, directory: Path, wait: bool) -> dict[str, 
     except HpcrlError as error:
         return {"error": str(error), "tracker": (directory / TRACKER).read_text()}
     return {}
+
+
+def test_a_killed_writer_is_told_to_who_waits_and_nowhere_else() -> None:
+    """Python swallows what is raised around a fork, and the lock of logging stayed held: it is told out of the next wait instead."""
+    from hpcrl.trainer.checkpoint import writers
+
+    context = multiprocessing.get_context("fork")
+    never: Any = context.Queue()
+    with writers.killed_writers_told():
+        writer = context.Process(target=signal.raise_signal, args=(signal.SIGKILL,))
+        writer.start()
+        while os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.01)
+        time.sleep(0.1)  # its signal has come by now
+        with pytest.raises(HpcrlError, match="a process that wrote it was killed by SIGKILL"):
+            never.get(timeout=30)
+    writer.join()
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])

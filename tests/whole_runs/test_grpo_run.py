@@ -139,20 +139,22 @@ def bill_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
-    """Its only one is killed, and the next one's core is stopped for ever: each time another takes the weights and answers."""
+    """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the weights and answers."""
     values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "engine_hang_timeout": 5}
     run = start(tmp_path, task, **KL | values)
+    the_engine = lambda: read_views(run.root / "attempts/0").engines[0]  # noqa: E731
     run.until(lambda: run.steps() >= 1)
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
-    run.until(lambda: run.steps() >= 3)
-    psutil.Process(role_pid(run.root, "hpcrl.engine.server")).children()[-1].suspend()
+    run.until(lambda: the_engine().restarts == 1)
+    server = psutil.Process(role_pid(run.root, "hpcrl.engine.server"))
+    run.until(lambda: the_engine().state == "serving")
+    server.children()[-1].suspend()  # it has four rollouts to answer
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert all_gone(run.root, [])
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
-    [engine] = read_views(run.root / "attempts/0").engines
-    assert (engine.state, engine.restarts) == ("serving", 2)
+    assert (the_engine().state, the_engine().restarts) == ("serving", 2)
     reports = [end_of(RunDir(run.root), 0, life).why for life in (0, 1)]
     assert re.search("SIGKILL|died", reports[0]) and "engine core has not answered for 5 s" in reports[1], reports
 

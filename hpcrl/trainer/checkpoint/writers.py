@@ -1,13 +1,15 @@
 """Writing what Megatron has planned of a checkpoint: it forks a process for each file (a later release has threads), and would wait
 for ever for one that is killed.
 
-Invariant: who waits for such processes hears at once that one was killed, and by what; one that fails says so itself.
+Invariant: who waits for such processes hears within a second that one was killed, and by what; one that fails says so itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import selectors
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,9 @@ import psutil
 from hpcrl.errors import HpcrlError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.trouble.memory import MemoryWatch
+
+AGAIN = 0.5  #: seconds between two looks for an ended process whose signal has not ended the wait
+WAITING = (os.path.dirname(multiprocessing.__file__) + os.sep, selectors.__file__)  #: whose code waits for such processes
 
 
 def write_here(request: Any) -> None:
@@ -36,24 +41,47 @@ def write_here(request: Any) -> None:
 def killed_writers_told() -> Iterator[None]:
     """Raise HpcrlError, out of whatever is being waited for, as soon as a process that was started in here is killed.
 
-    A signal's handler raises it, which Python runs in the main thread alone: elsewhere nothing is looked after.
+    A signal's handler raises it, which Python runs in the main thread alone: elsewhere nothing is looked after.  It raises out of the
+    code of multiprocessing only: what Python calls around a fork swallows an exception, and a lock of logging would stay held.  So the
+    signal is sent again while an ended process has not been waited for, which also ends a wait that began just after the first one.
     """
-    if threading.current_thread() is not threading.main_thread():
+    main = threading.main_thread()
+    if threading.current_thread() is not main:
         yield
         return
     memory, ours = MemoryWatch(), psutil.Process()
     earlier = {child.pid for child in ours.children()}
 
-    def look(_: int, __: FrameType | None) -> None:
+    def look(_: int, frame: FrameType | None) -> None:
+        if frame is None or not frame.f_code.co_filename.startswith(WAITING):
+            return
         for child in ours.children():
             if child.pid not in earlier and (number := _killed_by(child.pid)):
                 raise HpcrlError(f"a process that wrote it {how_it_ended(-number, memory)}")
 
+    def again() -> None:
+        while not over.wait(AGAIN):
+            if _somebody_has_ended() and main.ident is not None:
+                signal.pthread_kill(main.ident, signal.SIGCHLD)
+
+    over = threading.Event()
     before = signal.signal(signal.SIGCHLD, look)
+    reminder = threading.Thread(target=again, name="killed writers", daemon=True)
+    reminder.start()
     try:
         yield
     finally:
+        over.set()
+        reminder.join(10)
         signal.signal(signal.SIGCHLD, before)
+
+
+def _somebody_has_ended() -> bool:
+    """Whether a child has ended that nobody has waited for."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 def _killed_by(pid: int) -> int:
