@@ -469,10 +469,15 @@ def test_ranks_whose_hosts_remember_another_tracker_save_alike(tmp_path: Path, m
     assert run_ranks(2, behind_a_cache, opts, tmp_path / "c", timeout=60) == [[1, 2], [1, 2]]
 
 
+def alike(answers: list[dict[str, Any]]) -> bool:
+    """Whether all ranks say the same but for the room on the disk, on which others may write."""
+    return len({re.sub(r"[\d.]+ MB are free", "", json.dumps(answer)) for answer in answers}) == 1
+
+
 def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path, models: dict[str, Path]) -> None:
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, background, opts, tmp_path / "c", "writer", timeout=60)
-    assert answers[0] == answers[1]
+    assert alike(answers)
     assert "iter_0000002 was not saved: the process that wrote it was killed by SIGKILL" in answers[0]["error"]
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
@@ -523,7 +528,7 @@ def test_megatrons_own_writer_that_is_killed_is_not_waited_for(tmp_path: Path, m
         pytest.skip("this Megatron-core writes in threads, which nobody can kill alone")
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, file_writer_killed, opts, tmp_path / "c", wait, timeout=60)
-    assert answers[0] == answers[1]
+    assert alike(answers)
     assert re.search("iter_0000002 was not saved: .*a process that wrote it was killed by SIGKILL", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
