@@ -10,7 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 
-MIB = 96
+MIB = 192  #: twice what a run of the campaign needs
 
 
 class Disk:
