@@ -230,7 +230,7 @@ def test_another_roles_error_ends_a_wait_at_once(served: Served, client: QueueCl
     threading.Timer(0.1, fail).start()
     with pytest.raises(PeerError, match="^trainer-1: out of memory$"):
         wait(client)
-    assert time.monotonic() - failed[0] < 2  # 0.2 s, and room for a busy machine; else it would wait for an hour
+    assert time.monotonic() - failed[0] < 0.5  # 0.2 s, and some room for a busy machine
 
 
 # ---- deadlines

@@ -109,7 +109,7 @@ def test_a_gpu_that_never_gets_there_is_not_waited_for(
     begun = time.monotonic()
     with pytest.raises(type(error), match=str(error)):
         wait_for_gpu(Pending(notes, error))
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 1
 
 
 def test_a_broadcast_that_an_engine_has_left_is_not_waited_for(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

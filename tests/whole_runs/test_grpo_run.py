@@ -17,7 +17,7 @@ from hpcrl.cli import main
 from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.report.timeline.reading import read_stage
 from hpcrl.run.engines.lives import end_of
-from hpcrl.run.engines.view import read_views
+from hpcrl.run.engines.view import EngineView, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
@@ -142,7 +142,11 @@ def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_p
     """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the weights and answers."""
     values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "engine_hang_timeout": 5}
     run = start(tmp_path, task, **KL | values)
-    the_engine = lambda: read_views(run.root / "attempts/0").engines[0]  # noqa: E731
+
+    def the_engine() -> EngineView:
+        [engine] = read_views(run.root / "attempts/0").engines
+        return engine
+
     run.until(lambda: run.steps() >= 1)
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
     run.until(lambda: the_engine().restarts == 1)
