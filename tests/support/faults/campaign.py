@@ -145,10 +145,10 @@ class Campaign:
     def _moment(self, chance: random.Random, kind: Kind) -> bool:
         """Wait for the moment; whether it is while the run starts.  Missed if the run ends before."""
         early, wait, more = chance.random() < EARLY, chance.random(), chance.randrange(8)
-        begun = time.monotonic()
         if kind.early and early and not self._training():
-            time.sleep(max(0.0, self.began + wait * self.start - begun))
-            return True
+            while time.monotonic() < self.began + wait * self.start and not self._training():
+                time.sleep(self.bed.look)
+            return not self._training()  # this start may have been quicker than the last
         first, wished = not self._training(), 0
 
         def there() -> bool:
