@@ -33,7 +33,7 @@ from hpcrl.launch.requests import process_age
 from hpcrl.mpi import last_word
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
-from hpcrl.mpi.reach import REACH, reach, silent
+from hpcrl.mpi.reach import REACH, lost, reach
 from hpcrl.mpi.unsaid_end import unsaid_end
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.command import LATE, MISSING, ask
@@ -224,10 +224,10 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         pass
     unsaid = listener.status is None  # by rank 0, or else its word may be that of one who is cut off itself
     if status and listener.place and (asked < 2 if unsaid else not asked and (late or listener.lost)):
-        lost = [listener.lost] if listener.lost else list(silent(hosts, shlex.split(agent)))
-        if lost or unsaid:
+        gone = [listener.lost] if listener.lost else lost(hosts, shlex.split(agent))
+        if gone or unsaid:
             how = "was ended" if late else how_it_ended(status)
-            raise HpcrlError(*unsaid_end(listener.place, lost, how, listener.died if unsaid else ""))
+            raise HpcrlError(*unsaid_end(listener.place, gone, how, listener.died if unsaid else ""))
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

@@ -8,13 +8,18 @@ from __future__ import annotations
 import shlex
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from hpcrl.errors import UsageError
 
 REACH = 20.0  #: seconds that a host may take to answer
+IN = "Authenticated to "  #: what ssh says once a host has let it in
+SLOW = "lets us in, but its shell was not ready within"  #: of a host that is there
+REST = ("Transferred: ", "Bytes per second: ")  #: and when it has ended well; what went wrong stands before
 
 
 def reach(hosts: Sequence[str], agent: list[str]) -> None:
@@ -27,37 +32,49 @@ def reach(hosts: Sequence[str], agent: list[str]) -> None:
                     "write its address on the machines' network into the hostfile",
                 )
     for host, why in silent(hosts, agent).items():
-        raise UsageError(f"host {host} {why}", f"try: {shlex.join(agent)} {host} true")
+        start = "let its start-up file end at once where the shell is not interactive; " if why.startswith(SLOW) else ""
+        raise UsageError(f"host {host} {why}", f"{start}try: {shlex.join(agent)} {host} true")
 
 
 def silent(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
     """host -> what is wrong, of those that do not run a command for us within REACH seconds."""
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}"] if Path(agent[0]).name == "ssh" else []
-    asked = {
-        host: subprocess.Popen(
-            [*agent, *options, host, "true"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in dict.fromkeys(hosts)
-    }
-    deadline, found = time.monotonic() + REACH, {}
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "LogLevel=VERBOSE"]
+    words = [*agent, *(options if Path(agent[0]).name == "ssh" else [])]
+    asked: dict[str, subprocess.Popen[bytes]] = {}
+    said: dict[str, IO[bytes]] = {}
     try:
+        for host in dict.fromkeys(hosts):
+            # a file, since whoever shares our connection to a host (ssh's ControlMaster) may hold a pipe open for ever
+            said[host] = tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
+            command = [*words, host, "true"]
+            asked[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said[host])
+        deadline = time.monotonic() + REACH
         while any(p.poll() is None for p in asked.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for host, process in asked.items():
-            if process.poll() is None:
-                found[host] = f"does not answer within {REACH:.0f} s"
-            elif process.returncode:
-                said = (process.stderr.read() if process.stderr else "").strip().splitlines()
-                found[host] = f"cannot be reached: {said[-1] if said else f'exit code {process.returncode}'}"
+        return {host: why for host, process in asked.items() if (why := _wrong(process.poll(), said[host]))}
     finally:
         for process in asked.values():
             if process.poll() is None:
                 process.kill()
-    return found
+        for file in said.values():
+            file.close()
+
+
+def lost(hosts: Sequence[str], agent: list[str]) -> list[str]:
+    """The hosts that cannot be reached, or answer nothing, for REACH seconds; one whose shell alone takes long is there."""
+    return [host for host, why in silent(hosts, agent).items() if not why.startswith(SLOW)]
+
+
+def _wrong(status: int | None, said: IO[bytes]) -> str:
+    """What is wrong with a host, by the exit status of the command (None: it has not ended) and what was said on stderr; or ""."""
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    if status is None and any(line.startswith(IN) for line in lines):
+        return f"{SLOW} {REACH:.0f} s: what it starts with, such as ~/.bashrc, takes too long"
+    if status is None:
+        return f"does not answer within {REACH:.0f} s"
+    errors = [line for line in lines if not line.startswith((IN, *REST))]
+    return f"cannot be reached: {errors[-1] if errors else f'exit code {status}'}" if status else ""
 
 
 def _loopback(host: str) -> str | None:

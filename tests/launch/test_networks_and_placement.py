@@ -17,8 +17,9 @@ from hpcrl.launch.host import commands
 from hpcrl.launch.probe import Network, Report, choose, gather, report, write
 from hpcrl.launch.restarts.restart_policy import FRUITLESS, check_headway, margin
 from hpcrl.mpi.file_sync import FileSync
-from hpcrl.mpi.mpirun import mpi_command, reach
+from hpcrl.mpi.mpirun import mpi_command
 from hpcrl.mpi.placement import place_ranks
+from hpcrl.mpi.reach import reach, silent
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import OVER, RunDir
@@ -135,6 +136,31 @@ def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:
         reach(["good", "bad"], [str(agent)])
     with pytest.raises(UsageError, match="host localhost is .* other hosts cannot reach"):
         reach(["good", "localhost"], [str(agent)])
+
+
+def test_a_host_whose_shell_takes_long_is_told_from_one_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what OpenSSH 9 says at LogLevel VERBOSE; the cluster's tests do it with a real one."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        """#!/bin/bash
+[[ " $* " == *" LogLevel=VERBOSE "* ]] || exit 1
+case ${@: -2:1} in
+    far) exec sleep 60;;
+    slow) echo "Authenticated to slow ([10.0.0.1]:22) using \"publickey\"." >&2; exec sleep 60;;
+    full) printf 'Authenticated to full.\nfull: no space left\nTransferred: sent 1, received 2 bytes\nBytes per second: 3\n' >&2; exit 1;;
+    good) echo "Authenticated to good." >&2;;
+esac
+"""
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setattr("hpcrl.mpi.reach.REACH", 2.0)
+    found = silent(["far", "slow", "full", "good"], [str(ssh)])
+    assert found.pop("slow").startswith("lets us in, but its shell was not ready within 2 s: ")
+    assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}
+    with pytest.raises(UsageError, match=r"^host slow lets us in, .*; let its start-up file end at once .*try: \S*ssh slow true"):
+        reach(["slow"], [str(ssh)])
 
 
 # ---- who starts what

@@ -131,6 +131,15 @@ def test_where_mpirun_names_no_host_the_one_that_does_not_answer_is_the_error(tm
     assert str(begun.failure()) == "mpirun ended with exit code 5 before the run was over"
 
 
+def test_a_host_whose_shell_takes_long_is_not_lost(tmp_path: Path, begun: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'Authenticated to it.' >&2\nexec sleep 60\n")
+    ssh.chmod(0o755)
+    monkeypatch.setattr("hpcrl.mpi.reach.REACH", 2.0)
+    with pytest.raises(HpcrlError, match="^mpirun ended with exit code 5 before the run was over"):
+        run(f"{says_where(begun)}; exit 5", str(ssh), ("node1", "node2"))
+
+
 @pytest.mark.parametrize(
     "words",
     [

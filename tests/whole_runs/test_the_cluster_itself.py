@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tools.cluster import processes
+from tools.cluster.config import START_FILE, START_FILES
 from tools.cluster.layout import GRACE, REPO
 
 pytestmark = pytest.mark.cluster
@@ -24,7 +26,8 @@ print(json.dumps({"host": socket.gethostname(), "gpus": os.environ.get("CUDA_VIS
                   "shm": os.listdir("/dev/shm"), "interfaces": sorted(os.listdir("/sys/class/net")), "python": sys.executable}))
 """
 
-#: Open MPI wants MPI_Finalize; in Debian's MPICH 4.0.2 it hangs now and then over TCP (UCX waits for peers that have left)
+#: Open MPI wants MPI_Finalize; in Debian's MPICH 4.0.2 it hangs now and then over TCP (UCX waits for peers that have left), and a
+#: rank that takes its time to end without it is now and then hung up on because another of its host was quicker
 HELLO = """
 import os, socket
 import mpi4py
@@ -35,6 +38,9 @@ names = world.gather(socket.gethostname())
 world.Barrier()
 if world.rank == 0:
     print(MPI.Get_library_version().split()[0], *names, flush=True)
+world.Barrier()
+if not mpi4py.rc.finalize:
+    os._exit(0)
 """
 
 
@@ -147,6 +153,14 @@ def test_mpirun_reaches_the_nodes_over_ssh(cluster: Cluster, tmp_path: Path, mpi
     result = cluster.run([*launch, "-n", "5", sys.executable, tmp_path / "hello.py"], env=cluster.mpirun_env(mpi), timeout=40)
     name = {"openmpi": "Open", "mpich": "MPICH"}[mpi]
     assert result.stdout.split() == [name, "node3", "node3", "node1", "node1", "node2"]
+
+
+def test_shells_of_the_nodes_do_not_read_the_users_own_start_up_files(cluster: Cluster) -> None:
+    """They may take long, and write into his home what a node that loses its power leaves there half done (pyenv's lock is one)."""
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    there = [home / name for name in START_FILES if (home / name).is_file()]
+    seen = cluster.run(["ssh", "node1", "cat", *there]).stdout
+    assert seen == START_FILE * len(there) and not any(path.read_text() == START_FILE for path in there)
 
 
 def test_what_a_test_leaves_is_found_and_removed(cluster: Cluster, tmp_path: Path) -> None:

@@ -195,6 +195,13 @@ def test_what_is_wrong_with_the_hosts_is_one_line(cluster: Cluster, tmp_path: Pa
     finally:
         cluster.link("node4", "up")
         cluster.wait_nodes("idle", 90)
+    start_up = cluster.layout.etc / "shell_start"  # some wait for a lock there, or for a slow file system
+    usual = start_up.read_text()
+    try:
+        start_up.write_text("sleep 24\n")
+        refused(attempt("node1 slots=1\nnode3 slots=1\n"), "host node1 lets us in", "~/.bashrc", "ssh node1 true")
+    finally:
+        start_up.write_text(usual)
 
 
 def test_two_networks_are_for_the_user_to_choose_from(cluster: Cluster, tmp_path: Path, task: Path) -> None:

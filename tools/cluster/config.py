@@ -189,6 +189,11 @@ Host node* head {layout.address(HEAD).rpartition(".")[0]}.*
 """
 
 
+#: what a shell reads of the user's home when it starts; each is read in one's stead that comes later here
+START_FILES = (".bash_profile", ".bash_login", ".profile", ".bashrc")
+START_FILE = "# The start-up file of every shell on the test cluster, of a login and of ssh alike.\n"
+
+
 def write(layout: Layout) -> None:
     """Write all of it below layout.base, with a new munge key and new ssh keys."""
     for directory in (layout.etc, layout.log, layout.state, layout.ssh, layout.base / "dev"):
@@ -197,7 +202,7 @@ def write(layout: Layout) -> None:
         (layout.base / "spool" / node).mkdir(parents=True, exist_ok=True)
     devices = f"Name=gpu File={layout.base}/dev/nvidia[0-{GPUS_PER_NODE - 1}]\n"
     texts = {"slurm.conf": slurm(layout), "gres.conf": devices, "hosts": hosts(layout), "sshd_config": sshd(layout)}
-    texts |= {"ssh_config": ssh(layout)} | {f"hostname.{host}": f"{host}\n" for host in layout.hosts}
+    texts |= {"ssh_config": ssh(layout), "shell_start": START_FILE} | {f"hostname.{host}": f"{host}\n" for host in layout.hosts}
     texts |= {f"boot_id.{host}": f"{uuid.uuid4()}\n" for host in layout.hosts}
     if layout.accounting:
         texts["slurmdbd.conf"] = slurmdbd(layout)

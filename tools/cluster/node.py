@@ -67,6 +67,11 @@ def _mounts(layout: Layout, name: str) -> None:
     own = {"hosts": "/etc/hosts", f"hostname.{name}": "/etc/hostname", f"boot_id.{name}": "/proc/sys/kernel/random/boot_id"}
     for source, target in (own | {"ssh_config": "/etc/ssh/ssh_config"}).items():
         bind(layout.etc / source, target)
+    # the user's own may take long, and nodes whose power is cut would leave in his home what it had begun to write there
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    for file in (home / name for name in config.START_FILES):
+        if file.is_file():
+            bind(layout.etc / "shell_start", file.resolve())
     bind(layout.etc, "/etc/slurm")
     for directory in Path("/usr/lib").glob("*/pmix2/lib"):
         bind(layout.pmix, directory)
