@@ -172,6 +172,7 @@ def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
             sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", str(index)]
             context = server.open_role()
             os.environ.update(server_environment(options, context.plan, index, base, build()))
+            tempfile.tempdir = None  # it was found before the fork, and is another now
             sock.close()
             code = server.main()
     finally:
