@@ -533,6 +533,30 @@ def test_megatrons_own_writer_that_is_killed_is_not_waited_for(tmp_path: Path, m
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
 
+def write_what_rank_0_cannot(opts: Options, beside: Path, name: str) -> tuple[str, str]:
+    """Write into a directory where a file that rank 0 writes alone is a directory; (what was raised, its text)."""
+    from hpcrl.trainer.checkpoint import save_load
+
+    policy = start(opts)
+    losses(policy, opts, 1)
+    if policy.ranks.rank == 0:
+        (beside / name).mkdir(parents=True)
+    torch.distributed.barrier()
+    try:
+        save_load.write(save_load.everything(policy, policy.ranks, save_load.Position(1, 1)), beside)
+    except (HpcrlError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json"])
+def test_a_file_that_rank_0_cannot_write_ends_the_others_too(tmp_path: Path, models: dict[str, Path], name: str) -> None:
+    """They wait for it inside Megatron, and would until they are taken for hung."""
+    first, second = run_ranks(2, write_what_rank_0_cannot, options(models["dense"], 2), tmp_path / "c", name, timeout=60)
+    assert first[0] == "HpcrlError" and "Is a directory" in first[1]
+    assert second[0] == "RuntimeError", "an echo: nobody takes it for the cause"
+
+
 def test_a_trainer_that_is_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path: Path, models: dict[str, Path]) -> None:
     with pytest.raises(RankError, match="rank . died"):
         run_ranks(1, background, options(models["dense"], async_save=True), tmp_path / "c", "trainer")

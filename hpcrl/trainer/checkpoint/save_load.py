@@ -43,7 +43,7 @@ from hpcrl.trainer.checkpoint.megatron_args import megatron_args
 from hpcrl.trainer.checkpoint.writers import write_here
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
-from hpcrl.trainer.parallel.collectives import agree, broadcast_json
+from hpcrl.trainer.parallel.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
 
 __all__ = ["TRACKER", "Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
@@ -104,7 +104,7 @@ def is_latest(final: Path) -> bool:
 
 @contextlib.contextmanager
 def told(final: Path) -> Iterator[None]:
-    """Make an error, which all ranks must raise alike, say which checkpoint was not saved."""
+    """Make an error, of all ranks or of this one alone, say which checkpoint was not saved."""
     try:
         yield
     except HpcrlError as error:
@@ -137,11 +137,15 @@ def make_directory(directory: Path, ranks: Ranks) -> None:
 
 
 def write(state: dict[str, Any], beside: Path) -> None:
-    """Write `state` into an empty directory; collective.  HpcrlError, the same on all ranks, if any could not."""
+    """Write `state` into an empty directory; collective.
+
+    HpcrlError, the same on all ranks, if any could not; one that fails in the middle of Megatron's work raises it alone, and the
+    others end with it.
+    """
     request = plan(state, beside)
     agree(lambda: write_here(request))
     for finalize in request.finalize_fns:  # gathers what was written where, and writes .metadata
-        agree(finalize)
+        agree_in_step(finalize)
 
 
 def plan(state: dict[str, Any], beside: Path) -> Any:
@@ -152,7 +156,7 @@ def plan(state: dict[str, Any], beside: Path) -> Any:
     how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": True}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17, where another is the default
         how["async_strategy"] = "mcore"
-    return agree(lambda: dist_checkpointing.save(state, str(beside), strategy, **how))
+    return agree_in_step(lambda: dist_checkpointing.save(state, str(beside), strategy, **how))
 
 
 def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:
@@ -256,7 +260,7 @@ def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tupl
             get_default_load_sharded_strategy(str(stored.path)),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         )  # each file is read once for all data-parallel ranks
-        return agree(lambda: dist_checkpointing.load(request, str(stored.path), strategy))
+        return agree_in_step(lambda: dist_checkpointing.load(request, str(stored.path), strategy))
     except HpcrlError as error:
         raise HpcrlError(
             f"{stored.path} does not load into this model: {error.what}", "is it a checkpoint of --hf-checkpoint's model?"

@@ -34,7 +34,7 @@ from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.writers import killed_writers_told
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.parallel.collectives import agree, device
+from hpcrl.trainer.parallel.collectives import agree, agree_in_step, device
 from hpcrl.trainer.parallel.parallel_state import Ranks
 
 ENDING = 10.0  #: seconds that a writer which has written may take to end
@@ -122,7 +122,7 @@ class Saver:
         with save_load.told(pending.final):
             agree(pending.writer.hand_over if pending.writer else lambda: None)
             for finalize in pending.finalize:  # gathers what was written where, and writes .metadata
-                agree(finalize)
+                agree_in_step(finalize)
             save_load.commit(pending.beside, pending.final, pending.position, self.run_id, self.ranks)
         self._prune()
         return pending.final

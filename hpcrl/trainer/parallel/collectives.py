@@ -69,10 +69,11 @@ def may_be_echo(error: BaseException) -> bool:
     """Whether an error may come from a collective whose other ranks are gone or late: by its class, whatever it says.
 
     NCCL, the stores and torch's own checks raise kinds of DistError; gloo raises RuntimeError itself (torch 2.13), where
-    torch's other errors mostly have classes of their own.
+    torch's other errors mostly have classes of their own.  torch.save's do not, but name the source file of its archives.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return not alone and (isinstance(error, dist.DistError) or type(error) is RuntimeError)
+    of_gloo = type(error) is RuntimeError and "inline_container.cc" not in str(error)
+    return not alone and (isinstance(error, dist.DistError) or of_gloo)
 
 
 def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
@@ -99,6 +100,30 @@ def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
     told = broadcast_json(_Told(errors.kind_of(ours), ours.what, ours.hint), int(first))
     found = msgspec.convert(told, _Told)
     raise errors.KINDS[found.kind](found.what, found.hint) from error
+
+
+def agree_in_step(action: Callable[[], Any]) -> Any:
+    """Run `action`, a library's collective function, on all ranks; its result.
+
+    What torch has told every rank already (CheckpointException) they all raise as `agree` does.  Any other error is this rank's
+    alone and raised at once: the others may wait for it in the middle of `action`, and end as this rank's connections do.
+    """
+    result, told = None, None
+    try:
+        result = action()
+    except CheckpointException as error:
+        told = error
+    except Exception as error:
+        if may_be_echo(error):
+            raise
+        raise _as_ours(error) from error
+
+    def outcome() -> Any:
+        if told is not None:
+            raise told
+        return result
+
+    return agree(outcome)
 
 
 class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
