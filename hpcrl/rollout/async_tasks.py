@@ -34,6 +34,16 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], late: Callable[[]
         await cancel(task)
 
 
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread.  Nobody can stop a thread: whoever is cancelled here ends when the work has."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
 def as_hpcrl_error(error: BaseException) -> BaseException:
     """The error itself, or the first inside a task group's bundle; ours before others."""
     if not isinstance(error, BaseExceptionGroup):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,31 @@ def test_a_run_that_ends_early_loses_no_group_and_trains_none_twice(tmp_path: Pa
         asked = {(a.group.number, a.index) for a in second.sampler.asked}
         held = {(s.group, s.index) for s in early[3].rollout.samples()}
         assert not asked & held, "what was finished is on disk, and no policy after the checkpoint made it"
+
+    asyncio.run(run())
+
+
+def test_nothing_is_being_written_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that goes on in the same directory meets the files of the one before."""
+    begun, ended, write = [], [], Bank.write
+
+    def on_a_slow_disk(bank: Bank, groups: Any) -> list[int]:
+        begun.append(1)
+        time.sleep(0.2)
+        try:
+            return write(bank, groups)
+        finally:
+            ended.append(1)
+
+    async def run() -> None:
+        attempt = Streaming(tmp_path / "run", FakeSampler())
+        await attempt.batch(0, 0, 0)
+        monkeypatch.setattr(Bank, "write", on_a_slow_disk)
+        attempt.stream.publish(1)
+        while not begun:
+            await asyncio.sleep(0.01)
+        await attempt.stream.close()
+        assert len(ended) == len(begun)
 
     asyncio.run(run())
 

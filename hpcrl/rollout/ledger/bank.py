@@ -6,7 +6,8 @@ What comes while a file is being written goes into the next one: an fsync costs 
 written again stands in two files; the newer counts.  A file is removed with the last group that stands in no newer one.
 
 Invariants: a file is whole or absent (written beside, flushed, renamed); a group that is damaged, or of another prompt, counts as absent,
-and is made again; the maps are changed under their lock, as groups are written in one thread and removed in another.
+and is made again; the maps are changed under their lock, as groups are written in one thread and removed in another; nothing is
+being written once everybody who called `keep` has returned or was cancelled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.async_tasks import in_thread
 from hpcrl.rollout.ledger.held import Held
 from hpcrl.rollout.ledger.packed import decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -86,13 +88,17 @@ class Bank:
             if not mine.done:
                 if self._coming is mine:
                     self._coming = _Together()
-                try:
-                    await asyncio.to_thread(self.write, mine.groups)
-                except Exception as error:  # noqa: BLE001  (for everybody whose group it was)
-                    mine.error = error
-                mine.done = True
+                await in_thread(lambda: self._settle(mine))
         if mine.error is not None:
             raise mine.error
+
+    def _settle(self, together: _Together) -> None:
+        """Write them; how that ended is told to everybody whose group it was, also where one of them does not wait any more."""
+        try:
+            self.write(together.groups)
+        except Exception as error:  # noqa: BLE001
+            together.error = error
+        together.done = True
 
     def write(self, groups: Iterable[Held]) -> list[int]:
         """Have groups on disk, in one file; the numbers of those that could be written (an own sampler's metadata may be anything).
