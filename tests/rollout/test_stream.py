@@ -108,13 +108,24 @@ def test_with_drop_it_is_ended_once_the_trainer_has_nothing_else(tmp_path: Path)
 
 
 def test_with_train_it_comes_when_it_comes(tmp_path: Path) -> None:
+    class Gated(FakeSampler):
+        gate = asyncio.Event()
+
+        async def make(self, asked: Any) -> Any:
+            if asked.group.number == 1:
+                await self.gate.wait()
+            return await super().make(asked)
+
     async def run() -> None:
-        sampler = FakeSampler(lambda asked: 0.3 if asked.group.number == 1 else 0.0)
-        attempt = Streaming(tmp_path / "run", sampler, stale_samples="train", total=40)
-        made = await attempt.trains(0, 39, pause=0.02)
+        sampler = Gated()
+        attempt = Streaming(tmp_path / "run", sampler, stale_samples="train", total=13)
+        made = await attempt.trains(0, 3)
+        assert all(1 not in numbers(one.rollout) for one in made)
+        sampler.gate.set()
+        made += await attempt.trains(4, 12)
         await attempt.stream.close()
         (at,) = [place for place, one in enumerate(made) if 1 in numbers(one.rollout)]
-        assert at > 2 and attempt.options.staleness_bound is None
+        assert at > 3 and attempt.options.staleness_bound is None
         assert made[at].metrics["rollout/groups_stale"] >= 1 and made[0].metrics["rollout/groups_stale"] == 0
 
     asyncio.run(run())
