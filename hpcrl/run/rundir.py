@@ -48,12 +48,13 @@ from hpcrl.run.trouble.storage import mend, patiently, words
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 OVER = "over"  #: name of a mark in attempts/N
-#: what a run has from the start
 HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
 #: what an attempt alone writes into RUN; other files there may be somebody's who lives, such as `hpcrl resume`
 OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl")
+WRITTEN = ("ahead", "bank", "ledger")  #: directories of RUN that the rollout process makes, if it needs them
+#: what a run has from the start
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
 
@@ -192,7 +193,9 @@ class RunDir:
         """Remove the files that were being written beside their places when their writer was killed, and signs of life of the dead."""
         last = self.root / "attempts" / str(self.attempt - 1)
         shutil.rmtree(last / BEATS, ignore_errors=True)
-        for folder in (self.root, self.samples, self.checkpoints, self.root / "bank", self.root / "ledger", last):
+        trees = (self.keys, self.samples, *(self.root / name for name in WRITTEN), last)
+        below = (Path(folder) for tree in trees for folder, _, _ in os.walk(tree))  # links into other places are not followed
+        for folder in (self.root, self.checkpoints, *below):
             for name in listed(folder):
                 found = HALF.fullmatch(name)
                 if found is None or (folder == self.root and found[1] not in OWN):

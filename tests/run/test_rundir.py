@@ -105,6 +105,22 @@ def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
     assert first.superseded() and not later.superseded()
 
 
+def test_what_a_kill_left_half_written_goes_wherever_an_attempt_writes(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path / "run")
+    first.begin()
+    places = ("keys", "samples", "samples/trained", "checkpoints", "bank", "ledger", "ahead", "attempts/0", "attempts/0/hosts")
+    left = [first.root / place / ".00000024.jsonl.13423" for place in places]
+    left.append(first.root / ".state.json.13423")
+    kept = [first.root / ".options.json.13423", tmp_path / "elsewhere" / ".a.1", first.samples / "00000024.jsonl"]
+    for path in (*left, *kept):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    (first.samples / "link").symlink_to(tmp_path / "elsewhere")
+    RunDir(first.root, 1).begin()
+    assert [path for path in left if path.exists()] == []
+    assert all(path.exists() for path in kept)
+
+
 def test_only_its_own_attempts_summary_counts(rundir: RunDir) -> None:
     assert read_summary(rundir.root) is None
     write_summary(rundir.root, Summary("stopped", attempt=0, rollout_id=3, total=10))
