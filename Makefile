@@ -53,7 +53,7 @@ $(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt p
 	$(call pip,what vLLM and hpcrl need,-r requirements/cpu.txt)
 	$(call pip,vLLM,--no-deps -r requirements/cpu-nodeps.txt)
 	$(call pip,what the tests need,-r requirements/test.txt)
-	$(call pip,hpcrl,--no-deps --no-build-isolation --config-settings editable_mode=compat --editable .)
+	$(call pip,hpcrl,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
 BENCH := $(HPCRL_VENV)/.installed-bench

@@ -59,7 +59,7 @@ LIGHT = {
     "slime",
     "slurm",
 }
-MOST = 15  #: files in one room
+MOST = 20  #: files in one room
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
 CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
 CHOOSERS = {"cli.py", "commands/plan.py", "launch/schedulers.py"}

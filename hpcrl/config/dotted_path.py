@@ -9,7 +9,6 @@ raises when it runs is one HpcrlError that names it, with its traceback in the l
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import difflib
 import functools
@@ -19,13 +18,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from hpcrl.config.module_search import listed, searched
 from hpcrl.errors import HpcrlError, UsageError
 
 T = TypeVar("T")
@@ -43,6 +41,11 @@ BUILT_INS = {
 }
 _FOREIGN = re.compile(r"(?:slime|vime)\.([\w.]+)")
 TRACE = 6000  #: characters of a traceback that are kept
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a dotted path names something of slime's or vime's."""
+    return _FOREIGN.fullmatch(path) is not None
 
 
 def ours(path: str, flag: str) -> str:
@@ -71,7 +74,7 @@ def load_function(path: str, flag: str, parameters: Sequence[str] = (), keywords
     """
     found = load_object(path, flag)
     if not callable(found):
-        raise UsageError(f"{flag} {path} is no function but {short(found)}")
+        raise UsageError(f"{flag} {path} is not a function but {short(found)}")
     function = found() if inspect.isclass(found) else found
     check_signature(function, f"{flag} {path}", parameters, keywords)
     return function
@@ -84,7 +87,7 @@ def load_class(path: str, flag: str, parameters: Sequence[str], methods: Mapping
     """
     found = load_object(path, flag)
     if not callable(found):
-        raise UsageError(f"{flag} {path} is no class but {short(found)}")
+        raise UsageError(f"{flag} {path} is not a class but {short(found)}")
     check_signature(found, f"{flag} {path}", parameters)
     if inspect.isclass(found):
         for name, takes in methods.items():
@@ -101,7 +104,7 @@ def load_object(path: str, flag: str) -> Any:
     shown = f"{flag} {path}"
     module, _, name = path.rpartition(".")
     if not module:
-        raise UsageError(f"{shown} is no module.function")
+        raise UsageError(f"{shown} is not a module.function")
     try:
         return getattr(importlib.import_module(module), name)
     except BaseException as error:  # the user's module, with whatever it does when imported
@@ -114,62 +117,9 @@ def load_object(path: str, flag: str) -> Any:
         raise UsageError(f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}") from error
 
 
-def missing(path: str) -> str:
-    """Why there can be nothing at `path`, as far as files show without running any of the user's code; "" where they do not."""
-    module, _, name = path.rpartition(".")
-    if not module or _FOREIGN.fullmatch(path) or module.partition(".")[0] in sys.stdlib_module_names:
-        return ""
-    parts, where, spec = module.split("."), None, None
-    for depth in range(1, len(parts) + 1):
-        full = ".".join(parts[:depth])
-        spec = _spec(full, where)
-        if spec is None:
-            return f"there is no module {full}"
-        where = spec.submodule_search_locations
-        if where is None and depth < len(parts):
-            return f"{full} is no package"
-    if spec is None or not (spec.origin or "").endswith(".py"):
-        return ""
-    return "" if name in (there := _names_in(Path(spec.origin))) or "*" in there else f"{module} has no {name}"
-
-
-def _spec(module: str, where: Iterable[str] | None) -> ModuleSpec | None:
-    """Where a module lies, in packages at `where`, or in what Python and the current directory offer."""
-    finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    found = next((spec for find in finders if (spec := find(module, where)) is not None), None)
-    return found or (PathFinder.find_spec(module, [os.getcwd()]) if where is None else None)
-
-
-def _names_in(file: Path) -> set[str]:
-    """Names that a module's source binds anywhere; "*" if it may bind others, or cannot be read."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return {"*"}
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif node.id in ("globals", "setattr"):
-                found.add("*")
-    return found | ({"*"} if "__getattr__" in found else set())
-
-
-def searched() -> str:
-    """Where modules are looked for, as a hint."""
-    if "" in sys.path or os.getcwd() in sys.path:
-        return f"modules are looked for in {os.getcwd()}, where the run was started, and in PYTHONPATH"
-    return "is its directory in PYTHONPATH?"
-
-
 def _functions(module: ModuleType) -> str:
-    found = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-    return ", ".join(found[:10]) or "no functions"
+    own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    return listed(own)
 
 
 def check_signature(function: Callable[..., Any], shown: str, parameters: Sequence[str], keywords: Sequence[str] = ()) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.algorithm_files import is_path
-from hpcrl.config.dotted_path import load_class, load_function, missing, searched
+from hpcrl.config.dotted_path import is_foreign, load_class, load_function
+from hpcrl.config.module_search import missing
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 
@@ -89,9 +90,11 @@ def paths_of(options: Options, name: str) -> list[str]:
 
 def missing_functions(options: Options) -> list[UsageError]:
     """An error for each own function that is not in the files of its module, which is not run for it."""
-    every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name)]
-    found = [(flag, path, missing(path)) for flag, path in every if "PYTHONPATH" not in options.train_env_vars]
-    return [UsageError(f"{flag} {path}: {why}", searched()) for flag, path, why in found if why]
+    if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
+        return []
+    every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
+    found = [(flag, path, *missing(path)) for flag, path in every]
+    return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:

@@ -320,7 +320,7 @@ def test_an_own_estimator_by_path() -> None:
         ({"advantage_estimator": f"{__name__}.absent"}, {}, UsageError, "has no absent"),
         ({"advantage_estimator": "absent_module.f"}, {}, UsageError, "cannot be imported"),
         ({"advantage_estimator": f"{__name__}.of_samples"}, {}, HpcrlError, r"advantages of shape \(13,\) for"),
-        ({"advantage_estimator": f"{__name__}.SEEDS"}, {}, UsageError, "is no function"),
+        ({"advantage_estimator": f"{__name__}.SEEDS"}, {}, UsageError, "is not a function"),
     ],
     ids=str,
 )

@@ -386,10 +386,10 @@ def test_one_bad_prompt_never_stops_a_run() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("reward", "is no module.function"),
+        ("reward", "is not a module.function"),
         ("no_such_module.reward", "cannot be imported: No module named 'no_such_module'; modules are looked for in /"),
         (f"{HERE}.absent", "has no absent; it has "),
-        (f"{HERE}.NOT_A_FUNCTION", "is no function but 3"),
+        (f"{HERE}.NOT_A_FUNCTION", "is not a function but 3"),
         (f"{HERE}.no_arguments", "takes (): too many positional arguments; declare it: def no_arguments(options, sample)"),
         (f"{HERE}.too_many_arguments", "takes (options, sample, more): missing a required argument: 'more'"),
         (

@@ -261,7 +261,7 @@ def test_a_wrong_function_is_named_at_the_start(paths: dict[str, Any], words: st
 
 
 def test_a_name_without_a_module_is_no_function() -> None:
-    with pytest.raises(UsageError, match="--rollout-sample-filter-path mine is no module.function"):
+    with pytest.raises(UsageError, match="--rollout-sample-filter-path mine is not a module.function"):
         load_points(Options(rollout_sample_filter_path="mine"), "rollout")
 
 

@@ -1,0 +1,88 @@
+"""Own modules are found as a role finds them, without any of their code being run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.module_search import missing
+
+HERE = "tests.config.test_module_search"
+NUMBER = 3
+#: what stands in every own module of these tests but the last line runs into an error when it is imported
+BESIDE = "from os.path import join as bought\ntry:\n    later = 1\nexcept Exception:\n    pass\ndef good(): gone()\n1 / 0\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (f"{HERE}.write", ""),
+        (f"{HERE}.NUMBER", ""),
+        (f"{HERE}.absent", f"{HERE} has no absent"),
+        ("no_such_module.f", "there is no module no_such_module"),
+        ("tests.no_such_module.f", "there is no module tests.no_such_module"),
+        ("beside.good", ""),
+        ("beside.bought", ""),
+        ("beside.later", ""),
+        ("beside.gone", "beside has no gone"),
+        ("beside.more.f", "beside is not a package"),
+        ("src.rewards.mine.good", ""),
+        ("src.rewards.yours.good", "there is no module src.rewards.yours"),
+        ("src.mine.good", "there is no module src.mine"),
+        ("package.inner.mine.good", ""),
+        ("open_ended.whatever", ""),
+        ("broken.f", ""),
+        ("math.hypot", ""),
+        ("msgspec.json.encode", ""),
+        ("two", ""),
+        ("./beside.py", "it is a file, and module.function is wanted"),
+    ],
+)
+def test_whether_it_can_be_there_is_known_without_running_it(
+    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the directory where the run is started, too; what files do not show is left to the run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("beside.py", "src/rewards/mine.py", "package/inner/mine.py"):
+        write(tmp_path / name)
+    (tmp_path / "package" / "__init__.py").write_text("1 / 0\n")
+    (tmp_path / "open_ended.py").write_text("def __getattr__(name): return 1\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    assert missing(path)[0] == why
+
+
+def write(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(BESIDE)
+
+
+def test_hints_name_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "beside.py")
+    assert missing("beside.goood")[1].endswith("beside.py defines good")
+    assert missing("./beside.py")[1].startswith("write beside.FUNCTION")
+    assert str(tmp_path) in missing("no_such_module.f")[1]
+    write(tmp_path / "packaging" / "mine.py")
+    assert str(tmp_path / "packaging") in missing("packaging.mine.good")[1], "an installed package hides the directory"
+
+
+#: top-level folders of the checkout that hpcrl may be installed from
+FOLDERS = ("tests", "tools", "examples", "bench", "docs", "launch", "sites", "sbatch", "hostfiles")
+
+
+@pytest.mark.parametrize("package", [False, True], ids=["folder", "package"])
+def test_own_folders_may_have_the_names_of_those_of_the_checkout(tmp_path: Path, package: bool) -> None:
+    """In a fresh interpreter, as an installed `hpcrl` is: the checkout lends it nothing but the package hpcrl."""
+    for folder in FOLDERS:
+        write(tmp_path / folder / "mine.py")
+        if package:
+            (tmp_path / folder / "__init__.py").touch()
+    code = "import sys; from hpcrl.config.module_search import missing; print([missing(f'{f}.mine.good') for f in sys.argv[1:]])"
+    environment = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *FOLDERS], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([("", "")] * len(FOLDERS))
