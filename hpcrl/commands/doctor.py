@@ -26,15 +26,17 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
-from hpcrl.doctor import model_directory, model_settings, packages, storage
+from hpcrl.doctor import model_directory, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
+from hpcrl.launch.before_start import NOTHING, Sight, absent, begins_with, made_by_run, refuse_settings
 from hpcrl.launch.job_request import Component, Request, make_request
+from hpcrl.launch.model_settings import same_packages
 from hpcrl.launch.scheduler import Scheduler
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
-from hpcrl.launch.submission import Script, batch_python, can_submit, task_python
+from hpcrl.launch.submission import Script, batch_python, can_submit, sight_of, task_python
 from hpcrl.prompt_files import early_look
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.shipped_files import shipped
@@ -70,6 +72,11 @@ class Case:
     site: Site
     stages: tuple[Options, ...]
     directory: Path
+    recipe: Recipe | None = None
+
+    def sight(self) -> Sight:
+        """What this machine can see of the run's: what `hpcrl submit` takes it to see."""
+        return sight_of(self.site, self.recipe, str(self.directory)) if self.recipe else NOTHING
 
     @property
     def scheduler(self) -> Scheduler:
@@ -97,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     if len(words) > 1:
         raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
     site, recipe = from_flags(given), load_recipe(words[0]) if words else None
-    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides))
+    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides), recipe)
     findings = []
     for finding in login(case, find_profile(given.get("site") or os.environ.get("HPCRL_SITE") or "default")):
         findings.append(finding)
@@ -147,22 +154,31 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield from storage.check_storage(
         case.directory, several, max((model_directory.total(Path(path)) for path in found), default=0)
     )
-    yield from _settings(case)
-    for path in models:
-        if path in found:
-            yield from model_directory.check_model_directory(path)
-        else:
-            yield Finding("ok", "", f"the model {path} is made by the run itself")
-    yield from early_look.findings(case.stages, case.directory)
+    yield from _settings(case, request)
+    for path in (path for path in found if Path(path).exists() or not case.sight().files):
+        yield from model_directory.check_model_directory(path)
+    yield from early_look.findings(case.stages)
+    yield from _begins_with(case)
     yield from _image(site)
 
 
-def _settings(case: Case) -> Iterator[Finding]:
-    """What a trainer would refuse of Megatron's settings."""
+def _settings(case: Case, request: Request | None) -> Iterator[Finding]:
+    """What `hpcrl submit` would refuse of the options."""
+    if request is None:
+        return
     try:
-        model_settings.refuse_wrong_settings(case.stages, model_settings.same_packages(case.site))
+        refuse_settings(case.stages, lambda _: request.hosts(), same_packages(case.site))
     except UsageError as error:
         yield from (Finding("fail", "", part.what, part.hint) for part in parts_of(error))
+
+
+def _begins_with(case: Case) -> Iterator[Finding]:
+    """What the run begins with and `hpcrl submit` would miss here."""
+    yield from (Finding("fail", "", error.what, error.hint) for error in absent(case.stages, case.sight()))
+    if case.recipe is not None:
+        paths = dict.fromkeys(path for options in case.stages for _, path in begins_with(options))
+        for path in (path for path in paths if made_by_run(case.recipe, str(case.directory), path)):
+            yield Finding("ok", "", f"{path} is made by the run itself")
 
 
 def _scheduler(case: Case, request: Request) -> Iterator[Finding]:

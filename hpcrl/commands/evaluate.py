@@ -31,6 +31,7 @@ from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
+from hpcrl.model_files import TRACKER
 from hpcrl.report.metrics import read_metrics
 
 USAGE = """\
@@ -51,7 +52,6 @@ _TRAINING = {
     *["save", "save_interval", "async_save", "save_retain_interval", "save_keep_last", "ref_load"],
 }
 _STEP = re.compile(r"iter_(\d+)")
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def evaluate(argv: list[str]) -> int:

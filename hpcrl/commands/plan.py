@@ -1,6 +1,7 @@
 """`hpcrl plan`, and what `--dry-run` prints on this machine: who would run where, and which ranks form which group.
 
-Invariant: nothing is written and nothing is started; what the run would refuse at once is refused here.
+Invariant: nothing is written and nothing is started.  What the run would refuse is refused here, by the same checks; but a plan may be made
+where the files of the run are not, so what `plan` does not find is a note.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
-from hpcrl.doctor.model_settings import refuse_wrong_settings
 from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
+from hpcrl.launch.before_start import Sight, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
 from hpcrl.memory.report import GPU, memory_lines
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
-from hpcrl.prompt_files.early_look import look_at, made_by_run, refuse_absent
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
@@ -88,7 +89,9 @@ class Card:
 def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: Card) -> None:
     """Print the plan of every stage, the memory that it takes on such cards, and what a weight update moves."""
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
-    refuse_wrong_settings(options, same_packages=False)
+    refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
+    look_at(options)
+    note_absent(recipe, options)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""
@@ -112,15 +115,15 @@ def _estimates(options: Options, made: Plan, card: Card) -> list[str]:
 def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:
     """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults.
 
-    Then UsageError for files that the run would miss.
+    Then UsageError or DataError for what the run would refuse.
     """
     parts, overrides = [], for_this_machine(recipe, overrides)
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
-    look_at(options)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         plan = make_plan(resolved, local_hosts(resolved), "dry-run")
         rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     print("\n\n".join(parts))
-    refuse_absent(options, lambda path: made_by_run(recipe, "{run}", path))
+    sight = Sight(lambda path: made_by_run(recipe, "{run}", path))
+    refuse_what_cannot_run(options, local_hosts, sight, packages=True)

@@ -17,7 +17,6 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.value_types import Kind
-from hpcrl.doctor.model_settings import refuse_wrong_settings, same_packages
 from hpcrl.doctor.storage import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
@@ -79,9 +78,8 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
     overrides = site.options(recipe, overrides)
-    shown = preview(recipe, overrides, site)
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
-    refuse_wrong_settings(shown.stages, same_packages(site) and can_submit(scheduler) and not by_hand)
+    shown = preview(recipe, overrides, site, packages=can_submit(scheduler) and not by_hand)
     if by_hand:
         print(scheduler.script_by_hand(shown, [word, *_flags(overrides)]), end="")
         return 0

@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 import torch
 
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files import torch_dist
+from hpcrl.model_files import TRACKER, torch_dist
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_reader import Files
 from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_assets, directory, split
-from hpcrl.model_files.torch_dist import TRACKER, TorchDist
+from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter

@@ -19,6 +19,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
+from hpcrl.model_files import TRACKER
 
 HELP = """\
 usage: hpcrl convert to-torch-dist --hf-checkpoint MODEL --save DIR [Megatron's flags]
@@ -171,7 +172,7 @@ def convert(options: Options, ranks: Any) -> Path:
 
 
 def _prepare(root: Path, final: Path, beside: Path) -> None:
-    from hpcrl.trainer.checkpoint.save_load import TRACKER, writable
+    from hpcrl.trainer.checkpoint.save_load import writable
 
     if final.exists() or (root / TRACKER).exists():
         raise UsageError(f"--save {root} holds a checkpoint already", "remove it or choose another directory")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import Job, finished, held
-from hpcrl.model_files.torch_dist import TRACKER, step
+from hpcrl.model_files import TRACKER
+from hpcrl.model_files.torch_dist import step
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir, write_atomic
 

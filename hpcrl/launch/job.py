@@ -27,13 +27,12 @@ from hpcrl.careful_files import as_given, swappable_by_group
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
-from hpcrl.errors import DataError, HpcrlError, Stopped, UsageError
+from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
+from hpcrl.launch.before_start import NOTHING, Sight, check_routing, made_by_run, refuse_what_cannot_run
+from hpcrl.launch.model_settings import refuse_wrong_settings
 from hpcrl.launch.requests import forget_old_requests, process_age
-from hpcrl.model_files.config_json import read_config
-from hpcrl.models.routing import find_routing, replay_flag
-from hpcrl.plan import Host, local_hosts, make_plan
-from hpcrl.prompt_files.early_look import look_at, made_by_run, refuse_absent
+from hpcrl.plan import Host, local_hosts
 from hpcrl.report.closing_line import closing_line, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
@@ -152,16 +151,12 @@ def begin_job(
 ) -> Job:
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
 
-    here: whether this machine has to have the files that the run begins with.
+    here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs with.
     """
     root = directory_of(recipe, overrides)
     job = Job(recipe, overrides, root, uuid.uuid4().hex)
-    for options in job.stages:
-        check_routing(options)
-        make_plan(options, hosts(options), "check")
-    look_at(job.stages)
-    if here:
-        refuse_absent(job.stages, lambda path: made_by_run(recipe, str(root), path))
+    sight = Sight(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
+    refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
     RunDir.create(root, FOLDERS if alone else ("logs",))
     if found := swappable_by_group(root):
@@ -170,13 +165,6 @@ def begin_job(
         )
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
     return job
-
-
-def check_routing(options: Options) -> None:
-    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from here."""
-    if replay_flag(options) and options.hf_checkpoint is not None:
-        with contextlib.suppress(DataError):
-            find_routing(options, read_config(options.hf_checkpoint))
 
 
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
@@ -273,7 +261,8 @@ def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options
         last = RunDir.latest(directory)
         return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
     options = job.stages[job.recipe.stages.index(stage)]
-    check_routing(options)  # of a model that is prepared by now
+    check_routing(options)  # the model is prepared by now
+    refuse_wrong_settings([options], same_packages=False)
     if directory == job.root:
         rundir = RunDir(directory)
     else:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config import needed_parts
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.rules.speculation_rules import check_draft_layers
@@ -21,7 +22,6 @@ from hpcrl.model_files.config_json import CONFIG, read_object
 from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
-from hpcrl.trainer.megatron import needed_parts
 from hpcrl.weights.quantization_config import read_quantization
 
 

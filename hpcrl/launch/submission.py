@@ -19,16 +19,18 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, raise_together
+from hpcrl.launch.before_start import NOTHING, Sight, absent, made_by_run, refuse_settings
 from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
 from hpcrl.launch.job_request import FLOOR, Request, make_request
+from hpcrl.launch.model_settings import same_packages
 from hpcrl.launch.restarts.chain import later
 from hpcrl.launch.restarts.restart_policy import broken_hosts, margin
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import Site, from_flags, saved_site
 from hpcrl.plan import make_plan
-from hpcrl.prompt_files.early_look import look_at, made_by_run, refuse_absent
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.job_file import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
@@ -126,14 +128,17 @@ def task_python(site: Site) -> str:
     return sys.executable if site.container.kind == "none" else "python3"
 
 
-def preview(recipe: Recipe, overrides: dict[str, Any], site: Site) -> Submission:
-    """What `submit_new` would submit, without a run directory."""
+def preview(recipe: Recipe, overrides: dict[str, Any], site: Site, packages: bool = False) -> Submission:
+    """What `submit_new` would submit, without a run directory.
+
+    packages: whether those of this interpreter count where the site runs it.  UsageError or DataError for what cannot run.
+    """
     places = {"run": "{run}", "prepared": "{run}/prepared"}
     stages = list(resolve_stages(recipe, overrides, places))
+    request = make_request(stages, site)
+    refuse_settings(stages, lambda _: request.hosts(), packages and same_packages(site))
     look_at(stages)
-    return Submission(
-        Job(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, make_request(stages, site), site
-    )
+    return Submission(Job(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, request, site)
 
 
 def can_submit(scheduler: Scheduler) -> bool:
@@ -170,16 +175,20 @@ def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> No
 
 
 def refuse_absent_files(shown: Submission) -> None:
-    """UsageError for what the run of a `preview` begins with and the login node does not see.
+    """UsageError for what the run of a `preview` begins with and the login node does not see."""
+    raise_together(absent(shown.stages, sight_of(shown.site, shown.job.recipe)))
 
-    Not looked for: what the run makes, or a job that it waits for; where an image has paths of its own; on disks of the nodes.
+
+def sight_of(site: Site, recipe: Recipe, run: str = "{run}") -> Sight:
+    """What the login node can see of the nodes.  run: the run directory, as paths of the options have it.
+
+    Not what the run makes, or a job that it waits for; nothing where an image has paths of its own, or on disks of the nodes.
     """
-    site = shown.site
     if site.container.kind != "none" or getattr(site, "after", None):
-        return
-    local = site.scratch if site.scratch and site.scratch.startswith("/") else "{run}"
+        return NOTHING
+    local = site.scratch if site.scratch and site.scratch.startswith("/") else run
     same_code = not site.setup and site.python in (None, sys.executable) and "PYTHONPATH" not in site.env
-    refuse_absent(shown.stages, lambda path: path.startswith(local) or made_by_run(shown.job.recipe, "{run}", path), same_code)
+    return Sight(lambda path: path.startswith(local) or made_by_run(recipe, run, path), same_code)
 
 
 def chained(site: Site, chain: int) -> Site:

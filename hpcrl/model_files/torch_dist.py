@@ -22,9 +22,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.model_files import TRACKER
 from hpcrl.pickles import Refused, read_plain
 
-TRACKER = "latest_checkpointed_iteration.txt"
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
 SANDWICH = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
 Shape = tuple[int, ...]

@@ -29,6 +29,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
+from hpcrl.launch.before_start import note_absent, refuse_settings
 from hpcrl.launch.requests import process_age
 from hpcrl.mpi import last_word
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
@@ -36,6 +37,7 @@ from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.mpi.reach import REACH, lost, reach
 from hpcrl.mpi.unsaid_end import unsaid_end
 from hpcrl.plan import Host, make_plan
+from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
@@ -109,7 +111,11 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)
     stages = _stages(recipe, overrides, resume)
-    plans = [make_plan(options, list(found.hosts), "launch") for options in stages]  # refuses what does not fit
+    refuse_settings(stages, lambda _: list(found.hosts), packages=resume is None)
+    if recipe is not None:
+        look_at(stages)
+        note_absent(recipe, stages)
+    plans = [make_plan(options, list(found.hosts), "launch") for options in stages]
     mpirun = shlex.split(own.get("mpirun", "mpirun"))
     agent = own.get("agent", "ssh")
     kind = flavour(mpirun)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.doctor import model_settings
-from hpcrl.doctor.model_settings import check_model, missing_packages, refuse_wrong_settings, same_packages
 from hpcrl.errors import UsageError
+from hpcrl.launch import model_settings
+from hpcrl.launch.model_settings import check_model, missing_packages, refuse_wrong_settings, same_packages
 from hpcrl.slurm.site import SlurmSite
 from tests.support.published_models import MODELS
 

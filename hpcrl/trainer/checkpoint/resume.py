@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files import torch_dist
+from hpcrl.model_files import TRACKER, torch_dist
 from hpcrl.model_files.vocabulary import check_same_vocabulary
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -126,13 +126,13 @@ def _reference(options: Options) -> WeightSource:
 
 def _at(directory: Path, ckpt_step: int | None, flag: str) -> WeightSource | None:
     """The weights in `directory`, or None if it holds none (or is not there yet)."""
-    if any((directory / name).is_file() for name in (save_load.TRACKER, ".metadata")) or ckpt_step is not None:
+    if any((directory / name).is_file() for name in (TRACKER, ".metadata")) or ckpt_step is not None:
         return WeightSource("weights", torch_dist.find_checkpoint(directory, ckpt_step, flag))
     return WeightSource("hf", directory) if (directory / "config.json").is_file() else None
 
 
 def _nothing(flag: str, directory: object) -> WeightSource:
     raise HpcrlError(
-        f"{flag} {directory} holds no {save_load.TRACKER} and no config.json",
+        f"{flag} {directory} holds no {TRACKER} and no config.json",
         "give a directory that a run saved to, or a Hugging Face model",
     )

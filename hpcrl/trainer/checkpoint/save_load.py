@@ -36,7 +36,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.torch_dist import TRACKER, TorchDist, latest, step
+from hpcrl.model_files import TRACKER
+from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run.rundir import flush, write_atomic
 from hpcrl.trainer.checkpoint import compatibility, rng_state
 from hpcrl.trainer.checkpoint.megatron_args import megatron_args
@@ -46,7 +47,7 @@ from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.parallel.parallel_state import Ranks
 
-__all__ = ["TRACKER", "Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
+__all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
 
 RECORD = "hpcrl.json"
 #: the output layer, of which a critic has another kind

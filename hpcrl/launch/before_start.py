@@ -1,0 +1,143 @@
+"""What is looked at before anything of a run is made: one set of checks for `run`, `launch`, `submit`, `eval`, `plan`, `doctor` and
+their dry runs.
+
+    refuse_settings(stages, hosts, packages)      # what can be known of the options alone, of the model and of the machines
+    look_at(stages)                               # the first rows of prompt files that are here
+    absent(stages, sight)                         # files and own functions that the run begins with and that are not here
+
+Invariant: a command that starts nothing refuses what the run would refuse, in the same words; what the run itself makes, and what
+other machines alone can see, is left to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import missing_functions
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import DataError, UsageError, failures, raise_together
+from hpcrl.launch.model_settings import refuse_wrong_settings
+from hpcrl.model_files import TRACKER, holds_weights
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import find_routing, replay_flag
+from hpcrl.plan import Host, make_plan
+from hpcrl.prompt_files.early_look import look_at, prompt_files
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What this machine can see of the machines of a run.
+
+    elsewhere: whether a path need not be here, since the run makes it or since the nodes alone have it; code: whether modules are
+    found there as they are here; files: whether any file of the run can be here.
+    """
+
+    elsewhere: Callable[[str], bool] = lambda _: False
+    code: bool = True
+    files: bool = True
+
+
+NOTHING = Sight(code=False, files=False)  #: of a machine that is not one of the run's
+
+
+def refuse_what_cannot_run(
+    stages: Sequence[Options], hosts: Callable[[Options], list[Host]], sight: Sight, packages: bool
+) -> None:
+    """All checks; hosts, packages: see `refuse_settings`.
+
+    UsageError names all that is wrong and what to do; DataError is about the first rows of a prompt file.
+    """
+    rules = (lambda found: refuse_settings(found, hosts, packages), *((refuse_missing_packages,) if packages else ()))
+    raise_together([*failures(rules, stages), *absent(stages, sight)])
+    look_at(stages)
+
+
+def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[Host]], packages: bool) -> None:
+    """UsageError for all that cannot be, whatever files there are.
+
+    hosts: the hosts of a stage, with their slots; packages: whether the processes run with this interpreter's packages.
+    """
+    wrong = [
+        error for options in stages for error in failures((check_routing, lambda o: make_plan(o, hosts(o), "check")), options)
+    ]
+    wrong += failures((lambda found: refuse_wrong_settings(found, packages),), stages)
+    raise_together([*{str(error): error for error in wrong}.values()])
+
+
+def check_routing(options: Options) -> None:
+    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from here."""
+    if replay_flag(options) and options.hf_checkpoint is not None:
+        with contextlib.suppress(DataError):
+            find_routing(options, read_config(options.hf_checkpoint))
+
+
+def refuse_missing_packages(stages: Sequence[Options]) -> None:
+    """UsageError if this interpreter lacks what the processes of these stages import first."""
+    needed = {"torch", "transformers"}
+    needed |= {"megatron"} if any(not options.debug_rollout_only for options in stages) else set()
+    needed |= {"vllm"} if any(options.num_engines for options in stages) else set()
+    if lacking := sorted(name for name in needed if importlib.util.find_spec(name) is None):
+        raise UsageError(
+            f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed for {sys.executable}, which would run this",
+            "pip install 'hpcrl[gpu]' on a machine with GPUs, make env in a checkout for CPUs: see docs/install.md",
+        )
+
+
+def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
+    """Whether the run itself makes a file that it begins with: in its directory `run`, or by a prepare command that names it."""
+    return path.startswith(run) or any(path in word for command in recipe.prepare for word in command)
+
+
+# ---- what a run begins with
+
+
+def absent(stages: Sequence[Options], sight: Sight) -> list[UsageError]:
+    """An error for every file and directory that a stage begins with, and every own function, that is not here."""
+    found = [error for options in stages for error in (missing_functions(options) if sight.code else [])]
+    if sight.files:
+        rows = [row for options in stages for row in begins_with(options) if not sight.elsewhere(row[1])]
+        found = [*(error for row in rows if (error := _nothing_at(*row))), *found]
+    return [*{str(error): error for error in found}.values()]
+
+
+def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
+    """Say on stderr what a stage begins with and is not here, where another machine may be the one to run it."""
+    for error in absent(stages, Sight(lambda path: made_by_run(recipe, "{run}", path))):
+        print(f"hpcrl: note: {error.what}: the machines of the run must have it", file=sys.stderr)
+
+
+def begins_with(options: Options) -> Iterator[tuple[str, str]]:
+    """(flag or words for it, path) of every file and directory that must be there when a stage begins."""
+    named = {
+        "--hf-checkpoint": options.hf_checkpoint,
+        "--eval-config": options.eval_config,
+        "--ref-load": options.ref_load,
+        "--critic-load": options.critic_load,
+        "--opd-teacher-load": options.opd_teacher_load,
+        "--load": None if _may_be_empty(options) else options.load,
+    }
+    yield from ((flag, path) for flag, path in named.items() if path)
+    yield from (("the prompt file", path) for path in prompt_files(options))
+
+
+def _nothing_at(flag: str, path: str) -> UsageError | None:
+    """The error for a path where there is not what `flag` wants, or None."""
+    if not Path(path).exists():
+        return UsageError(f"{flag} {path} is not here", "name what is there")
+    if flag.endswith("load") and not holds_weights(Path(path)):
+        hint = "give a directory that a run saved to, or a Hugging Face model"
+        return UsageError(f"{flag} {path} holds no {TRACKER} and no config.json", hint)
+    return None
+
+
+def _may_be_empty(options: Options) -> bool:
+    """Whether --load may name a directory that is not there yet: there are other weights to begin with, or it is where we save."""
+    if options.load is None or options.ref_load:
+        return True
+    return options.save is not None and Path(options.load).resolve() == Path(options.save).resolve()

@@ -1,0 +1,132 @@
+"""Every command that starts, submits or shows a run makes the same checks and says the same of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+from hpcrl.launch import before_start
+from hpcrl.launch.before_start import NOTHING, Sight, absent, refuse_missing_packages
+from hpcrl.model_files import TRACKER
+
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+}
+RECIPE = """
+hf_checkpoint = "model"
+prompt_data = "p.jsonl"
+input_key = "input"
+label_key = "label"
+rm_type = "math"
+num_rollout = 1
+rollout_num_gpus = 1
+actor_num_gpus_per_node = 1
+n_samples_per_prompt = 2
+"""
+ROW = '{"input": "1 + 1 =", "label": "2"}\n'
+#: flags -> what is said of them, by every command
+SETTINGS = {
+    "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3": "the 4 attention heads",
+    "--num-layers 41": "--num-layers 41: the model's config.json says 2",
+    "--prompt-data bad.jsonl": "bad.jsonl, line 2: no key 'label'",
+}
+#: the same of what is not here: an error where this machine runs it, a note where others may
+ABSENT = {
+    "--hf-checkpoint modle": "--hf-checkpoint modle is not here",
+    "--prompt-data q.jsonl": "the prompt file q.jsonl is not here",
+    "--load chekpoints": "--load chekpoints is not here",
+    "--load empty": f"--load empty holds no {TRACKER} and no config.json",
+    "--ref-load chekpoints --use-kl-loss": "--ref-load chekpoints is not here",
+    "--rollout-sample-filter-path own.absent": "--rollout-sample-filter-path own.absent: own has no absent",
+}
+STRICT = ["run", "run --dry-run", "submit --dry-run", "doctor"]
+LENIENT = ["plan", "launch --hostfile hosts --dry-run"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "r.toml").write_text(RECIPE)
+    (tmp_path / "p.jsonl").write_text(ROW)
+    (tmp_path / "bad.jsonl").write_text(ROW + '{"input": "1"}\n')
+    (tmp_path / "own.py").write_text("def reward(options, sample): return 1.0\n")
+    (tmp_path / "hosts").write_text("localhost slots=8\n")
+    return tmp_path
+
+
+def said_by(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """(exit status, stdout and stderr in one) of `hpcrl COMMAND r.toml FLAGS`."""
+    name, *words = command.split()
+    status = main([name, "r.toml", *words, *flags.split()])
+    told = capsys.readouterr()
+    return status, told.out + told.err
+
+
+@pytest.mark.parametrize("command", [*STRICT, *LENIENT])
+def test_what_cannot_run_is_refused_alike(command: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    for flags, words in SETTINGS.items():
+        status, said = said_by(command, flags, capsys)
+        assert status and words in said, (command, flags, said)
+    assert not (folder / "runs").exists(), "nothing was made"
+
+
+@pytest.mark.parametrize("command", [*STRICT, *LENIENT])
+def test_what_is_not_here_is_told_alike(command: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    for flags, words in ABSENT.items():
+        status, said = said_by(command, flags, capsys)
+        assert words in said, (command, flags, said)
+        assert bool(status) == (command in STRICT), (command, flags, said)
+    assert not (folder / "runs").exists(), "nothing was made"
+
+
+def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = said_by("run", "--num-layers 41 --load chekpoints --rollout-sample-filter-path own.absent", capsys)
+    assert all(words in said for words in ("--num-layers 41", "--load chekpoints", "own.absent"))
+
+
+def test_load_may_be_empty_where_there_are_other_weights() -> None:
+    """As in the scripts of slime, where --load and --save are one directory and --ref-load has the weights to begin with."""
+    first = Options(load="new", save="./new", hf_checkpoint="model")
+    other = Options(load="new", ref_load="model", hf_checkpoint="model")
+    assert not absent([first, other], Sight())
+    assert [error.what for error in absent([Options(load="new", hf_checkpoint="model")], Sight())] == ["--load new is not here"]
+    assert not absent([Options(load="new", hf_checkpoint="none", custom_rm_path="own.absent")], NOTHING)
+
+
+def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
+    for name in (TRACKER, ".metadata", "config.json"):
+        shutil.rmtree(folder / "empty")
+        (folder / "empty").mkdir()
+        (folder / "empty" / name).touch()
+        assert not absent([Options(load="empty", hf_checkpoint="model")], Sight()), name
+
+
+def test_packages_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = before_start.importlib.util.find_spec
+    monkeypatch.setattr(before_start.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else real(name))
+    with pytest.raises(UsageError) as caught:
+        refuse_missing_packages([Options(hf_checkpoint="model", rollout_num_gpus=1)])
+    assert "torch, vllm" in caught.value.what and sys.executable in caught.value.what and "hpcrl[gpu]" in caught.value.hint
