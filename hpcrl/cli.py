@@ -51,10 +51,11 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
 
 examples
   hpcrl run examples/quickstart.toml
-  hpcrl run examples/quickstart.toml --num-rollout 10 --lr 2e-5 --run-dir runs/short
-  hpcrl run examples/quickstart.toml --recompute-granularity full --vllm-max-num-seqs 64
+  hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --eval-interval 5 --run-dir runs/short
+  hpcrl run examples/quickstart.toml --recompute-granularity full --recompute-method uniform \
+      --recompute-num-layers 1 --vllm-max-num-seqs 64
 
-A recipe is a TOML file whose keys are options; a flag goes before it. Ctrl-C or SIGTERM saves a checkpoint and ends;
+A recipe is a TOML file whose keys are options; a flag goes before it, --STAGE.option in that stage. Ctrl-C or SIGTERM saves a checkpoint and ends;
 once more ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
 
 RUN_HELP = """\
@@ -66,7 +67,9 @@ usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
   --resume RUN_DIR                go on with a run from its last checkpoint, with the options that it began with
   --help                          this text
 
-The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. A flag of Megatron-core goes by
+The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages
+--STAGE.option, such as --grpo.lr 2e-5, counts in that stage; a plain flag in the stages whose own tables set it, or in
+all if none does; where several set it to different values, it is refused. A flag of Megatron-core goes by
 Megatron's name, one of vLLM as --vllm-NAME (list them with hpcrl options --megatron or --vllm). Each option below is
 also a key of the recipe, spelled with underscores."""
 

@@ -25,6 +25,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe
 from hpcrl.config.rules.option_rules import inert
+from hpcrl.config.rules.stage_flags import flags_of, split_name, stage_flag
 from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
 from hpcrl.config.sections.optimizer import OptimizerOptions
 from hpcrl.config.setting_names import spell
@@ -66,7 +67,7 @@ def evaluate(argv: list[str]) -> int:
         )
     if "print" in own:
         raise UsageError("--print has no effect here", f"see hpcrl submit --help:\n{SUBMIT_USAGE}")
-    recipe = recipe_for(Path(words[0]), overrides)
+    recipe, overrides = recipe_for(Path(words[0]), overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if own.pop("submit", False) or own.keys() - {"dry-run"}:
         return submit_recipe(recipe, overrides, own, words[0])
@@ -108,21 +109,37 @@ def _order(name: str) -> tuple[str, int]:
 # ---- what is evaluated
 
 
-def recipe_for(what: Path, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe of an evaluation of `what`.  UsageError says why there is none."""
+def recipe_for(what: Path, overrides: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe of an evaluation of `what`, and the flags for it.  UsageError says why there is none."""
     if what.suffix == ".toml":
-        return _of_recipe(load_recipe(what), overrides)
+        recipe = load_recipe(what)
+        stage = _stage_of(recipe)
+        overrides = _flags_for(recipe, stage, overrides)
+        return _of_recipe(recipe, stage, overrides), overrides
     if not what.is_dir():
         raise UsageError(f"{what} is neither a recipe (.toml) nor a directory", "name a recipe, a checkpoint or a model")
     if (what / "config.json").is_file():
-        return _recipe(as_given(what).name, what, (), {"hf_checkpoint": str(as_given(what))}, overrides)
-    return _of_checkpoint(as_given(what), overrides)
+        return _recipe(as_given(what).name, what, (), {"hf_checkpoint": str(as_given(what))}, overrides), dict(overrides)
+    return _of_checkpoint(as_given(what), overrides), dict(overrides)
 
 
-def _of_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """Of the last stage that evaluates, or else of the last."""
+def _stage_of(recipe: Recipe) -> Stage:
+    """The last stage that evaluates, or else the last."""
     evaluating = [stage for stage in recipe.stages if "eval_interval" in recipe.values | stage.values]
-    stage = (evaluating or recipe.stages)[-1]
+    return (evaluating or recipe.stages)[-1]
+
+
+def _flags_for(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags as those of a recipe of this stage alone: plain ones count in it.  UsageError for those of another stage."""
+    of_stages = {name: value for name, value in overrides.items() if split_name(name)[0]}
+    for name in recipe.placed(of_stages):
+        if split_name(name)[0] != stage.name:
+            shown = stage_flag(*split_name(name))
+            raise UsageError(f"{shown} has no effect here: stage {stage.name} of {recipe.path.name} is evaluated", "leave it out")
+    return flags_of(overrides, stage.name)
+
+
+def _of_recipe(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> Recipe:
     values = recipe.values | stage.values
     start = str(overrides.get("load") or values.get("load") or "")
     if "{run}" in start:

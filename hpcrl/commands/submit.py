@@ -16,6 +16,7 @@ import msgspec
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.rules.stage_flags import split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.storage import file_system
 from hpcrl.errors import UsageError
@@ -104,8 +105,16 @@ def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
 
 
 def _flags(overrides: dict[str, Any]) -> list[str]:
-    """The options that were given, as flags; the run directory is the script's own matter."""
-    return [f"--{name.replace('_', '-')}={_word(value)}" for name, value in overrides.items() if name != "run_dir"]
+    """The options that were given, as words of a command line; the run directory is the script's own matter."""
+    return [word for name, value in overrides.items() if name != "run_dir" for word in _words(*split_name(name), value)]
+
+
+def _words(stage: str, option: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [stage_flag(stage, option if value else f"no_{option}")]
+    if isinstance(value, list):
+        return [stage_flag(stage, option), *map(_word, value)]
+    return [f"{stage_flag(stage, option)}={_word(value)}"]
 
 
 def _word(value: Any) -> str:

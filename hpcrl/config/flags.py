@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpcrl.config.rules.stage_flags import TABLES, split_name
 from hpcrl.config.setting_names import find_flag, find_in, put
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
@@ -19,10 +20,11 @@ _NUMBER = re.compile(r"-\.?\d")
 def parse_flags(argv: Sequence[str], extra: Mapping[str, Kind] | None = None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A command line -> (options that flags set, the command's own flags named in `extra`, the other words).
 
-    Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; of a flag given twice the later
-    counts.  UsageError: unknown flags, missing, superfluous or mistyped values, all that there are.
+    Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; those of one stage (--grpo.lr) as
+    "grpo.lr" and "grpo.megatron"; of a flag given twice the later counts.  UsageError: unknown flags, missing,
+    superfluous or mistyped values, all that there are.
     """
-    overrides: dict[str, Any] = {}
+    by_stage: dict[str, dict[str, Any]] = {"": {}}
     command: dict[str, Any] = {}
     rest: list[str] = []
     wrong: list[UsageError] = []
@@ -33,20 +35,23 @@ def parse_flags(argv: Sequence[str], extra: Mapping[str, Kind] | None = None) ->
             rest.append(word)
             continue
         try:
-            _take(word, words, extra or {}, overrides, command)
+            _take(word, words, extra or {}, by_stage, command)
         except UsageError as error:
             wrong.append(error)
             while words and not _is_flag(words[0]):  # whatever its values were
                 words.pop(0)
     raise_together(wrong)
-    return overrides, command, rest
+    found = {f"{stage}.{name}" if stage else name: value for stage in by_stage for name, value in by_stage[stage].items()}
+    return found, command, rest
 
 
 def _is_flag(word: str) -> bool:
     return word.startswith("-") and not _NUMBER.match(word)
 
 
-def _take(word: str, words: list[str], extra: Mapping[str, Kind], overrides: dict[str, Any], command: dict[str, Any]) -> None:
+def _take(
+    word: str, words: list[str], extra: Mapping[str, Kind], by_stage: dict[str, dict[str, Any]], command: dict[str, Any]
+) -> None:
     """Store what the flag `word` says, its values taken from `words`."""
     if not word.startswith("--"):
         raise UsageError(f"{word} is an unknown option", "flags begin with two dashes; see hpcrl run --help")
@@ -54,17 +59,14 @@ def _take(word: str, words: list[str], extra: Mapping[str, Kind], overrides: dic
     if name in extra:
         command[name] = _read(name, extra[name], _values(words, extra[name], value if inline else None))
         return
-    target = find_flag(name, extra)
+    stage, option = split_name(name)
+    target = find_flag(option, () if stage else extra, stage)
     if target.fixed is not None:
         _read(name, Kind("bool"), [value] if inline else [])
-        _store(overrides, target.table, target.field, target.fixed)
+        said = target.fixed
     else:
-        _store(
-            overrides,
-            target.table,
-            target.field,
-            _read(name, target.kind, _values(words, target.kind, value if inline else None)),
-        )
+        said = _read(name, target.kind, _values(words, target.kind, value if inline else None))
+    _store(by_stage.setdefault(stage, {}), target.table, target.field, said)
 
 
 def _values(words: list[str], kind: Kind, inline: str | None) -> list[str]:
@@ -93,7 +95,7 @@ def _read(name: str, kind: Kind, words: list[str]) -> Any:
 def _store(overrides: dict[str, Any], table: str, field: str, value: Any) -> None:
     if table:
         overrides.setdefault(table, {})[field] = value
-    elif field in ("megatron", "vllm"):  # the whole table as one JSON object
+    elif field in TABLES:  # the whole table as one JSON object
         for key, item in value.items():
             put(overrides, find_in(field, key, f"--{field}"), item, f"--{field}: {key}")
     else:

@@ -7,9 +7,10 @@
     name = "sft"
     loss_type = "sft_loss"
 
-A flag goes before the stage's table, which goes before the top of the recipe.  Placeholders in text: {prepared} is
-RUN/prepared, {recipe} the recipe's directory, {run} the run directory, {python} this interpreter; in `prepare` also
-any option by its name, such as {seed}.  Invariant: pure functions; whatever they return has been checked as a whole.
+A flag goes before the stage's table, which goes before the top of the recipe; `rules/stage_flags.py` says in which stages it
+counts.  Placeholders in text: {prepared} is RUN/prepared, {recipe} the recipe's directory, {run} the run directory,
+{python} this interpreter; in `prepare` also any option by its name, such as {seed}.  Invariant: pure functions; whatever
+they return has been checked as a whole.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hpcrl.config.dotted_path import ours
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
 from hpcrl.config.rules.own_settings import with_own_settings
+from hpcrl.config.rules.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.errors import UsageError, parts_of, raise_together
 
@@ -66,6 +68,21 @@ class Recipe:
         places = {k: str(v) for k, v in known.items() if isinstance(v, (str, int, float))}
         places |= self.places({"run": str(run), "prepared": str(run / "prepared")})
         return [[_fill(word, places) for word in command] for command in self.prepare]
+
+    def placed(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags under the stages that they count in; UsageError for those that no stage, or more than one, can be meant by."""
+        return place_flags(flags, self._tables(), self.path.name)
+
+    def spread(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags that a run directory holds, as `placed` would have them: its plain ones count in all stages."""
+        return spread_flags(flags, self._tables())
+
+    def said(self, flags: Mapping[str, Any]) -> set[str]:
+        """The options that recipe or flags set, for whichever stage."""
+        return {*self.values, *(split_name(name)[1] for name in flags), *(key for stage in self.stages for key in stage.values)}
+
+    def _tables(self) -> dict[str, dict[str, Any]]:
+        return {stage.name: stage.values for stage in self.stages}
 
     def places(self, given: Mapping[str, str]) -> dict[str, str]:
         """All placeholders, given those that depend on the run."""
@@ -133,14 +150,17 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
     """The options of every stage, checked, with placeholders filled in.
 
     overrides: what the flags set; places: values of {run} and {prepared}.  An option that has no effect is an error if a
-    stage itself sets it, or if it is set for all stages and has an effect in none of them.  UsageError names the stage.
+    stage itself sets it, or a flag for this stage does, or if it is set for all stages and has an effect in none of them.
+    UsageError names the stage.
     """
-    everywhere = recipe.places(places)
-    built = tuple(_build(recipe, stage, overrides, everywhere) for stage in recipe.stages)
-    shared = {*recipe.values, *overrides}.intersection(*(inert(options) for options in built))
+    everywhere, placed = recipe.places(places), recipe.placed(overrides)
+    built = tuple(_build(recipe, stage, placed, everywhere) for stage in recipe.stages)
+    plain = [name for name in placed if not split_name(name)[0]]
+    shared = {*recipe.values, *plain}.intersection(*(inert(options) for options in built))
     for stage, options in zip(recipe.stages, built, strict=True):
+        own_flags = [split_name(name)[1] for name in placed if name not in plain and split_name(name)[0] == stage.name]
         try:
-            check_options(options, [*stage.values, *sorted(shared)])
+            check_options(options, [*stage.values, *own_flags, *sorted(shared)])
         except UsageError as error:
             if not stage.name:
                 raise
@@ -148,17 +168,17 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
     return built
 
 
-def _build(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], places: Mapping[str, str]) -> Options:
-    """Merge and validate, without looking at what options say together."""
+def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapping[str, str]) -> Options:
+    """Merge and validate, without looking at what options say together; placed: flags, under the stages that they count in."""
     merged: dict[str, Any] = {"name": recipe.name}
-    for values in (recipe.values, stage.values, overrides):
+    for values in (recipe.values, stage.values, flags_of(placed, stage.name)):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
         merged |= {**values, **tables}
     merged = {name: _own_path(name, value) for name, value in merged.items()}
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
     merged = with_own_settings(_expand(merged, places), Options.model_fields)
-    return build_options(merged, lambda name: f"{_origin(recipe, stage, overrides, name)} {spell(merged[name])}")
+    return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
 
 
 def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:
@@ -188,9 +208,11 @@ def _own_path(name: str, value: Any) -> Any:
     return ours(value, flag(name)) or None if isinstance(value, str) else value
 
 
-def _origin(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any], name: str) -> str:
+def _origin(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], name: str) -> str:
     """Where the value of an option comes from, for an error."""
-    if name in overrides or recipe.text is not None:
+    if stage.name and f"{stage.name}.{name}" in placed:
+        return stage_flag(stage.name, name)
+    if name in placed or recipe.text is not None:
         return flag(name)
     inside = f": stage {stage.name}" if name in stage.values else ""
     return f"{recipe.path.name}{inside}: {name} ="

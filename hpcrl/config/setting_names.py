@@ -66,16 +66,21 @@ def _foreign(*tables: passthrough.Table) -> list[str]:
     ]
 
 
-def find_flag(flag: str, extra: Iterable[str] = ()) -> Target:
-    """Where `--flag` leads.  UsageError says what may have been meant: one of all known flags (and of `extra`, the command's own)."""
+def find_flag(flag: str, extra: Iterable[str] = (), stage: str = "") -> Target:
+    """Where `--flag` leads, or `--STAGE.flag`.
+
+    UsageError says what may have been meant: one of all known flags (and of `extra`, the command's own).
+    """
+    dashes = f"--{stage}." if stage else "--"
     if target := own().get(flag):
         return target
     table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
     mine = [*own(), *extra]
-    if (_taken_for_ours(flag, table, mine) is False) and (target := passthrough.find_setting(table, flag, f"--{flag}")):
+    if (_taken_for_ours(flag, table, mine) is False) and (target := passthrough.find_setting(table, flag, f"{dashes}{flag}")):
         return target
     raise UsageError(
-        f"--{flag} is an unknown option", advice(flag, [*mine, *_foreign("megatron", "vllm")], lambda name: f"--{name}")
+        f"{dashes}{flag} is an unknown option",
+        advice(flag, [*mine, *_foreign("megatron", "vllm")], lambda name: f"{dashes}{name}"),
     )
 
 

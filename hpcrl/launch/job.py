@@ -154,7 +154,7 @@ def begin_job(
     here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs with.
     """
     root = directory_of(recipe, overrides)
-    job = Job(recipe, overrides, root, uuid.uuid4().hex)
+    job = Job(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
     sight = Sight(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
@@ -163,7 +163,7 @@ def begin_job(
         say(
             f"note: everybody in group {found[1]} can put something else in place of {root}: {found[0]} is writable by it (chmod g-w, or +t)"
         )
-    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), overrides), recipe.text)
+    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
     return job
 
 
@@ -178,7 +178,7 @@ def reopen_job(root: Path) -> Job:
     """The job of an existing run directory."""
     begun = read_recipe_file(root)
     recipe = load_recipe(root / COPY, origin=Path(begun.path))
-    return Job(recipe, begun.overrides, as_given(root), begun.identity)
+    return Job(recipe, recipe.spread(begun.overrides), as_given(root), begun.identity)
 
 
 # ---- before the first stage

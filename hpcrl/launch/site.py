@@ -137,7 +137,7 @@ class Site(BaseModel):
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """`overrides` with the options that this site sets and neither recipe nor flags do."""
         mine = {name: getattr(self, name) for name in ("interface", "rank_launcher", "launch_timeout")}
-        said = {*recipe.values, *overrides, *(name for stage in recipe.stages for name in stage.values)}
+        said = recipe.said(overrides)
         return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
 
     def again(self) -> Self:

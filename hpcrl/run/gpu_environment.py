@@ -215,8 +215,7 @@ def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any
     The default counts the GPUs of a node in a cluster; as many processes on a laptop's cores train no faster.
     """
     name = "actor_num_gpus_per_node"
-    said = {*recipe.values, *overrides, *(key for stage in recipe.stages for key in stage.values)}
-    if name in said or gpus_are_here():
+    if name in recipe.said(overrides) or gpus_are_here():
         return overrides
     print("hpcrl: no GPU here: one trainer rank (--actor-num-gpus-per-node for more)", file=sys.stderr)
     return {**overrides, name: 1}

@@ -19,7 +19,8 @@ RECIPE, COPY = "recipe.json", "recipe.toml"  #: the names in a run directory
 
 
 class RecipeFile(msgspec.Struct, frozen=True):
-    """What it holds.  path: where the recipe was; overrides: what the flags set, by option; identity: of this run alone."""
+    """What it holds.  path: where the recipe was; overrides: what the flags set, by option, or by STAGE.option where
+    it counts in that stage alone; identity: of this run alone."""
 
     identity: str
     path: str

@@ -16,6 +16,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.recipe import build_options
 from hpcrl.config.rules.option_rules import check_options, inert
+from hpcrl.config.rules.stage_flags import split_name
 from hpcrl.config.setting_names import own
 from hpcrl.config.unknown_names import nearest
 from hpcrl.errors import UsageError
@@ -146,6 +147,8 @@ def _refused(shown: str, reading: Reading, error: UsageError) -> Reading:
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
     values, _, rest = parse_flags(words)
+    if any(split_name(name)[0] for name in values):
+        raise UsageError(f"{words[0]} is an unknown option", "arguments of train.py have no stages")
     if rest:
         raise UsageError(f"{words[0]} takes no such words: {' '.join(rest)}")
     return values

@@ -30,7 +30,7 @@ def options_of(recipe: Recipe, tmp_path: Path, **overrides: Any) -> Options:
 
 def test_a_recipe_is_evaluated_without_what_says_how_to_train(tmp_path: Path) -> None:
     given = {"load": "/somewhere/checkpoints"}
-    recipe = recipe_for(REPO / "examples" / "quickstart.toml", given)
+    recipe, _ = recipe_for(REPO / "examples" / "quickstart.toml", given)
     options = options_of(recipe, tmp_path, **given)
     assert (options.num_rollout, options.eval_interval, options.load, options.name) == (0, 1, given["load"], "quickstart-eval")
     assert (options.n_samples_per_eval_prompt, options.rm_type, options.prompt_data) == (4, "math", None)
@@ -44,7 +44,7 @@ def test_a_recipe_is_evaluated_without_what_says_how_to_train(tmp_path: Path) ->
 @pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "examples").glob("*.toml")))
 def test_every_example_that_evaluates_can_be_evaluated(name: str, tmp_path: Path) -> None:
     given = {"load": "/c", "eval_prompt_data": ["held", "held.jsonl"]}
-    options = options_of(recipe_for(REPO / "examples" / name, given), tmp_path, **given)
+    options = options_of(recipe_for(REPO / "examples" / name, given)[0], tmp_path, **given)
     assert options.only_evaluates and options.num_engines > 0
 
 
@@ -69,13 +69,13 @@ def test_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "r1", vllm={"max_num_seqs": 7}, megatron={"recompute_granularity": "selective"})
     given = {"eval_prompt_data": ["held", "h.jsonl"]}
     for what, step in ((run, None), (run / "checkpoints", None), (run / "checkpoints" / "iter_0000004", 4)):
-        options = options_of(recipe_for(what, given), tmp_path, **given)
+        options = options_of(recipe_for(what, given)[0], tmp_path, **given)
         assert (options.load, options.ckpt_step) == (str(run / "checkpoints"), step)
         assert (options.hf_checkpoint, options.rm_type, options.vllm) == ("/model", "math", {"max_num_seqs": 7})
         assert options.advantage_estimator == "grpo" and options.num_rollout == 0
     staged = tmp_path / "r2"
     run_dir(staged / "grpo")
-    assert options_of(recipe_for(staged, given), tmp_path, **given).load == str(staged / "grpo" / "checkpoints")
+    assert options_of(recipe_for(staged, given)[0], tmp_path, **given).load == str(staged / "grpo" / "checkpoints")
     with pytest.raises(UsageError, match="nothing to evaluate is named; give --eval-prompt-data NAME PATH"):
         recipe_for(run, {})
 
@@ -86,9 +86,9 @@ def test_a_checkpoint_without_a_run_and_a_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     given = {"eval_prompt_data": ["h.jsonl"], "rm_type": "random", "rollout_num_gpus": 1, "actor_num_gpus_per_node": 1}
-    options = options_of(recipe_for(tmp_path / "ckpt", given), tmp_path, **given, hf_checkpoint="/m")
+    options = options_of(recipe_for(tmp_path / "ckpt", given)[0], tmp_path, **given, hf_checkpoint="/m")
     assert options.load == str(tmp_path / "ckpt")
-    options = options_of(recipe_for(tmp_path / "model", given), tmp_path, **given)
+    options = options_of(recipe_for(tmp_path / "model", given)[0], tmp_path, **given)
     assert options.hf_checkpoint == str(tmp_path / "model") and options.load is None
 
 
