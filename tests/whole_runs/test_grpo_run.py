@@ -252,6 +252,15 @@ def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path, unc
     assert "--max-logprob-diff" in out and "1e-12" in out, out
 
 
+def test_a_replay_with_another_learning_rate_has_no_bound(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """Its weights leave those of the sampler behind, which no bound of a run that samples may stop."""
+    run = start(tmp_path, task, lr=3e-2, num_rollout=3, load_debug_rollout_data=str(uncut / "data/{rollout_id}"))
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    found = [row["train/train_rollout_logprob_abs_diff"] for row in metrics(run.root).values()]
+    assert len(found) == 3 and found[0] <= 1e-5 and found[2] > 1e-3, found
+
+
 def test_long_prompts_that_do_not_fit_one_batch(tmp_path: Path, task: Path) -> None:
     """128 prompts of some 150 tokens are more than one forward pass takes; each request has a seed."""
     rows = [{"prompt": "1+2+3+4+5+6+7+8+9+" * 8 + f"{i}=", "label": str(i)} for i in range(16)]

@@ -36,5 +36,8 @@ class WeightOptions(Base):
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"
     )
     max_logprob_diff: float | None = opt(
-        None, "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16", gt=0
+        None,
+        "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16, and no bound "
+        "with --load-debug-rollout-data",
+        gt=0,
     )

@@ -251,7 +251,7 @@ def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, fl
     for name in ("loss", "value_loss"):
         if not math.isfinite(metrics.get(name, 0.0)):
             raise HpcrlError(f"{step.where}: the {name.replace('_', ' ')} is {metrics[name]}", NOT_FINITE)
-    bound = options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
+    bound = _bound(options)
     difference = metrics.get(DIFFERENCE, 0.0)
     if not difference <= bound:
         raise HpcrlError(
@@ -259,6 +259,16 @@ def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, fl
             "find the tensor with --check-weight-update-equal, compare the temperatures, or raise the bound",
         )
     return metrics
+
+
+def _bound(options: Options) -> float:
+    """How far the log-probs of trainer and engine may lie apart; in a replay no bound but a given one.
+
+    The samples of a replay may have been made by other weights than these: then the difference says nothing of the numbers.
+    """
+    if options.load_debug_rollout_data is not None and options.max_logprob_diff is None:
+        return math.inf
+    return options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
 
 
 def _over_steps(found: list[dict[str, float]]) -> dict[str, float]:
