@@ -107,22 +107,33 @@ def tokens_file(stage: Path, step: int, rank: int) -> Path:
 
 
 def steps_of(stage: Path, held_out: str | None = None) -> list[int]:
-    """The steps that there are samples of, ascending; of evaluations those of the set `held_out`."""
-    pattern = r"(\d{8,})\.jsonl" if held_out is None else rf"eval-{re.escape(held_out)}-(-?\d{{1,18}})\.jsonl"
-    try:
-        names = [path.name for path in (stage / "samples").iterdir()]
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(pattern, name)))
+    """The steps that there are samples of, ascending; of evaluations those of the set `held_out`, -1 for before the first step."""
+    if held_out is not None:
+        return sorted(step for name, step in _evaluations(stage) if name == held_out)
+    return sorted(int(match[1]) for name in _names(stage) if (match := re.fullmatch(r"(\d{8,})\.jsonl", name)))
 
 
 def held_out_sets(stage: Path) -> list[str]:
     """The names of the evaluations that there are samples of."""
+    return sorted({name for name, _ in _evaluations(stage)})
+
+
+#: the shortest name that leaves a step: eval-a--1 is of the set a before the first step, not of a set a- after step 1
+_EVALUATION = re.compile(r"eval-(.+?)-(-1|\d{1,18})\.jsonl")
+
+
+def _evaluations(stage: Path) -> Iterator[tuple[str, int]]:
+    """(held-out set, step) of every file of an evaluation's samples."""
+    for name in _names(stage):
+        if match := _EVALUATION.fullmatch(name):
+            yield match[1], int(match[2])
+
+
+def _names(stage: Path) -> list[str]:
     try:
-        names = [path.name for path in (stage / "samples").iterdir()]
+        return [path.name for path in (stage / "samples").iterdir()]
     except OSError:
         return []
-    return sorted({match[1] for name in names if (match := re.fullmatch(r"eval-(.+)-(-?\d+)\.jsonl", name))})
 
 
 # ---- reading

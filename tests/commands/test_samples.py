@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.cli import main
-from hpcrl.report.sample_records import COLUMNS, Trained, read_looks, read_tokens, tokens_file, write_tokens, write_trained
+from hpcrl.report.sample_records import (
+    COLUMNS,
+    Trained,
+    held_out_sets,
+    read_looks,
+    read_tokens,
+    steps_of,
+    tokens_file,
+    write_tokens,
+    write_trained,
+)
 from hpcrl.report.sample_view import visible
 from tests.support.rundirs import make
 from tests.support.screens import run_on_terminal, screen
@@ -74,6 +84,16 @@ def shown(text: str) -> list[str]:
 )
 def test_which_samples_are_shown(run: Path, capsys: pytest.CaptureFixture[str], flags: str, wanted: list[str]) -> None:
     assert shown(said(capsys, str(run), *flags.split())) == wanted
+
+
+def test_an_evaluation_before_the_first_step_belongs_to_its_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(tmp_path / "a")
+    for name, step in (("held", -1), ("held", 7), ("held-2", -1), ("held-2", 15), ("held-2-3", 7)):
+        put(root, step, sample(0, 0, 0.0), name=f"eval-{name}-{{}}.jsonl")
+    assert held_out_sets(root) == ["held", "held-2", "held-2-3"]
+    assert [steps_of(root, name) for name in held_out_sets(root)] == [[-1, 7], [-1, 15], [7]]
+    assert main(["samples", str(root), "--eval", "nope"]) == 2
+    assert "there are held, held-2, held-2-3" in capsys.readouterr().err
 
 
 def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -441,6 +441,7 @@ def test_what_differs_from_the_defaults() -> None:
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "b"]}, "takes pairs of NAME PATH, or one path: here are 3 words"),
         ({"eval_interval": 2, "eval_prompt_data": ["a.jsonl", "p"]}, "a.jsonl stands where a name should"),
         ({"eval_interval": 2, "eval_prompt_data": ["a b", "p"]}, "'a b' cannot be a name"),
+        ({"eval_interval": 2, "eval_prompt_data": ["a-", "p"]}, "'a-' cannot be a name; .* no '-' at the end"),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "eval_config": "e.yaml"}, "both name the held-out sets"),
         ({"prompt_data": ["p.jsonl", "p.jsonl"]}, "--prompt-data names p.jsonl twice"),
         ({"prompt_data": ["p.jsonl=2", "q.jsonl"]}, "q.jsonl has no weight, p.jsonl=2 has one"),

@@ -28,7 +28,7 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 
 FLAG = "--eval-prompt-data"
-NAME = re.compile(r"[\w.+-]+")
+NAME = re.compile(r"[\w.+-]*[\w.+]")  #: a step follows it in file names, after a '-'
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _check_name(name: str, names: list[str], where: str) -> None:
     if name.endswith(KINDS):
         raise UsageError(f"{where}: {name} stands where a name should", "write NAME PATH for each file")
     if not NAME.fullmatch(name):
-        raise UsageError(f"{where}: {name!r} cannot be a name", "use letters, digits, '_', '-', '.', '+'")
+        raise UsageError(f"{where}: {name!r} cannot be a name", "use letters, digits, '_', '-', '.', '+', and no '-' at the end")
     if names.count(name) > 1:
         raise UsageError(f"{where} gives a name twice: {name}", "each set needs a name of its own")
 
