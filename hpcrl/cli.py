@@ -52,8 +52,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
 examples
   hpcrl run examples/quickstart.toml
   hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --eval-interval 5 --run-dir runs/short
-  hpcrl run examples/quickstart.toml --recompute-granularity full --recompute-method uniform \
-      --recompute-num-layers 1 --vllm-max-num-seqs 64
+  hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
 A recipe is a TOML file whose keys are options; a flag goes before it, --STAGE.option in that stage. Ctrl-C or SIGTERM saves a checkpoint and ends;
 once more ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""

@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: torch's own
 
 if TYPE_CHECKING:
     from tests.support.forked_engines import Nursery
+    from tests.support.quick_start import QuickStart
 
 # a loaded machine is slow, not wrong; and an example that failed is printed, on whatever machine
 hypothesis.settings.register_profile("hpcrl", deadline=None, print_blob=True)
@@ -34,6 +35,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.runs import make_task
 
     return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def quick_start(tmp_path_factory: pytest.TempPathFactory) -> QuickStart:
+    """The README's main job, run whole."""
+    from tests.support.quick_start import run_quick_start
+
+    return run_quick_start(tmp_path_factory.mktemp("quick_start"))
 
 
 @pytest.fixture(scope="session")

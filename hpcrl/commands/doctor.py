@@ -39,7 +39,7 @@ from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
 from hpcrl.launch.submission import Script, batch_python, can_submit, sight_of, task_python
 from hpcrl.prompt_files import early_look
 from hpcrl.run.queued_job import JobKey
-from hpcrl.run.shipped_files import shipped
+from hpcrl.shipped_files import shipped
 
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]

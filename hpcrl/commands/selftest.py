@@ -29,12 +29,12 @@ from hpcrl.launch.submission import Script, batch_python, task_python
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.shipped_files import shipped
 from hpcrl.selftest.here import CPU_RANKS, run_here
 from hpcrl.selftest.job import SelftestJob
 from hpcrl.selftest.registry import Check, choose_checks, find_checks
 from hpcrl.selftest.results import Results, report, table
 from hpcrl.selftest.whole_run import gpu_count
+from hpcrl.shipped_files import shipped
 
 HELP = """\
 usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]

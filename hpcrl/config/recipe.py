@@ -33,6 +33,7 @@ from hpcrl.config.rules.own_settings import with_own_settings
 from hpcrl.config.rules.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.errors import UsageError, parts_of, raise_together
+from hpcrl.shipped_files import copy_hint
 
 _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are no options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -101,7 +102,7 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     try:
         document = tomllib.loads(read_given(file))
     except OSError as error:
-        raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from error
+        raise UsageError(f"cannot read the recipe {file}: {error.strerror}", copy_hint(file)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}

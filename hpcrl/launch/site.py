@@ -32,7 +32,7 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.container import Container
 from hpcrl.launch.schedulers import DEFAULT, load_scheduler
-from hpcrl.run.shipped_files import shipped
+from hpcrl.shipped_files import shipped
 
 #: `<your account>`: what an example leaves to its reader
 PLACEHOLDER = re.compile(r"<[A-Za-z](?:[A-Za-z0-9 ,.'_-]*[A-Za-z0-9])?>")

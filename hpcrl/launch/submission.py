@@ -34,7 +34,7 @@ from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.job_file import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.shipped_files import shipped
+from hpcrl.shipped_files import shipped
 
 
 @dataclass(frozen=True)

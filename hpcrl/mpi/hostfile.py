@@ -25,6 +25,7 @@ import hostlist
 from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
 from hpcrl.plan import Host
+from hpcrl.shipped_files import copy_hint
 
 MAX_HOSTS, MAX_SLOTS = 65536, 4096
 BLANKS = " \t"
@@ -68,7 +69,8 @@ def read_hostfile(path: str | Path) -> Hostfile:
     try:
         text = read_given(path)
     except OSError as error:
-        raise UsageError(f"--hostfile {path}: {error.strerror}", "give a file with one host a line") from error
+        hint = copy_hint(path) or "give a file with one host a line"
+        raise UsageError(f"--hostfile {path}: {error.strerror}", hint) from error
     except UnicodeDecodeError as error:
         data = error.object
         line = data[: error.start].count(b"\n") + 1

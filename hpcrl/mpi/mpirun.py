@@ -41,8 +41,8 @@ from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
-from hpcrl.run.shipped_files import shipped
 from hpcrl.run.trouble.scratch import scratch, sweep
+from hpcrl.shipped_files import shipped
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\

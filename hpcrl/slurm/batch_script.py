@@ -15,7 +15,7 @@ import jinja2
 
 from hpcrl.launch.job_request import Component, Request
 from hpcrl.launch.submission import Script
-from hpcrl.run.shipped_files import shipped
+from hpcrl.shipped_files import shipped
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.squeue import MARK, NAME
 

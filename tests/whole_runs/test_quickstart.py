@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from hpcrl.report.closing_line import held_out
-from tests.support.runs import REPO, Run, all_gone, metrics
+from tests.support.quick_start import QuickStart
+from tests.support.runs import all_gone, metrics
 
 pytestmark = pytest.mark.vllm
 
 
-def test_the_quick_start_learns(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    run = Run(REPO / "examples" / "quickstart.toml", "--run-dir", root, root=root)
-    status, out = run.end(900)
-    assert status == 0, out + run.logs()
-    before, after = (float(x) for x in re.fullmatch(r"held-out accuracy: (\S+) -> (\S+)  run", out.splitlines()[-1]).groups())
+def test_the_quick_start_learns(quick_start: QuickStart) -> None:
+    root = quick_start.root
+    logs = "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in sorted(root.glob("*/logs/*/*.log")))
+    assert quick_start.status == 0, quick_start.out + logs
+    last = quick_start.out.splitlines()[-1]
+    before, after = (float(x) for x in re.fullmatch(r"held-out accuracy: (\S+) -> (\S+)  .*run", last).groups())
     assert 0.2 <= before <= 0.5, "supervised warm-up leaves the model middling"
     assert after >= before + 0.25
     assert held_out(root / "grpo")[0][0] == -1

@@ -24,7 +24,7 @@ from hpcrl.launch.submission import Script, can_submit, task_python
 from hpcrl.run.process import PARENT
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.shipped_files import shipped
+from hpcrl.shipped_files import shipped
 
 JOIN = "hpcrl.launch.engines.join"
 MARGIN = 60  #: seconds before its time limit at which an added job is told to let its engines finish

@@ -1,0 +1,93 @@
+"""Every documented command as a user types it: through the installed `hpcrl`, in a process of its own, with a shell's environment.
+
+What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is asked of the
+quick start's, which runs whole, once for all tests (`quick_start`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.documents.scene import Scene, make_scene
+from tests.documents.texts import printed
+from tests.documents.which import cheap, conversion, dry, helped, of_a_run
+from tests.support.quick_start import QuickStart
+
+PROGRAMS = Path(sys.executable).parent
+#: what cannot be asked of a run that is finished says so
+NOT_OF_A_FINISHED_RUN = {
+    "stop": (1, "it is finished"),
+    "cancel": (1, "it is finished"),
+    "resume": (2, "is finished; train on with"),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"), task / "model")
+
+
+def shell(scene: Scene, line: str, seconds: float = 120) -> tuple[int, str]:
+    """(exit status, what was printed) of a line in a shell of the scene."""
+    command = ["bash", "-c", f"source arrays.sh; {line}"]
+    done = subprocess.run(
+        command, env=scene.environment(PROGRAMS), cwd=scene.folder, capture_output=True, text=True, timeout=seconds
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def told(line: str) -> str:
+    """A line that starts something, told to start nothing; all else of it stays as it is printed."""
+    if dry(shlex.split(line)) == shlex.split(line):
+        return line
+    before, dashes, after = line.partition(" -- ")
+    return f"{before} --dry-run{dashes}{after}"
+
+
+@pytest.mark.process
+def test_each_in_a_process_of_its_own(scene: Scene) -> None:
+    commands = {told(scene.filled(command)): command for command in [*printed(), *helped()] if cheap(command)}
+    lines = sorted(commands, key=lambda line: " > " not in line)  # what writes a file that another line reads comes first
+    redirected = [line for line in lines if " > " in line]
+    answers = {line: shell(scene, line) for line in redirected}
+    rest = lines[len(redirected) :]
+    with ThreadPoolExecutor(2) as pool:
+        answers |= dict(zip(rest, pool.map(lambda line: shell(scene, line), rest), strict=True))
+    check(answers)
+
+
+def check(answers: dict[str, tuple[int, str]]) -> None:
+    """Every line ended well."""
+    wrong = [f"{line}\n  status {status}: {said[-1000:]}" for line, (status, said) in answers.items() if status]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.process
+def test_conversions(scene: Scene) -> None:
+    """In the page's order: the second begins with what the first has made."""
+    shutil.rmtree(scene.folder / "MODEL-FP8")
+    lines = [scene.filled(command) for command in printed() if conversion(command)]
+    assert len(lines) >= 3
+    check({line: shell(scene, line, 300) for line in lines})
+    assert (scene.folder / "OUT" / "config.json").is_file()
+
+
+@pytest.mark.vllm
+def test_what_is_asked_of_a_run(quick_start: QuickStart, scene: Scene) -> None:
+    run = scene.folder / "runs" / "one"
+    shutil.copytree(quick_start.root, run)
+    (scene.folder / "runs" / "other").symlink_to(run)
+    for command in [*printed(), *helped()]:
+        if of_a_run(command):
+            line = scene.filled(command, "runs/one")
+            status, said = shell(scene, line)
+            expected, words = NOT_OF_A_FINISHED_RUN.get(command.verb, (0, ""))
+            assert status == expected and words in said, f"{command.place}: {line}\n  status {status}: {said[-2000:]}"
+            assert said.strip() and "Traceback" not in said, f"{line}: {said}"

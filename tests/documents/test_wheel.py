@@ -1,0 +1,96 @@
+"""The wheel in an environment with nothing but its own requirements: whatever a login node is asked works there, without a checkout.
+
+What needs torch or vLLM says so, with the way to install them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.documents.scene import SHIPPED, Scene, make_scene
+from tests.documents.texts import REPO, printed
+from tests.documents.typed import CONFIG, typed
+from tests.documents.which import cheap, helped
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the environment's programs."""
+    folder = tmp_path_factory.mktemp("bare")
+    source = folder / "source"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True)
+    for name in files.stdout.splitlines():
+        if (REPO / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, source / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
+    into = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(into, check=True, capture_output=True)
+    _lend(next((folder / "venv" / "lib").glob("python*/site-packages")))
+    return python.parent
+
+
+def _lend(packages: Path) -> None:
+    """What the wheel requires, and what that requires, as links to what is installed here."""
+    found, wanted = set[str](), ["hpcrl"]
+    while wanted:
+        name = wanted.pop()
+        for line in importlib.metadata.requires(name) or []:
+            need = Requirement(line)
+            if need.name not in found and (need.marker is None or need.marker.evaluate({"extra": ""})):
+                found.add(need.name)
+                wanted.append(need.name)
+    for name in found:
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A user's directory, with the recipes that came with the wheel."""
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    return make_scene(tmp_path_factory.mktemp("elsewhere"), model, checkout=False)
+
+
+def test_recipes_come_with_the_wheel(bare: Path, elsewhere: Scene) -> None:
+    """A recipe that is not there is answered with where hpcrl's own are, and copying them from there is enough."""
+    environment = elsewhere.environment(bare)
+    lines = {"examples": "hpcrl plan examples/quickstart.toml", "hostfiles": "hpcrl hostfile hostfiles/8x8.txt"}
+    assert set(lines) == set(SHIPPED)
+    for name, line in lines.items():
+        done = subprocess.run(["bash", "-c", line], env=environment, cwd=elsewhere.folder, capture_output=True, text=True)
+        assert done.returncode == 2
+        (copy,) = re.findall(r"cp -r \S+ \.", done.stderr)
+        assert copy.endswith(f"/{name} .")
+        subprocess.run(["bash", "-c", copy], env=environment, cwd=elsewhere.folder, check=True)
+
+
+def test_what_a_login_node_is_asked_works(bare: Path, elsewhere: Scene) -> None:
+    commands = [command for command in [*printed(), *helped()] if cheap(command)]
+    wrong = []
+    for command, (status, said) in zip(commands, typed(commands, elsewhere, bare / "python"), strict=True):
+        lacks = command.verb in ("run", "eval") and "--site" not in command.words and "--help" not in command.words
+        if lacks and not (status == 2 and "hpcrl[gpu]" in said):
+            wrong.append(f"{command.line}: {status}, not told what is not installed: {said[-500:]}")
+        elif not lacks and status:
+            wrong.append(f"{command.line}: {status}: {said[-500:]}")
+    assert not wrong, "\n".join(wrong)

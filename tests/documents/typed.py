@@ -1,0 +1,52 @@
+"""Commands of the documents, typed in one fresh interpreter of some environment, where each is told to start nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.documents.scene import ARRAYS, Scene
+from tests.documents.texts import Command
+from tests.documents.which import dry
+
+#: of a model of tests/support/tiny.py
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def typed(commands: Sequence[Command], scene: Scene, python: Path) -> list[tuple[int, str]]:
+    """(exit status, what was printed) of each."""
+    done = subprocess.run(
+        [str(python), str(Path(__file__).with_name("one_process.py"))],
+        input=json.dumps([in_python(scene.filled(command)) for command in commands]),
+        env=scene.environment(python.parent),
+        cwd=scene.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [(status, said) for status, said in json.loads(done.stdout)]
+
+
+def in_python(line: str) -> tuple[list[str], str]:
+    """(arguments, file that takes the output or "") of a line of the shell, arrays of run scripts filled in; it starts nothing."""
+    line, _, into = line.partition(" > ")
+    words = shlex.split(line)
+    for name, value in ARRAYS.items():
+        words = [part for word in words for part in (shlex.split(value) if word == f"${{{name}[@]}}" else [word])]
+    return dry(words)[1:], into.strip()
