@@ -54,7 +54,7 @@ def test_it_runs(scene: Scene, command: Command) -> None:
 
 def shorter(scene: Scene, command: Command) -> str:
     """The flags that make a run of one rollout a stage; an evaluation has none."""
-    if command.verb == "eval" or "--num-rollout" in command.words:
+    if command.verb == "eval" or "num-rollout" in command.line:
         return ""
     recipe = load_recipe(scene.folder / shlex.split(scene.filled(command))[2])
     stages = [stage.name for stage in recipe.stages if stage.name]
