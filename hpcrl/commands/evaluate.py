@@ -34,6 +34,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
 from hpcrl.model_files import TRACKER
 from hpcrl.report.metrics import read_metrics
+from hpcrl.run.rundir import TRACKER
 
 USAGE = """\
 usage: hpcrl eval RECIPE.toml [--load CHECKPOINT] [--option value ...] [--dry-run]

@@ -33,7 +33,7 @@ from hpcrl.launch.before_start import NOTHING, Sight, check_routing, made_by_run
 from hpcrl.launch.model_settings import refuse_wrong_settings
 from hpcrl.launch.requests import forget_old_requests, process_age
 from hpcrl.plan import Host, local_hosts
-from hpcrl.report.closing_line import closing_line, what_next
+from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import Progress
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
@@ -115,9 +115,19 @@ def run_job(
             run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:
             run_stage(job, stage, backend, stop, state, turn, timeline)
-    say(what_next(job.root))
-    print(closing_line(job.directory(job.recipe.stages[-1]), job.root), flush=True)
+    tell_end(job)
     return 0
+
+
+def tell_end(job: Job) -> None:
+    """What a run that is done has to say: remarks and commands on stderr, the result on stdout."""
+    for stage in job.recipe.stages:
+        for remark in remarks(job.directory(stage)):
+            say(f"note: {f'stage {stage.name}: ' if stage.name else ''}{remark}")
+    last = job.directory(job.recipe.stages[-1])
+    for line in what_next(job.stages[-1], last, job.root):
+        say(line)
+    print(closing_line(last, job.root), flush=True)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files import TRACKER
 from hpcrl.pickles import Refused, read_plain
+from hpcrl.run.rundir import TRACKER
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
 SANDWICH = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}

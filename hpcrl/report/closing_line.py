@@ -1,46 +1,65 @@
-"""The last line of a run: held-out accuracy before and after, and where the run lies.
+"""What a run says at its end: what there is to look at and to go on with, and held-out accuracy before and after.
 
-Invariant: the numbers come from metrics.jsonl and from nowhere else.
+Invariant: the numbers come from metrics.jsonl and from nowhere else; a command is named only where it has something to work on.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from hpcrl.config.options import Options
+from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import read_metrics
+from hpcrl.report.sample_records import held_out_sets, steps_of
+from hpcrl.run.rundir import TRACKER
 
 
-def held_out(directory: Path) -> list[tuple[int, float]]:
-    """(rollout id, mean accuracy over the held-out sets) of every evaluation, in order."""
-    found = []
+def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Held-out set -> (rollout id, accuracy) of every evaluation, in order."""
+    found: dict[str, list[tuple[int, float]]] = {}
     for row in read_metrics(directory / "metrics.jsonl"):
-        values = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")]
-        if values:
-            found.append((row["rollout_id"], sum(values) / len(values)))
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/accuracy") and value is not None:
+                found.setdefault(name.removeprefix("eval/").removesuffix("/accuracy"), []).append((row["rollout_id"], value))
     return found
 
 
 def closing_line(directory: Path, root: Path) -> str:
     """`held-out accuracy: 0.41 -> 0.83  runs/...`, or where the run lies if nothing was evaluated.
 
-    After one evaluation alone there is one number; means outside of 0 to 1 are no accuracy, but a mean reward.  directory: the stage whose evaluations count; root: the run.
+    Several sets stand each with its name; after one evaluation alone there is one number; means outside of 0 to 1 are no accuracy,
+    but a mean reward.  directory: the stage whose evaluations count; root: the run.
     """
-    where, points = _shown(root), held_out(directory)
-    if not points:
+    where, sets = _shown(root), held_out(directory)
+    if not sets:
         return f"finished  {where}"
-    values = [f"{points[i][1]:.2f}" for i in ((0, -1) if len(points) > 1 else (0,))]
-    name = "accuracy" if all(0 <= value <= 1 for _, value in points) else "mean reward"
-    return f"held-out {name}: {' -> '.join(values)}  {where}"
+    shown = {
+        name: " -> ".join(f"{points[i][1]:.2f}" for i in ((0, -1) if len(points) > 1 else (0,))) for name, points in sets.items()
+    }
+    every = [value for points in sets.values() for _, value in points]
+    what = "accuracy" if all(0 <= value <= 1 for value in every) else "mean reward"
+    values = ", ".join(f"{name} {numbers}" for name, numbers in shown.items()) if len(shown) > 1 else next(iter(shown.values()))
+    return f"held-out {what}: {values}  {where}"
 
 
-def what_next(root: Path) -> str:
-    """The commands that go on from a finished run."""
+def remarks(directory: Path) -> list[str]:
+    """What somebody who reads the numbers of a stage has to know."""
+    return failed_gradings(directory, list(read_metrics(directory / "metrics.jsonl")))
+
+
+def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:
+    """The commands that go on from a finished run, a line each.  options, directory: of its last stage."""
     run = _shown(root)
-    return (
-        f"to look at it: hpcrl report {run}, hpcrl samples {run}; to export it: hpcrl convert to-hf {run}; "
-        f"to train on: hpcrl resume {run} --num-rollout N"
-    )
+    yield f"curves and costs:  hpcrl report {run}"
+    if steps_of(directory):
+        yield f"its samples:       hpcrl samples {run}"
+    elif sets := held_out_sets(directory):
+        yield f"its samples:       hpcrl samples {run} --eval {sets[0]}"
+    if (Path(options.save or directory / "checkpoints") / TRACKER).is_file():
+        yield f"export the model:  hpcrl convert to-hf {run}"
+        yield f"train on:          hpcrl resume {run} --num-rollout N"
 
 
 def _shown(root: Path) -> str:

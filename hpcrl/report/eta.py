@@ -15,9 +15,9 @@ WINDOW = 20  #: steps that count
 LARGEST = 1e18  #: no time, size or mean of a run is so large
 
 
-def trained(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of training steps among the records of metrics.jsonl."""
-    return [row for row in rows if "train/loss" in row]
+def step_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of steps among the records of metrics.jsonl; a run that only samples has no loss."""
+    return [row for row in rows if "perf/step_time" in row or "train/loss" in row]
 
 
 def evaluated(row: dict[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def waited_for(row: dict[str, Any]) -> bool:
 
 def step_time(rows: list[dict[str, Any]]) -> float | None:
     """Median seconds of the last steps, or None if none is known.  rows: the last records of metrics.jsonl, in order."""
-    times = [row["perf/step_time"] for row in trained(rows) if number(row.get("perf/step_time"))]
+    times = [row["perf/step_time"] for row in step_rows(rows) if number(row.get("perf/step_time"))]
     return median(times[-WINDOW:]) if times else None
 
 
@@ -42,7 +42,7 @@ def pauses(rows: list[dict[str, Any]], kind: Callable[[int], object]) -> dict[ob
     kind(done): what the run does after `done` steps, such as (saves, evaluates).  The clock of the records tells.
     """
     found: dict[object, list[float]] = {}
-    steps = [row for row in trained(rows) if number(row.get("perf/step_time")) and number(row.get("time"))]
+    steps = [row for row in step_rows(rows) if number(row.get("perf/step_time")) and number(row.get("time"))]
     for before, after in pairwise(steps):
         if after["rollout_id"] == before["rollout_id"] + 1:
             pause = after["time"] - before["time"] - after["perf/step_time"]
@@ -75,7 +75,7 @@ def seconds_left(
     known = pauses(rows, kind)
     usual = known.get((False, False), 0.0)
     left = sum(each + known.get(kind(step), usual) for step in range(done + 1, total + 1))
-    last = trained(rows)[-1].get("time")
+    last = step_rows(rows)[-1].get("time")
     passed = min(each, max(0.0, now - last)) if number(last) else 0.0
     return left - passed
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.plain_text import strip_control
+from hpcrl.report.eta import step_rows
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
 from hpcrl.report.status_text import on_terminal
@@ -62,7 +63,7 @@ class Progress:
     def _look(self) -> None:
         while lines := self._tail.new():
             for row in filter(None, map(parse_record, lines)):
-                if "train/loss" in row:
+                if step_rows([row]):
                     self.latest, self.done = row, row["rollout_id"] + 1
                 found = {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
                 self.accuracy |= found
@@ -76,7 +77,8 @@ class Progress:
 
     def _tell(self, now: float) -> None:
         """A line, unless it would say the same again."""
-        line = f"{self.title}: {self.done}/{'?' if self.total is None else self.total}  {self.text() or 'starting'}"
+        count = "" if self.total == 0 else f"{self.done}/{'?' if self.total is None else self.total}  "  # an evaluation alone
+        line = f"{self.title}: {count}{self.text() or 'starting'}"
         if line != self._line:
             _print_line(line, now - self._begun)
         self._line, self._told = line, now

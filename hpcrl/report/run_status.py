@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_time, trained
+from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_rows, step_time
+from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engines.view import EngineView
 from hpcrl.run.job_state import CANCEL, CANCELLED, OVER, STOP, JobState
@@ -52,6 +53,7 @@ class Status(msgspec.Struct):
     staleness: float | None = None
     accuracy: dict[str, float] = {}
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
+    failed_gradings: list[str] = []  #: a line for rollouts and one for evaluations, of those that had any
     engines: list[EngineView] = []  #: as long as the run is at work
     step_time: float | None = None
     last_step: float | None = None  #: age of the last step
@@ -87,6 +89,7 @@ def judge_run(
     if not brief:
         if stage:
             stage.note_gap()
+            status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
         status.stages = run.planned
         if phase in WORKING and stage and stage.engines:
             status.engines = stage.engines.engines
@@ -193,7 +196,7 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
     begun = stage.begun
     status.total = (begun and begun.total) or (stage.summary and stage.summary.total) or settings.num_rollout
     status.step = begun.start if begun else 0
-    if steps := trained(rows):
+    if steps := step_rows(rows):
         _last_step(status, steps[-1], now)
     status.step_time = step_time(rows)
     for row in rows:

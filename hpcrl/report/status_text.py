@@ -54,7 +54,7 @@ def table(found: Sequence[Status]) -> str:
 
 
 def _row(s: Status) -> tuple[str, ...]:
-    step = f"{s.step}/{'?' if s.total is None else s.total}" if s.attempt is not None else "-"
+    step = _steps(s) or "-"
     needs = "-" if s.needs is None else span(s.needs) + (" !" if s.fits is False else "")
     last = "-" if s.last_step is None else span(s.last_step)
     row = (
@@ -71,6 +71,11 @@ def _row(s: Status) -> tuple[str, ...]:
         s.message or ("asked to stop" if s.stop_asked else ""),
     )
     return tuple(map(strip_control, row))
+
+
+def _steps(s: Status) -> str:
+    """`12/100`; "" before an attempt, and for an evaluation alone, which has none."""
+    return f"{s.step}/{'?' if s.total is None else s.total}" if s.attempt is not None and s.total != 0 else ""
 
 
 def _number(value: float | None, form: str) -> str:
@@ -123,14 +128,16 @@ def _work(s: Status) -> list[tuple[str, str]]:
         place = f" ({s.stages.index(s.stage) + 1} of {len(s.stages)})" if s.stage in s.stages else ""
         rows.append(("stage", s.stage + place))
     attempt = f", attempt {s.attempt}" if s.attempt else ""
-    rows.append(("step", f"{s.step} of {'?' if s.total is None else s.total}{attempt}"))
+    if s.total != 0:  # an evaluation alone has no steps
+        rows.append(("step", f"{s.step} of {'?' if s.total is None else s.total}{attempt}"))
     if s.reward is not None:
         rows.append(("reward", f"{s.reward:.3f}"))
     elif s.loss is not None:
         rows.append(("loss", f"{s.loss:.3f}"))
     if s.accuracy:
         means = ", ".join(f"{name} {value:.3f}" for name, value in s.accuracy.items())
-        rows.append(("accuracy", f"{means} after {s.accuracy_after} steps"))
+        rows.append(("accuracy", means if s.total == 0 else f"{means} after {s.accuracy_after} steps"))
+    rows += [("note", text) for text in s.failed_gradings]
     if s.tokens_per_sec is not None:
         rows.append(("tokens/s", f"{s.tokens_per_sec:.0f}"))
     if s.staleness is not None:
@@ -168,14 +175,16 @@ def line(s: Status) -> str:
     parts = [s.phase]
     if s.stage:
         parts.append(s.stage)
-    if s.attempt is not None:
-        parts.append(f"{s.step}/{'?' if s.total is None else s.total}")
+    if steps := _steps(s):
+        parts.append(steps)
     if s.phase in WORKING:
         if s.reward is not None:
             parts.append(f"reward {s.reward:.3f}")
         if s.tokens_per_sec is not None:
             parts.append(f"{s.tokens_per_sec:.0f} tok/s")
     parts += [f"{name} accuracy {value:.3f}" for name, value in s.accuracy.items()]
+    if s.phase in OVER:
+        parts += s.failed_gradings
     if s.message and (s.phase in OVER or s.phase in ("pending", "lost", "requeued")):
         parts.append(f"({s.message})")
     return strip_control("  ".join(parts))

@@ -47,6 +47,7 @@ from hpcrl.run.trouble.storage import mend, patiently, words
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+TRACKER = "latest_checkpointed_iteration.txt"  #: beside checkpoints: which of them is the last
 OVER = "over"  #: name of a mark in attempts/N
 HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life

@@ -90,6 +90,21 @@ def test_a_job_that_failed_before_any_role_points_to_its_newest_output(tmp_path:
     assert look(root).log == str(root / "logs/job-1.out")
 
 
+def test_a_run_that_only_samples_counts_its_rollouts_and_an_evaluation_has_none(tmp_path: Path) -> None:
+    root = make(tmp_path / "sampling", phase="finished", attempt=0)
+    begin(root, total=2)
+    log(root, *({"rollout_id": i, "time": NOW, "rollout/reward": 0.25, "perf/step_time": 1.0} for i in range(2)))
+    assert "  step        2 of 2" in page(look(root)).splitlines() and "2/2" in line(look(root))
+    root = make(tmp_path / "eval", phase="finished", attempt=0)
+    begin(root, total=0)
+    put(root / "options.json", {"num_rollout": 0, "eval_interval": 1})
+    log(root, {"rollout_id": -1, "time": NOW, "eval/a/accuracy": 0.5, "eval/a/reward_errors": 3.0})
+    shown = page(look(root)).splitlines()
+    assert "  accuracy    a 0.500" in shown and "  note        3 evaluation gradings failed and counted as reward 0" in shown
+    assert not any(row.startswith("  step") for row in shown)
+    assert line(look(root)) == "finished  a accuracy 0.500  3 evaluation gradings failed and counted as reward 0"
+
+
 def test_an_error_of_an_earlier_attempt_is_not_shown_for_this_one(tmp_path: Path) -> None:
     root = make(tmp_path, phase="failed", attempt=1, message="no host answers")
     put(begin(root, 0) / "error.json", {"role": "engine", "index": 0, "message": "old", "time": NOW - 100})

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out, what_next
 from hpcrl.report.curves import PANELS, draw, series, smooth
+from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
 from hpcrl.run.peers import TrainerPeer, publish
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import TRACKER, RunDir
 from hpcrl.run.trouble import storage
 
 REPO = Path(__file__).parents[2]
@@ -135,9 +137,52 @@ def test_the_closing_line(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(rundir.root.parent)
     assert closing_line(rundir.root, rundir.root) == "finished  run"
     write(rundir, *STEPS)
-    assert held_out(rundir.root) == [(-1, 0.25), (1, 0.75)]
+    assert held_out(rundir.root) == {"heldout": [(-1, 0.25), (1, 0.75)]}
     assert closing_line(rundir.root, rundir.root) == "held-out accuracy: 0.25 -> 0.75  run"
-    assert "hpcrl samples run" in what_next(rundir.root) and "hpcrl resume run --num-rollout" in what_next(rundir.root)
+    write(rundir, *STEPS, {"rollout_id": 1, "eval/other/accuracy": 0.5})
+    assert closing_line(rundir.root, rundir.root) == "held-out accuracy: heldout 0.25 -> 0.75, other 0.50  run"
+
+
+def commands(rundir: RunDir) -> list[str]:
+    return [line.partition("hpcrl ")[2] for line in what_next(Options(), rundir.root, rundir.root)]
+
+
+def test_the_commands_that_go_on_have_something_to_work_on(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rundir.root.parent)
+    assert commands(rundir) == ["report run"]
+    (rundir.root / "samples").mkdir(exist_ok=True)
+    (rundir.root / "samples" / "eval-heldout--1.jsonl").touch()
+    assert commands(rundir) == ["report run", "samples run --eval heldout"]
+    (rundir.root / "samples" / "00000000.jsonl").touch()
+    assert commands(rundir) == ["report run", "samples run"]
+    rundir.checkpoints.mkdir(exist_ok=True)
+    (rundir.checkpoints / TRACKER).write_text("1")
+    assert commands(rundir)[2:] == ["convert to-hf run", "resume run --num-rollout N"]
+    assert not any("\n" in line for line in what_next(Options(), rundir.root, rundir.root))
+
+
+def test_failed_gradings_are_counted_and_placed(rundir: RunDir) -> None:
+    said = "reward my.parts raised ValueError: no (good) one (my_rewards.py:11 in parts)"
+    records = [{"reward": 1.0}, {"grading": "error", "grading_error": said}]
+    (rundir.root / "samples").mkdir(exist_ok=True)
+    for name in ("00000002.jsonl", "eval-a--1.jsonl"):
+        (rundir.root / "samples" / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = [
+        {"rollout_id": -1, "eval/a/reward_errors": 3.0, "eval/a/reward_timeouts": 1.0, "eval/b/reward_errors": 0.0},
+        {"rollout_id": 1, "rollout/reward_errors": None, "rollout/reward_timeouts": 0.0},
+        {"rollout_id": 2, "rollout/reward_timeouts": 1.0},
+    ]
+    assert failed_gradings(rundir.root, rows) == [
+        "1 rollout grading failed and counted as reward 0 (my_rewards.py:11)",
+        "4 evaluation gradings failed and counted as reward 0 (my_rewards.py:11)",
+    ]
+    assert failed_gradings(rundir.root, rows[1:]) == [
+        "1 rollout grading failed since step 1 and counted as reward 0 (my_rewards.py:11)"
+    ]
+    records[1]["grading_error"] = "reward math took more than --reward-timeout 3 s"
+    (rundir.root / "samples" / "00000002.jsonl").write_text(json.dumps(records[1]) + "\n")
+    assert failed_gradings(rundir.root, rows)[0].endswith("reward 0 (reward math took more than --reward-timeout 3 s)")
+    assert failed_gradings(rundir.root, [{"rollout_id": 0, "rollout/reward_errors": 0.0}]) == []
 
 
 @pytest.mark.parametrize(

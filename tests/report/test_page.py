@@ -147,7 +147,22 @@ def test_a_report_shows_everything_and_needs_nothing(run: Path, capsys: pytest.C
     assert attributes.isdisjoint({"src", "href", "xlink:href", "style"}) and not any(name.startswith("on") for name in attributes)
     assert not re.search(r"url\(|@import|https?://", html)
     assert html.count("<svg") > 7 and "idle share" in html and "The last 3 steps" in html
-    for word in ("held-out accuracy", "0.500 -&gt; 0.500", "engine-0", "trainer-0", "total", "Step 2: the greatest reward"):
+    for word in ("held-out accuracy", "&lt;b&gt; 0.500", "engine-0", "trainer-0", "total", "Step 2: the greatest reward"):
+        assert word in html, word
+
+
+def test_a_report_draws_what_own_functions_log_and_says_what_failed(run: Path) -> None:
+    log(
+        run, *({"rollout_id": i, "rollout/reward/exact": 0.5, "rollout/<own>": 3.0, "rollout/reward_errors": 1.0} for i in (0, 1))
+    )
+    log(run, {"rollout_id": 1, "eval/a/accuracy": 0.5, "eval/a/pass@2": 0.6, "eval/a/majority@2": 0.4, "eval/a/mine": 1.0})
+    log(run, {"rollout_id": 2, "eval/a/accuracy": 0.75, "eval/a/reward/exact": 0.5, "my group/x": 1.0})
+    assert main(["report", str(run)]) == 0
+    html = (run / "report.html").read_text()
+    titles = re.findall(r'class="title">([^<]*)<', html)
+    assert titles[-4:] == ["failed gradings", "rollout/&lt;own&gt;", "eval/a/mine", "my group/x"]
+    assert {"parts of the reward", "a: parts of the reward", "a: pass@k, majority@n"} <= set(titles)
+    for word in (">pass@2<", ">majority@2<", "a 0.500 -&gt; 0.750", "2 rollout gradings failed and counted as reward 0"):
         assert word in html, word
 
 

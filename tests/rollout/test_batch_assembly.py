@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
@@ -81,6 +82,7 @@ def full(lengths: list[int], each: int) -> Rollout:
 def test_metrics() -> None:
     rollout = full([1, 9, 3, 4, 5, 6], 3)
     found = batch_metrics(rollout, version=7, seconds=2.0)
+    assert own_metrics(list(found)) == []
     assert found == pytest.approx(
         {
             "rollout/reward": 1.0,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hpcrl.config.options import Options
 from hpcrl.config.prompts.eval_sets import EvalSet, eval_sets
 from hpcrl.errors import UsageError
+from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.evaluation.results import interval, majority, pass_at_k, pass_rates, results, wilson
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
@@ -225,6 +226,7 @@ def test_an_interval_covers_what_it_says(spread: float, each: int) -> None:
 def test_what_is_logged() -> None:
     samples = [sample(0, 1.0, r"\boxed{1}", length=2), sample(0, 0.0, "", TRUNCATED, length=6), sample(1, 1.0), sample(1, 1.0)]
     found = results(samples, 2, passrate=True, dropped=3)
+    assert own_metrics([f"eval/a/{name}" for name in found]) == []
     assert (found["accuracy"], found["truncated_ratio"], found["response_len"], found["n"]) == (0.75, 0.25, 3.5, 4)
     assert (found["dropped"], found["majority@2"], found["pass@1"], found["pass@2"]) == (3, 0.5, 0.75, 1.0)
     assert found["ci_low"] < 0.75 < found["ci_high"]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.report.page.panels import own_metrics
 from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.report.timeline.reading import read_stage
 from hpcrl.run.engines.lives import end_of
@@ -106,6 +107,7 @@ def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureF
     assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), hours
     assert main(["report", str(uncut)]) == main(["trace", str(uncut)]) == 0
     assert "held-out accuracy" in (uncut / "report.html").read_text()
+    assert own_metrics([name for row in rows(uncut) for name in row]) == [], "all that a run logs by itself is known to the page"
     assert json.loads((uncut / "trace.json").read_text())["traceEvents"]
 
 

@@ -21,7 +21,7 @@ def test_the_quick_start_learns(quick_start: QuickStart) -> None:
     before, after = (float(x) for x in re.fullmatch(r"held-out accuracy: (\S+) -> (\S+)  .*run", last).groups())
     assert 0.2 <= before <= 0.5, "supervised warm-up leaves the model middling"
     assert after >= before + 0.25
-    assert held_out(root / "grpo")[0][0] == -1
+    assert held_out(root / "grpo")["heldout"][0][0] == -1
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in metrics(root / "grpo").values()) <= 1e-5
     assert (root / "grpo" / "curves.png").exists() and (root / "sft" / "curves.png").exists()
     assert all_gone(root, [])

@@ -14,9 +14,10 @@ from typing import Any
 
 import jinja2
 
-from hpcrl.report.closing_line import held_out
-from hpcrl.report.curves import PANELS, Panel, series
+from hpcrl.report.closing_line import held_out, remarks
+from hpcrl.report.curves import series
 from hpcrl.report.metrics import read_metrics
+from hpcrl.report.page.panels import panels
 from hpcrl.report.page.svg import FILL, Bar, chart, clock, timeline
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
@@ -30,16 +31,6 @@ from hpcrl.report.timeline.run_spending import Recorded, spending
 
 MOST_TRACKS, STEPS, SAMPLES = 40, 4, 3  #: tracks in a picture; steps in the closer one; samples of each kind
 LONGEST = 20_000  #: characters of a prompt or a response that are shown
-#: what the page shows beside the panels of curves.png
-MORE = (
-    Panel("groups whose rewards are all alike", {"": "rollout/zero_std"}, "share"),
-    Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
-    Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
-    Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),
-    Panel("requests in flight", {"mean": "perf/requests_in_flight", "max": "perf/requests_in_flight_max"}, "zero"),
-    Panel("seconds of a weight update", {"all": "perf/update_weights_time", "engines pause": "perf/update_weights_pause_time"}, "zero"),
-    Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
-)  # fmt: skip
 
 
 def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
@@ -73,13 +64,15 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
     yield "directory", visible(status.run)
     if status.stage:
         yield "stage", visible(status.stage)
-    if status.attempt is not None:
+    if status.attempt is not None and status.total != 0:
         yield "steps", f"{status.step} of {'?' if status.total is None else status.total}, attempt {status.attempt}"
     for stage in run.stages:
-        points = held_out(stage.root)
-        if points:
-            name = f" of {visible(stage.name)}" if stage.name else ""
-            yield f"held-out accuracy{name}", f"{points[0][1]:.3f} -> {points[-1][1]:.3f}"
+        of = f" of {visible(stage.name)}" if stage.name else ""
+        for name, points in held_out(stage.root).items():
+            values = [f"{value:.3f}" for _, value in ([points[0], points[-1]] if len(points) > 1 else points)]
+            yield f"held-out accuracy{of}", f"{visible(name)} {' -> '.join(values)}"
+        for remark in remarks(stage.root):
+            yield f"note{of}", visible(remark)
     if status.reward is not None:
         yield "reward", f"{status.reward:.4g}"
     if spent:
@@ -90,8 +83,8 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
 def charts(stage: StageFiles) -> list[Any]:
     """A picture of every panel that the stage has numbers for."""
     found = list(read_metrics(stage.root / "metrics.jsonl"))
-    panels = ((panel, series(found, panel.metrics)) for panel in (*PANELS, *MORE))
-    drawn = [chart(panel.title, curves, panel.axis) for panel, curves in panels if curves]
+    shown = ((panel, series(found, panel.metrics)) for panel in panels(found))
+    drawn = [chart(visible(panel.title), curves, panel.axis) for panel, curves in shown if curves]
     if tokens := tokens_by_version(found):
         drawn.append(chart("tokens by the policy version that sampled them", {"": (list(tokens), list(tokens.values()))}, "zero"))
     return drawn
