@@ -17,7 +17,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.rollout.grading.service import GradedBy
+from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -36,7 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def sampler(model: Path, name: str, **values: Any) -> AsyncIterator[tuple[CustomSampler, Policy]]:
+async def sampler(model: Path, name: str, graded: bool = False, **values: Any) -> AsyncIterator[tuple[CustomSampler, Policy]]:
+    """graded: by the options' reward, where the function sets none."""
     options = Options(
         **{
             "hf_checkpoint": str(model),
@@ -50,14 +51,19 @@ async def sampler(model: Path, name: str, **values: Any) -> AsyncIterator[tuple[
         | values
     )
     tokenizer = Tokenizer(model)
-    made = CustomSampler(options, tokenizer, None, "127.0.0.1")
+    grading = Grading(options, []) if graded else None
+    made = CustomSampler(options, tokenizer, grading, "127.0.0.1")
     policy = Policy(tokenizer)
     made.use(policy, lambda: 256)  # type: ignore[arg-type]
     try:
         await made.start()
+        if grading is not None:
+            await grading.start()
         yield made, policy
     finally:
         await made.close()
+        if grading is not None:
+            await grading.close()
 
 
 def asked(model: Path, index: int = 1, number: int = 0, label: str = "", held_out: HeldOutSet | None = None) -> Asked:
@@ -159,6 +165,18 @@ def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_fun
         assert sample.grading == "error" and "set no reward" in sample.grading_error and sample.reward == 0
     seeds = [seed for name in ("several", "one", "held") for _, _, seed in found[f"policy-{name}"]]
     assert len(set(seeds)) == 4, "two alike requests of a response have noise of their own, and evaluations too"
+
+
+def test_named_parts_stay_where_the_runs_reward_grades(model: Path) -> None:
+    async def run() -> list[Sample]:
+        values = {"custom_rm_path": "tests.support.own_rewards.as_object", "reward_key": "score"}
+        async with sampler(model, "names_parts", graded=True, **values) as (made, _):
+            return await made.make(asked(model))
+
+    first, last = asyncio.run(run())
+    assert (first.reward, last.reward, last.grading) == (0.5, 0.5, "")
+    assert (first.rewards["turns"], last.rewards["turns"]) == (2.0, 3.0)
+    assert first.rewards["score"] == last.rewards["score"] == 0.5 and first.rewards["length"] == len(last.response)
 
 
 def test_exact_tokens_by_hand_as_a_function_of_slimes(found: dict[str, Any]) -> None:

@@ -42,6 +42,16 @@ async def fans_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return [talk.sample() for talk in talks]
 
 
+async def names_parts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two samples with numbers of the function's own, whose reward is the run's matter."""
+    talks = [Conversation(args, sample, sampling_params) for _ in range(2)]
+    await asyncio.gather(*(talk.turn(max_new_tokens=3) for talk in talks))
+    found = [talk.sample() for talk in talks]
+    for number, made in enumerate(found):
+        made.rewards = {"turns": 2.0 + number}
+    return found
+
+
 async def at_the_engine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """What a function of slime's becomes: exact tokens, by hand."""
     turn = await args.engine.generate(sample.tokens.tolist(), sampling_params)

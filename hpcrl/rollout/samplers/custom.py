@@ -176,9 +176,13 @@ class CustomSampler:
     # ---- rewards
 
     async def _grade(self, asked: Asked, samples: Sequence[Sample]) -> None:
-        """The rewards of those samples that the function gave none: that of the response, by its last sample."""
+        """The rewards of those samples that the function gave none: that of the response, by its last sample.
+
+        The parts that the function has named stay, beside those of the reward.
+        """
         if all(not math.isnan(sample.reward) for sample in samples):
             return
+        named = [dict(sample.rewards) for sample in samples]
         last, where = samples[-1], asked.group.prompt.where
         if math.isnan(last.reward):
             last.reward = 0.0
@@ -192,9 +196,11 @@ class CustomSampler:
                 what, size, each = self._batch(asked)
                 tally = self._grading.tally(what, size, each)
                 await self._grading.grade(last, where, tally, asked.held_out.by if asked.held_out else None)
-        for sample in samples[:-1]:
+        parts = dict(last.rewards)
+        last.rewards = named[-1] | parts
+        for sample, own in zip(samples[:-1], named, strict=False):
             if math.isnan(sample.reward):
-                sample.reward, sample.rewards = last.reward, dict(last.rewards)
+                sample.reward, sample.rewards = last.reward, own | parts
                 sample.grading, sample.grading_error = last.grading, last.grading_error
 
     # ---- failures
