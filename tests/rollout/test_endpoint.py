@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import aiohttp
 import pytest
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.endpoint.chat import calls_in
+from hpcrl.rollout.endpoint.chat import answer, calls_in
 from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
 from hpcrl.rollout.endpoint.session import Making, Session
 from hpcrl.rollout.engines.generate import Sampling
@@ -63,7 +64,9 @@ def user(text: str) -> dict[str, str]:
 
 def test_a_chat_that_goes_on_keeps_its_tokens_and_another_begins_anew(tokenizer: Tokenizer) -> None:
     async def work(ask: Ask, session: Session, policy: Policy) -> None:
-        status, first = await ask("chat/completions", {"messages": [user("1+1")], "temperature": 0, "max_tokens": 9})
+        status, first = await ask(
+            "chat/completions", {"messages": [user("1+1")], "temperature": 1, "user": "me", "max_tokens": 9}
+        )
         message = first["choices"][0]["message"]
         assert (status, message, first["choices"][0]["finish_reason"]) == (200, {"role": "assistant", "content": "ab"}, "stop")
         # as clients send it back: content in parts, fields of theirs, a space
@@ -120,6 +123,27 @@ def test_room_is_that_of_the_whole_response(tokenizer: Tokenizer) -> None:
     [
         ("chat/completions", {"messages": [user("a")], "stream": True}, "stream is not served"),
         ("chat/completions", {"messages": [user("a")], "n": 2}, "n is 1 here"),
+        ("chat/completions", {"messages": [user("a")], "n": True}, "n is 1 here"),
+        (
+            "chat/completions",
+            {"messages": [user("a")], "temperature": 0.0},
+            "temperature 0.0 is not served: the run samples at 1",
+        ),
+        ("chat/completions", {"messages": [user("a")], "top_p": 0.9}, "top_p 0.9 is not served"),
+        ("chat/completions", {"messages": [user("a")], "seed": 3}, "seed is not served"),
+        (
+            "chat/completions",
+            {"messages": [user("a")], "response_format": {"type": "json_object"}},
+            "response_format is not served",
+        ),
+        ("chat/completions", {"messages": [user("a")], "tools": [{}], "tool_choice": "required"}, "tool_choice is not served"),
+        ("chat/completions", {"messages": [user("a")], "tools": [{}], "tool_choice": "none"}, "tool_choice is not served"),
+        ("chat/completions", {"messages": [user("a")], "logprobs": True, "top_logprobs": 3}, "top_logprobs is not served"),
+        ("chat/completions", {"messages": [user("a")], "logprobs": 1}, "logprobs 1 is neither true nor false"),
+        ("chat/completions", {"messages": [user("a")], "frequency_penalty": 0.5}, "frequency_penalty is not served"),
+        ("chat/completions", {"messages": [user("a")], "prompt": "a"}, "prompt is not served"),
+        ("completions", {"prompt": "a", "logprobs": 2}, "logprobs 2 is not served: 0 gives"),
+        ("completions", {"prompt": "a", "max_completion_tokens": 2}, "max_completion_tokens is not served"),
         ("chat/completions", {"messages": []}, "messages is no list of messages"),
         ("chat/completions", {"messages": ["a"]}, "not an object with a role"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "neither text nor"),
@@ -140,6 +164,84 @@ def test_what_is_not_served_is_said(tokenizer: Tokenizer, path: str, body: Any, 
         assert not policy.asked and not session.dialogues and session.broken is None
 
     served(tokenizer, work)
+
+
+def test_what_changes_nothing_may_be_said(tokenizer: Tokenizer) -> None:
+    usual = {
+        "model": "gpt",
+        "n": 1,
+        "stream": False,
+        "top_p": 1,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "tool_choice": "none",
+    }
+    more = {"seed": None, "response_format": {"type": "text"}, "parallel_tool_calls": True, "metadata": {"a": "b"}}
+
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        status, answer = await ask("chat/completions", {"messages": [user("a")]} | usual | more)
+        assert status == 200 and answer["choices"][0]["logprobs"] is None, answer
+
+    served(tokenizer, work)
+
+
+def test_log_probs_are_those_of_the_sampled_tokens(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        _, answer = await ask("chat/completions", {"messages": [user("1+1")], "logprobs": True})
+        rows = answer["choices"][0]["logprobs"]["content"]
+        assert [(row["token"], row["logprob"], row["top_logprobs"]) for row in rows] == [
+            ("a", -0.125, []),
+            ("b", -0.25, []),
+            ("<|end|>", -0.375, []),
+        ]
+        assert bytes(rows[2]["bytes"]) == b"<|end|>"
+        _, answer = await ask("completions", {"prompt": "1+1", "logprobs": 0})
+        assert answer["choices"][0]["logprobs"] == {
+            "tokens": ["a", "b", "<|end|>"],
+            "token_logprobs": [-0.125, -0.25, -0.375],
+            "top_logprobs": None,
+            "text_offset": [0, 1, 2],
+        }
+        session.making = replace(session.making, sampling=replace(SAMPLING, logprobs=False))  # as evaluations sample
+        await ask("chat/completions", {"messages": [user("+")]})
+        await ask("chat/completions", {"messages": [user("+")], "logprobs": True})
+        assert [sampling.logprobs for _, sampling, _ in policy.asked[-2:]] == [False, True]
+
+    served(tokenizer, work)
+
+
+def test_special_tokens_are_not_in_what_is_answered_and_stay_in_the_sample(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        policy.tokens = tokenizer._hf.convert_tokens_to_ids(["a", "<|assistant|>", "b"])
+        _, first = await ask("chat/completions", {"messages": [user("1+1")]})
+        message = first["choices"][0]["message"]
+        assert message["content"] == "ab"
+        await ask("chat/completions", {"messages": [user("1+1"), message, user("more")]})
+        said = ["a", "<|assistant|>", "b", "<|end|>"]
+        assert len(session.dialogues) == 1 and words(tokenizer, session.dialogues[0].trajectory.tokens[6:10]) == said
+        _, first = await ask("completions", {"prompt": "1+1="})
+        assert first["choices"][0]["text"] == "ab"
+        await ask("completions", {"prompt": "1+1=ab<a>"})
+        assert len(session.dialogues) == 2 and words(tokenizer, session.dialogues[1].trajectory.tokens[4:8]) == said
+
+    served(tokenizer, work)
+
+
+def test_a_route_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        for path in ("responses", "embeddings", "models"):  # the last is asked with GET
+            status, answer = await ask(path, {})
+            assert status == 404 and f"POST /v1/{path} is not served: there are POST /v1/chat/comp" in answer["error"]["message"]
+
+    served(tokenizer, work)
+
+
+def test_calls_are_found_though_their_marks_are_special_tokens() -> None:
+    whole = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert answer('{"name": "add", "arguments": {}}', whole, True, 3)["tool_calls"][0]["function"]["name"] == "add"
+    assert (
+        answer("text", "text<|x|>", True, 3) == answer("text", "text<|x|>", False, 3) == {"role": "assistant", "content": "text"}
+    )
 
 
 def test_keys_sizes_and_engines(tokenizer: Tokenizer) -> None:

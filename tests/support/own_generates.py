@@ -17,7 +17,7 @@ url, key, task = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], sy
 http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 messages = [{"role": "user", "content": task}]
 for turn in range(2):
-    answer = http.post("/chat/completions", json={"model": "any", "messages": messages, "temperature": 0.3})
+    answer = http.post("/chat/completions", json={"model": "any", "messages": messages, "temperature": 1})
     answer.raise_for_status()
     messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
 """

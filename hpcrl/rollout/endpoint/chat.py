@@ -144,7 +144,13 @@ def until(text: str, params: dict[str, Any]) -> str:
     return text[: min(at)] if at else text
 
 
-def answer(text: str, tools: bool, at: int) -> dict[str, Any]:
-    """The assistant's message of a turn; at: tokens of the conversation before it, of which the ids of its calls are made."""
-    text, calls = calls_in(text, at) if tools else (text, [])
+def answer(text: str, whole: str, tools: bool, at: int) -> dict[str, Any]:
+    """The assistant's message of a turn.
+
+    text: of the turn without special tokens; whole: with them, which the marks of a call are for some models; at: tokens of the
+    conversation before it, of which the ids of its calls are made.
+    """
+    calls: list[dict[str, Any]] = []
+    if tools:
+        text, calls = next((found for found in (calls_in(text, at), calls_in(whole, at)) if found[1]), (text, calls))
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})

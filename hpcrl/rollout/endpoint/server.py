@@ -1,6 +1,6 @@
 """The HTTP server of the rollout process through which custom functions and agents ask the policy.
 
-    POST /v1/chat/completions, /v1/completions   as OpenAI has them, without streaming, one choice
+    POST /v1/chat/completions, /v1/completions   as OpenAI has them, as far as request_fields.py says
     POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens, log-probs, versions
     GET  /v1/models                              the one model
 
@@ -21,12 +21,21 @@ from aiohttp import web
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint import chat
 from hpcrl.rollout.endpoint.chat import Dialogue
+from hpcrl.rollout.endpoint.request_fields import (
+    CHAT,
+    COMPLETION,
+    chat_logprobs,
+    check_logprobs,
+    completion_logprobs,
+    read_fields,
+)
 from hpcrl.rollout.endpoint.session import DIALOGUES, BadRequest, Session
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn
 
 MODEL = "policy"
 LARGEST = 1 << 24  #: bytes of a request
 READ = 60.0  #: seconds that a request's body may take to arrive
+ROUTES = "POST /v1/chat/completions, /v1/completions, /v1/tokens, and GET /v1/models"
 _STATUS = {"rate_limit_exceeded": 429}
 Handler = Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -46,6 +55,7 @@ class Endpoint:
         app.router.add_post("/v1/tokens", self._answering(_tokens))
         app.router.add_post("/v1/completions", self._answering(_complete))
         app.router.add_post("/v1/chat/completions", self._answering(_chat))
+        app.router.add_route("*", "/{path:.*}", _unknown)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         try:
@@ -111,6 +121,10 @@ def _error(status: int, message: str, code: str) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
 
+async def _unknown(request: web.Request) -> web.Response:
+    return _error(404, f"{request.method} {request.path} is not served: there are {ROUTES}", "not_found")
+
+
 # ---- the routes
 
 
@@ -131,7 +145,8 @@ async def _chat(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     messages, tools = body.get("messages"), body.get("tools") or None
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages is no list of messages")
-    params, tokenizer = _params(body, "max_completion_tokens", "max_tokens"), session.tokenizer
+    params, tokenizer = read_fields(body, CHAT, session.making.sampling), session.tokenizer
+    check_logprobs(body, chat=True)
     try:
         forms = [chat.normal(message) for message in messages]
         found = chat.find_chat(session.dialogues, forms, chat.spelled(tools))
@@ -140,11 +155,12 @@ async def _chat(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise BadRequest(str(error)) from error
     before = len(dialogue.trajectory.tokens) + len(told)
-    turn = await _turn(session, dialogue, told, params)
-    message = chat.answer(chat.until(turn.text, params), tools is not None, before)
+    turn = await _turn(session, dialogue, told, params, logprobs=bool(body.get("logprobs")))
+    clean = chat.until(session.text(turn.tokens, skip_special=True), params)
+    message = chat.answer(clean, chat.until(turn.text, params), tools is not None, before)
     dialogue.messages = [*forms, chat.normal(message)]
     reason = "tool_calls" if message.get("tool_calls") else turn.finish
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": chat_logprobs(body, tokenizer, turn)}
     return _completion("chat.completion", choice, before, turn)
 
 
@@ -154,21 +170,24 @@ async def _complete(session: Session, body: dict[str, Any]) -> dict[str, Any]:
         prompt = prompt[0]
     if not isinstance(prompt, str | list) or not prompt or (isinstance(prompt, list) and not isinstance(prompt[0], int)):
         raise BadRequest("prompt is neither one text nor one list of token ids")
-    params = _params(body, "max_tokens")
+    params = read_fields(body, COMPLETION, session.making.sampling)
+    check_logprobs(body, chat=False)
     found = chat.find_text(session.dialogues, prompt)
     new = prompt if found is None else found[1]
     told = session.tokenizer.encode([new])[0].tolist() if isinstance(new, str) else list(new)
     dialogue = found[0] if found else Dialogue(Trajectory(told, session.making.version))
     told = told if found else []
     before = len(dialogue.trajectory.tokens) + len(told)
-    turn = await _turn(session, dialogue, told, params)
+    turn = await _turn(session, dialogue, told, params, logprobs=body.get("logprobs") is not None)
+    text = session.text(turn.tokens, skip_special=True)
     if isinstance(prompt, str):
-        dialogue.text = prompt + turn.text
-    choice = {"index": 0, "text": chat.until(turn.text, params), "finish_reason": turn.finish, "logprobs": None}
+        dialogue.text = prompt + text
+    logprobs = completion_logprobs(body, session.tokenizer, turn)
+    choice = {"index": 0, "text": chat.until(text, params), "finish_reason": turn.finish, "logprobs": logprobs}
     return _completion("text_completion", choice, before, turn)
 
 
-async def _turn(session: Session, dialogue: Dialogue, told: list[int], params: dict[str, Any]) -> Turn:
+async def _turn(session: Session, dialogue: Dialogue, told: list[int], params: dict[str, Any], logprobs: bool) -> Turn:
     """The next turn of a conversation, which has it afterwards."""
     trajectory, known = dialogue.trajectory, any(dialogue is other for other in session.dialogues)
     if not known and len(session.dialogues) >= DIALOGUES:
@@ -181,7 +200,7 @@ async def _turn(session: Session, dialogue: Dialogue, told: list[int], params: d
                 f"the {session.making.room} tokens of --rollout-max-response-len are used up", "context_length_exceeded"
             )
         most = min(room, params.get("max_new_tokens", room))
-        turn = await session.ask([*trajectory.tokens, *told], params | {"max_new_tokens": most})
+        turn = await session.ask([*trajectory.tokens, *told], params | {"max_new_tokens": most}, logprobs)
     except BadRequest as error:
         if error.code == "context_length_exceeded":
             trajectory.finish = LENGTH
@@ -193,19 +212,6 @@ async def _turn(session: Session, dialogue: Dialogue, told: list[int], params: d
     if not known:
         session.dialogues.append(dialogue)
     return turn
-
-
-def _params(body: dict[str, Any], *lengths: str) -> dict[str, Any]:
-    """What a request may choose.  BadRequest for what is not served; how tokens are sampled is the run's choice."""
-    if body.get("stream"):
-        raise BadRequest("stream is not served: leave it out")
-    if body.get("n") not in (None, 1):
-        raise BadRequest("n is 1 here: ask several times")
-    params = {} if body.get("stop") is None else {"stop": body["stop"]}
-    most = next((body[name] for name in lengths if body.get(name) is not None), None)
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise BadRequest(f"{most!r} is no number of tokens")
-    return params | ({} if most is None else {"max_new_tokens": most})
 
 
 def _completion(kind: str, choice: dict[str, Any], prompt: int, turn: Turn) -> dict[str, Any]:

@@ -85,13 +85,14 @@ class Session:
     _asked: Counter[bytes] = field(default_factory=Counter)
     _kept: int = 0
 
-    async def ask(self, tokens: Sequence[int], params: Mapping[str, Any]) -> Turn:
+    async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
 
-        BadRequest if they are no tokens of the model, or leave no room for an answer.  HpcrlError: an engine failed.
+        logprobs: whether the asker wants them; a training sample has them anyway.  BadRequest if they are no tokens of the model, or leave no room for an answer.  HpcrlError: an engine failed.
         """
         ids = self._checked(tokens)
         sampling = _changed(self.making.sampling, params)
+        sampling = replace(sampling, logprobs=sampling.logprobs or logprobs)
         if (context := self.context()) is not None and len(ids) >= context:
             raise BadRequest(f"{len(ids)} tokens leave no room in the model's context of {context}", "context_length_exceeded")
         if self.in_flight >= SIDE_BY_SIDE or self.requests >= REQUESTS:
@@ -131,9 +132,9 @@ class Session:
         self._kept += len(ids) + len(found.tokens)
         self.turns = [*self.turns, Asked(ids, found)] if self._kept <= KEPT else []
 
-    def text(self, tokens: np.ndarray) -> str:
-        """A turn's text, without the token that ended it."""
-        return self.tokenizer.decode(tokens, frozenset(self.making.sampling.stop_token_ids))
+    def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
+        """A turn's text, without the token that ended it; skip_special: nor any special token."""
+        return self.tokenizer.decode(tokens, frozenset(self.making.sampling.stop_token_ids), skip_special)
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
         bad = next((t for t in tokens if type(t) is not int or not 0 <= t < self.tokenizer.vocab_size), None)

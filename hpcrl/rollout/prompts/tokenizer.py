@@ -137,6 +137,10 @@ class Tokenizer:
             ids.pop()
         return self._hf.decode(ids, skip_special_tokens=skip_special)
 
+    def spell(self, token: int) -> str:
+        """The text of one token, special ones included."""
+        return self._hf.decode([token])
+
     # ---- fine-tuning
 
     def target(self, messages: Messages | None, prompt: str, label: str, tools: Sequence[Any] | None = None) -> str:
