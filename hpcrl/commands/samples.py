@@ -38,8 +38,9 @@ class Place(NamedTuple):
 
     @property
     def title(self) -> str:
-        what = f"evaluation {self.held_out} after step" if self.held_out else "step"
-        return f"{what} {self.step}"
+        from hpcrl.report.sample_view import after_steps
+
+        return f"evaluation {self.held_out} {after_steps(self.step)}" if self.held_out else f"step {self.step}"
 
     def looks(self, reading: Reading) -> Iterator[Look]:
         from hpcrl.report.sample_records import read_looks
@@ -66,9 +67,11 @@ def samples(argv: list[str]) -> int:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser("samples", "Prompts, responses, rewards; advantage, and the log-probs of trainer and engine.")
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number; or a stage's directory")
-    parser.add_argument("--step", type=int, metavar="N", help="of this step (rollout); default: the last")
     parser.add_argument(
-        "--eval", metavar="NAME", help="of an evaluation of this held-out set, after --step (-1: before the first)"
+        "--step", type=int, metavar="N", help="of this step, counted from 0; with --eval after so many steps; default: the last"
+    )
+    parser.add_argument(
+        "--eval", metavar="NAME", help="of an evaluation of this held-out set, after --step steps (0: before the first)"
     )
     parser.add_argument("--group", type=int, metavar="G", help="only of this group: the responses to one prompt")
     parser.add_argument("-n", "--count", type=int, default=COUNT, metavar="COUNT", help=f"how many ({COUNT})")
@@ -121,7 +124,10 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
         raise UsageError(f"{shown} has no samples of an evaluation {held_out}", f"there are {', '.join(sets) or 'none yet'}")
     if not every:
         raise UsageError(f"{shown} has no samples yet", "hpcrl status says what it is doing")
-    raise UsageError(f"{shown} has no samples of step {step}", f"there are {every[0]} to {every[-1]}")
+    from hpcrl.report.sample_view import numbers
+
+    what = f"step {step}" if held_out is None else f"an evaluation {held_out} after {step} steps"
+    raise UsageError(f"{shown} has no samples of {what}", f"there are {numbers(every)}")
 
 
 def _inside(word: str) -> Path | None:
@@ -185,7 +191,8 @@ def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
 def _named(run: Run, word: str, args: argparse.Namespace) -> Place:
     """What a word of --diff names: a step of the run, another run, or RUN:STEP."""
     if word.removeprefix("-").isdigit():
-        return _place(run, args.run, int(word), args.eval, _inside(args.run))._replace(name=f"step {word}")
+        place = _place(run, args.run, int(word), args.eval, _inside(args.run))
+        return place._replace(name=place.title)
     other, colon, step = word.rpartition(":")
     if colon and step.removeprefix("-").isdigit():
         return _place(find_run(other), other, int(step), args.eval, _inside(other))._replace(name=strip_control(word))

@@ -31,7 +31,7 @@ def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
         for held_out, failed in _failures(row):
             what = "rollout" if held_out is None else "evaluation"
             counts[what] = counts.get(what, 0.0) + failed
-            last[what] = (row["rollout_id"], held_out)
+            last[what] = (row["rollout_id"] + (held_out is not None), held_out)
     since = f" since step {rows[0]['rollout_id']}" if rows and rows[0]["rollout_id"] > 0 else ""
     lines = []
     for what in sorted(counts, reverse=True):

@@ -5,6 +5,9 @@
     samples/trained/00000012.jsonl      what the trainer made of each, in the same order: `Trained`
     samples/trained/00000012.tokens-0.safetensors   token by token (--save-token-data), a file for each data-parallel rank
 
+A step is counted from 0, as its file is.  An evaluation is known by how many steps were done before it: 0 is before the first, and
+what its file calls 12 (the step that it followed) is 13 here and in whatever is shown.
+
 Invariants: reading never fails because of what a file holds: a line that is torn or damaged is left out and counted; a file is
 read line by line, and what is kept of it does not grow with it.
 """
@@ -95,7 +98,8 @@ class Reading:
 
 
 def samples_file(stage: Path, step: int, held_out: str | None = None) -> Path:
-    return stage / "samples" / (f"{step:08d}.jsonl" if held_out is None else f"eval-{held_out}-{step}.jsonl")
+    """step: of an evaluation how many steps were done."""
+    return stage / "samples" / (f"{step:08d}.jsonl" if held_out is None else f"eval-{held_out}-{step - 1}.jsonl")
 
 
 def trained_file(stage: Path, step: int) -> Path:
@@ -107,7 +111,7 @@ def tokens_file(stage: Path, step: int, rank: int) -> Path:
 
 
 def steps_of(stage: Path, held_out: str | None = None) -> list[int]:
-    """The steps that there are samples of, ascending; of evaluations those of the set `held_out`, -1 for before the first step."""
+    """The steps that there are samples of, ascending; of evaluations of the set `held_out` how many steps were done."""
     if held_out is not None:
         return sorted(step for name, step in _evaluations(stage) if name == held_out)
     return sorted(int(match[1]) for name in _names(stage) if (match := re.fullmatch(r"(\d{8,})\.jsonl", name)))
@@ -123,10 +127,10 @@ _EVALUATION = re.compile(r"eval-(.+?)-(-1|\d{1,18})\.jsonl")
 
 
 def _evaluations(stage: Path) -> Iterator[tuple[str, int]]:
-    """(held-out set, step) of every file of an evaluation's samples."""
+    """(held-out set, steps done) of every file of an evaluation's samples."""
     for name in _names(stage):
         if match := _EVALUATION.fullmatch(name):
-            yield match[1], int(match[2])
+            yield match[1], int(match[2]) + 1
 
 
 def _names(stage: Path) -> list[str]:

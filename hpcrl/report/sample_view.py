@@ -22,6 +22,7 @@ Which = Literal["first", "worst", "best", "truncated"]
 JOINERS = "\u200c\u200d"  #: of scripts and of emoji; harmless
 LARGE = 0.1  #: a difference of log-probs that is worth a colour
 TAB = 4
+LISTED = 10  #: runs of numbers that are listed one by one
 
 
 class Word(NamedTuple):
@@ -199,6 +200,23 @@ def pair_lines(pair: Pair, names: tuple[str, str]) -> Iterator[Line]:
         yield from head_lines(look.record, look.trained, f"  {name}: ")
         yield from field_lines("response", look.record.response, _reward_style(look.record))
     yield ()
+
+
+def after_steps(done: int) -> str:
+    """When an evaluation was made."""
+    return "before the first step" if done == 0 else f"after {done} step{'s' if done > 1 else ''}"
+
+
+def numbers(steps: Sequence[int]) -> str:
+    """Ascending numbers in a few words: `0 to 15, 20`; the first and the last of those that are too many to list."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], step]
+        else:
+            runs.append([step])
+    words = [" to ".join(map(str, run)) for run in runs]
+    return ", ".join(words if len(words) <= LISTED else [*words[: LISTED // 2], "...", *words[-LISTED // 2 :]])
 
 
 def summary_line(found: Sequence[Pair], names: tuple[str, str]) -> Line:

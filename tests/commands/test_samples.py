@@ -24,7 +24,7 @@ from hpcrl.report.sample_records import (
     write_tokens,
     write_trained,
 )
-from hpcrl.report.sample_view import visible
+from hpcrl.report.sample_view import numbers, visible
 from tests.support.rundirs import make
 from tests.support.screens import run_on_terminal, screen
 from tests.support.tiny import make_tokenizer
@@ -91,9 +91,20 @@ def test_an_evaluation_before_the_first_step_belongs_to_its_set(tmp_path: Path, 
     for name, step in (("held", -1), ("held", 7), ("held-2", -1), ("held-2", 15), ("held-2-3", 7)):
         put(root, step, sample(0, 0, 0.0), name=f"eval-{name}-{{}}.jsonl")
     assert held_out_sets(root) == ["held", "held-2", "held-2-3"]
-    assert [steps_of(root, name) for name in held_out_sets(root)] == [[-1, 7], [-1, 15], [7]]
+    assert [steps_of(root, name) for name in held_out_sets(root)] == [[0, 8], [0, 16], [8]]
     assert main(["samples", str(root), "--eval", "nope"]) == 2
     assert "there are held, held-2, held-2-3" in capsys.readouterr().err
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_numbers_are_told_in_few_words_and_none_that_is_not_there(steps: set[int]) -> None:
+    told = numbers(sorted(steps))
+    found = set[int]()
+    for part in filter(None, told.replace("...", "").split(", ")):
+        first, _, last = part.partition(" to ")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == steps if "..." not in told else found < steps and {min(steps), max(steps)} <= found
+    assert len(told.split(", ")) <= 11
 
 
 def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,9 +129,9 @@ def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_two_steps_or_runs_beside_each_other(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, str(run), "--eval", "gsm8k", "--diff", "-1", "7", "-n", "1")
+    text = said(capsys, str(run), "--eval", "gsm8k", "--diff", "0", "8", "-n", "1")
     assert text.startswith(
-        "2 responses to the same prompts in step -1 and step 7: mean reward 0.5 -> 1, 1 better, 0 worse, 1 the same"
+        "2 responses to the same prompts in evaluation gsm8k before the first step and evaluation gsm8k after 8 steps: mean reward 0.5 -> 1, 1 better, 0 worse, 1 the same"
     )
     assert "reward 0 -> 1" in text and shown(text) == ["0.0", "0.0"], "the greatest change first"
     text = said(capsys, str(run), "--diff", "0", "7", "-n", "9")
@@ -134,7 +145,8 @@ def test_two_steps_or_runs_beside_each_other(run: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("RUN --step 5", "RUN has no samples of step 5; there are 0 to 7"),
+        ("RUN --step 5", "RUN has no samples of step 5; there are 0, 7"),
+        ("RUN --eval gsm8k --step 7", "RUN has no samples of an evaluation gsm8k after 7 steps; there are 0, 8"),
         ("RUN --eval aime", "RUN has no samples of an evaluation aime; there are gsm8k"),
         ("RUN -n 0", "-n 0 shows nothing"),
         ("RUN --tokens", "step 7 has no token data; run with --save-token-data N"),

@@ -22,7 +22,7 @@ from hpcrl.report.page.svg import FILL, Bar, chart, clock, timeline
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
-from hpcrl.report.sample_view import as_text, choose, head_lines, visible
+from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
 from hpcrl.report.timeline.accounting import Spent
 from hpcrl.report.timeline.bill import rows
 from hpcrl.report.timeline.names import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
@@ -172,7 +172,7 @@ def samples(run: Run) -> Iterator[dict[str, Any]]:
         for name in held_out_sets(stage.root):
             if after := steps_of(stage.root, name):
                 found = choose(read_looks(stage.root, after[-1], name), "worst", SAMPLES)
-                title = f"Evaluation {visible(name)} after step {after[-1]}: the least reward"
+                title = f"Evaluation {visible(name)} {after_steps(after[-1])}: the least reward"
                 yield {"title": title, "samples": [_sample(look) for look in found]}
         return
 
