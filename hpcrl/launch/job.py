@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -35,7 +36,7 @@ from hpcrl.launch.requests import forget_old_requests, process_age
 from hpcrl.plan import Host, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
-from hpcrl.report.progress import Progress
+from hpcrl.report.progress import AGAIN, Progress
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
 from hpcrl.report.timeline.spans import Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
@@ -203,11 +204,14 @@ def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobState
     state.set("preparing")
     shutil.rmtree(job.root / "prepared", ignore_errors=True)
     done.parent.mkdir()
-    log = job.root / "logs" / "prepare.log"
+    log, told = job.root / "logs" / "prepare.log", time.monotonic()
     for command in job.recipe.prepare_commands(job.root, job.overrides):
         process = backend.prepare(command, log)
         while process.poll() is None and not stop.requests:
             turn()
+            if time.monotonic() - told >= AGAIN:
+                told = time.monotonic()
+                say(f"still preparing: {shlex.join(command)}")
             time.sleep(0.05)
         end_descendants(2.0)
         if stop.requests:

@@ -1,7 +1,7 @@
 """Progress on the screen: of a stage, whose metrics.jsonl the launcher follows, and of a conversion.
 
 Invariant: it only reads, and reads every byte once; on a terminal it is one bar and the numbers that matter below it,
-elsewhere a line every few seconds, so that a job's log stays readable.
+elsewhere a line every few seconds, so that a job's log stays readable.  Until the first step is done it says what is waited for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.plain_text import strip_control
+from hpcrl.report.awaited import awaited
 from hpcrl.report.eta import step_rows
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hpcrl.report.terminal import Bar
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
+AGAIN = 30.0  #: seconds after which what is still waited for is said again there
 GLANCE = 0.5  #: seconds between looks at the file
 Item = TypeVar("Item")
 
@@ -45,9 +47,9 @@ class Progress:
         self.latest: dict[str, Any] = {}
         self.accuracy: dict[str, float | None] = {}
         self._tail, self._looked = FileTail(rundir.metrics_file), 0.0
-        self._begun = self._told = time.monotonic()
-        self._line, self._working = "", False
-        self._bar = _bar(strip_control(title), total)
+        self._begun = self._told = self._said = time.monotonic()
+        self._line, self._working, self._awaits = "", False, ""
+        self._bar, self._closed = _bar(strip_control(title), total), False
 
     def poll(self) -> None:
         """Look at the run and bring the screen up to date.  Cheap: may be called as often as one likes."""
@@ -70,17 +72,22 @@ class Progress:
         if not self._working and (trainer := find(self.rundir, TrainerPeer)):
             self._working, self.total = True, trainer.total
             self.done = max(self.done, trainer.start)
+        self._awaits = "" if self.latest else awaited(self.rundir)
 
     def _draw(self, bar: Bar) -> None:
-        title = self.title if self._working else f"{self.title} (starting)"
-        bar.show(strip_control(title), self.done, self.total, strip_control(self.text()))
+        phase = "" if self._working else " (starting)"
+        if self.total and self.done >= self.total and not self._closed:
+            phase = " (ending)"  # the last save and evaluation, and the end of every process
+        bar.show(strip_control(self.title + phase), self.done, self.total, strip_control(self.text() or self._awaits))
 
     def _tell(self, now: float) -> None:
-        """A line, unless it would say the same again."""
+        """A line, unless it would say the same again; of what is waited for now and then, so that a log shows that it is."""
         count = "" if self.total == 0 else f"{self.done}/{'?' if self.total is None else self.total}  "  # an evaluation alone
-        line = f"{self.title}: {count}{self.text() or 'starting'}"
-        if line != self._line:
+        waits = self._awaits if self._working else f"starting: {self._awaits}"
+        line = f"{self.title}: {count}{self.text() or waits}"
+        if line != self._line or (self._awaits and now - self._said >= AGAIN):
             _print_line(line, now - self._begun)
+            self._said = now
         self._line, self._told = line, now
 
     def text(self) -> str:
@@ -98,6 +105,7 @@ class Progress:
     def close(self) -> None:
         """Show where the stage ended."""
         self._look()
+        self._closed = True
         if self._bar is not None:
             self._draw(self._bar)
             self._bar.close()

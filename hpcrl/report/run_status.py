@@ -15,12 +15,14 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.report.awaited import awaited
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engines.view import EngineView
 from hpcrl.run.job_state import CANCEL, CANCELLED, OVER, STOP, JobState
 from hpcrl.run.queued_job import QueuedJob
+from hpcrl.run.rundir import RunDir
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
@@ -53,6 +55,7 @@ class Status(msgspec.Struct):
     staleness: float | None = None
     accuracy: dict[str, float] = {}
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
+    awaits: str = ""  #: what a run that is starting waits for
     failed_gradings: list[str] = []  #: a line for rollouts and one for evaluations, of those that had any
     engines: list[EngineView] = []  #: as long as the run is at work
     step_time: float | None = None
@@ -91,6 +94,8 @@ def judge_run(
             stage.note_gap()
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
         status.stages = run.planned
+        if phase == "starting" and stage and stage.attempt is not None:
+            status.awaits = awaited(RunDir(stage.root, stage.attempt))
         if phase in WORKING and stage and stage.engines:
             status.engines = stage.engines.engines
     if phase == "failed":

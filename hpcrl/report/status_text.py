@@ -97,6 +97,8 @@ def facts(s: Status) -> list[tuple[str, str]]:
         rows.append(("log", shorten_path(s.log)))
     if s.job_id or s.host:
         rows.append(("job", _job(s)))
+    if s.awaits:
+        rows.append(("starting", s.awaits))
     if s.stage or s.attempt is not None:
         rows += _work(s)
     if s.engines:

@@ -39,6 +39,14 @@ def test_a_fresh_word_counts(tmp_path: Path, phase: str) -> None:
     assert (found.phase, found.message, found.silent) == (phase, "", 59.0)
 
 
+def test_a_run_that_starts_says_what_it_waits_for(tmp_path: Path) -> None:
+    root = make(tmp_path, phase="starting", attempt=0)
+    here = begin(root, start=None)
+    assert "  starting    starting processes" in page(look(root)).splitlines()
+    put(here / "peers" / "store-0.json", {})
+    assert look(root).awaits == "waiting for engines, 0 of 1 up" and look(root, brief=True).awaits == ""
+
+
 def test_a_launcher_that_has_fallen_silent_is_lost(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     found = look(root, NOW + 300)

@@ -19,7 +19,7 @@ from hpcrl.report.curves import PANELS, draw, series, smooth
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
-from hpcrl.run.peers import TrainerPeer, publish
+from hpcrl.run.peers import EnginePeer, MeetingPeer, StorePeer, TrainerPeer, publish
 from hpcrl.run.rundir import TRACKER, RunDir
 from hpcrl.run.trouble import storage
 
@@ -233,8 +233,41 @@ def test_progress_shows_the_latest_numbers(rundir: RunDir, monkeypatch: pytest.M
     assert bar.text() == "reward 0.400, staleness 0, heldout accuracy 0.75"
     bar.close()
     first, last = screen.getvalue().splitlines()  # a line that would say the same again is not written
-    assert "grpo: 0/?  starting" in first
+    assert "grpo: 0/?  starting: looking for hosts" in first
     assert "2/4" in last and "reward 0.400" in last and "\r" not in screen.getvalue()
+
+
+def test_what_a_start_waits_for_is_said_and_said_again(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(progress.sys, "stderr", screen)
+    for name in ("GLANCE", "EVERY", "AGAIN"):
+        monkeypatch.setattr(progress, name, 0.0)
+    bar = Progress(rundir, "grpo", 4)
+    rundir.plan_file.write_text(json.dumps({"run_id": "r", "attempt": 0, "trainers": [{}], "engines": [{}, {}], "rollout": {}}))
+    bar.poll()
+    publish(rundir, StorePeer(host="h", port=1))
+    publish(rundir, MeetingPeer(host="h", port=1, rpc_port=2))  # of an engine that is not up yet
+    bar.poll()
+    for index, life in ((0, 0), (0, 1), (1, 0)):
+        publish(rundir, EnginePeer(host="h", port=1, life=life), index)
+        bar.poll()
+    publish(rundir, TrainerPeer(start=0, total=4))
+    bar.poll()
+    bar.poll()
+    write(rundir, {"rollout_id": 0, "rollout/reward": 0.5, "perf/step_time": 1.0})
+    bar.poll()
+    bar.poll()
+    bar.close()
+    assert [line.partition("0/4  ")[2].partition("  [")[0] or line for line in screen.getvalue().splitlines()][:-1] == [
+        "starting: starting processes",
+        "starting: waiting for engines, 0 of 2 up",
+        "starting: waiting for engines, 1 of 2 up",
+        "starting: waiting for engines, 1 of 2 up",
+        "starting: loading the model",
+        "first step",
+        "first step",
+    ]
+    assert screen.getvalue().splitlines()[-1].startswith("grpo: 1/4  reward 0.500")
 
 
 def test_progress_of_fine_tuning_shows_loss_and_speed(rundir: RunDir) -> None:
