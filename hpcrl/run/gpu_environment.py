@@ -210,12 +210,18 @@ def gpus_are_here() -> bool:
 
 
 def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
-    """`overrides`, with one trainer rank where neither recipe nor flags say how many and this machine has no GPU.
+    """`overrides`, with one trainer rank, and for an evaluation one engine, where neither recipe nor flags say how many and this
+    machine has no GPU.
 
-    The default counts the GPUs of a node in a cluster; as many processes on a laptop's cores train no faster.
+    The default of ranks counts the GPUs of a node in a cluster; as many processes on a laptop's cores train no faster.
     """
-    name = "actor_num_gpus_per_node"
-    if name in recipe.said(overrides) or gpus_are_here():
+    if gpus_are_here():
         return overrides
-    print("hpcrl: no GPU here: one trainer rank (--actor-num-gpus-per-node for more)", file=sys.stderr)
-    return {**overrides, name: 1}
+    said = recipe.said(overrides)
+    chosen = {} if "actor_num_gpus_per_node" in said else {"actor_num_gpus_per_node": "trainer rank"}
+    if recipe.values.get("num_rollout") == 0 and not said & {"rollout_num_gpus", "rollout_external_engine_addrs"}:
+        chosen["rollout_num_gpus"] = "engine"
+    if chosen:
+        what = ", ".join(f"one {name} (--{option.replace('_', '-')} for more)" for option, name in chosen.items())
+        print(f"hpcrl: no GPU here: {what}", file=sys.stderr)
+    return {**overrides, **dict.fromkeys(chosen, 1)}
