@@ -7,6 +7,7 @@ help comes at once; whatever a user can do wrong ends as one line on stderr and 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -108,7 +109,9 @@ def command(argv: list[str]) -> int:
     }
     commands |= {name: partial(_elsewhere, place) for name, place in ELSEWHERE.items()}
     if argv[0] not in commands:
-        raise UsageError(f"{argv[0]} is no command", f"there are {', '.join(commands)}; see hpcrl --help")
+        near = difflib.get_close_matches(argv[0], commands, n=1)
+        hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(commands)}"
+        raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     return commands[argv[0]](argv[1:])
 
 

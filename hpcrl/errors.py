@@ -45,8 +45,8 @@ def parts_of(error: UsageError) -> tuple[UsageError, ...]:
 
 
 def raise_together(errors: Sequence[UsageError]) -> None:
-    """Raise what was found wrong, all of it at once; returns if nothing was."""
-    parts = [part for error in errors for part in parts_of(error)]
+    """Raise what was found wrong, all of it at once and each thing once; returns if nothing was."""
+    parts = list({str(part): part for error in errors for part in parts_of(error)}.values())
     if parts:
         raise parts[0] if len(parts) == 1 else UsageErrors(parts)
 

@@ -176,6 +176,20 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
     assert ("no GPU here: one trainer rank" in err) == (ranks == 1)
 
 
+@pytest.mark.parametrize(("said", "chosen"), [((), True), (("--rollout-num-gpus", "2"), False)])
+def test_without_a_gpu_an_evaluation_of_a_model_gets_one_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: tuple[str, ...], chosen: bool
+) -> None:
+    monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: [])
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    words = ["--eval-prompt-data", "held", str(tmp_path / "p.jsonl"), "--input-key", "prompt", "--label-key", "label"]
+    assert main(["eval", str(tmp_path), *words, "--rm-type", "math", "--dry-run", *said]) == 0
+    out, err = capsys.readouterr()
+    assert ("one engine (--rollout-num-gpus for more)" in err) == chosen
+    assert f"rollout_num_gpus = {1 if chosen else 2}" in out
+
+
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -196,10 +210,13 @@ def test_what_cannot_run_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["rum"], 2, "rum is no command; there are run, "),
+        (["rum"], 2, "rum is not a command; did you mean hpcrl run?"),
+        (["chatter"], 2, "chatter is not a command; there are run, "),
         (["run"], 2, "no recipe given"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
+        (["run", "examples/quickstart.tml"], 2, "No such file or directory; did you mean examples/quickstart.toml?"),
+        (["run", "RECIPE", "--rm-type", "maths", "--dry-run"], 2, "--rm-type maths is no reward; did you mean math?"),
         (["run", "RECIPE", "--num-rolout", "3"], 2, "did you mean --num-rollout?"),
         (["run", "RECIPE", "--dry-rum"], 2, "did you mean --dry-run?"),
         (["run", "--resume"], 2, "--resume: expected text, got nothing"),

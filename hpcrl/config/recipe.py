@@ -15,6 +15,7 @@ they return has been checked as a whole.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import tomllib
@@ -102,7 +103,7 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     try:
         document = tomllib.loads(read_given(file))
     except OSError as error:
-        raise UsageError(f"cannot read the recipe {file}: {error.strerror}", copy_hint(file)) from error
+        raise UsageError(f"cannot read the recipe {file}: {error.strerror}", copy_hint(file) or _neighbour(file)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}
@@ -112,6 +113,16 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     prepare = tuple(_prepare(document.get("prepare", []), file.name))
     stages = tuple(_stages(document.get("stage", []), file.name))
     return Recipe(name, source, values, prepare, stages or (Stage("", {}),))
+
+
+def _neighbour(file: Path) -> str:
+    """A recipe beside a file that is not there, of which its name may be a slip."""
+    try:
+        names = sorted(path.name for path in file.parent.glob("*.toml"))
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(file.name, names, n=1, cutoff=0.8)
+    return f"did you mean {file.with_name(near[0])}?" if near and near[0] != file.name else ""
 
 
 def _prepare(value: Any, where: str) -> Iterator[tuple[str, ...]]:

@@ -201,7 +201,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
             patience = stop.seconds or options.stop_timeout
             stop_by = now + patience
         if stop.requests > 1:
-            raise Interrupted("ended at once on a second signal", "the last saved checkpoint is good: continue with hpcrl resume")
+            raise Interrupted("ended at once on a second signal: the last saved checkpoint is good")
         if now > stop_by and summary_of(rundir) is None:
             raise DeadlineError(
                 f"the run did not save and end within {patience:.0f} s",
@@ -212,8 +212,9 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
 
 
 def _stopped_early(stop: Stop) -> Stopped:
+    """Whoever knows the run says how to go on with it."""
     reason = f" ({stop.why})" if stop.why else ""
-    return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint", "continue with hpcrl resume")
+    return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint")
 
 
 def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:

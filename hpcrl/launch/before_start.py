@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,11 +130,17 @@ def begins_with(options: Options) -> Iterator[tuple[str, str]]:
 def _nothing_at(flag: str, path: str) -> UsageError | None:
     """The error for a path where there is not what `flag` wants, or None."""
     if not Path(path).exists():
-        return UsageError(f"{flag} {path} is not here", "name what is there")
+        return UsageError(f"{flag} {path} is not here", _how_to_get(flag, path))
     if flag.endswith("load") and not holds_weights(Path(path)):
         hint = "give a directory that a run saved to, or a Hugging Face model"
         return UsageError(f"{flag} {path} holds no {TRACKER} and no config.json", hint)
     return None
+
+
+def _how_to_get(flag: str, path: str) -> str:
+    """What to do about a path that is not here: names of a hub are not fetched by a run."""
+    hub = flag == "--hf-checkpoint" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
+    return f"fetch it first: hf download {path} --local-dir DIR, and name DIR" if hub else "name what is there"
 
 
 def _may_be_empty(options: Options) -> bool:

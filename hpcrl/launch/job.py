@@ -250,9 +250,9 @@ def run_stage(
         with closing(Progress(rundir, stage.name or job.recipe.name, options.num_rollout)) as progress:
             summary = run_attempt(options, backend, f"{job.identity}/{stage.name}", rundir, stop, poll)
         status = summary.status
-    except Stopped:
+    except Stopped as error:
         status = "stopped"
-        raise
+        raise type(error)(error.what, error.hint or f"continue with {backend.again(job.root)}") from error
     finally:
         timeline.add(ATTEMPT, begun, timeline.now(), status=status, **about)
         with contextlib.suppress(Exception):  # a picture must never hide how the run ended

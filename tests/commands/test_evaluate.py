@@ -199,6 +199,9 @@ def test_what_is_not_here_is_refused_before_anything_is_made(
         assert main([command, str(tmp_path / "r.toml"), *out, *words]) == 2
         said = capsys.readouterr().err
         assert "--hf-checkpoint /nowhere/model is not here" in said and "the prompt file /nowhere/p.jsonl is not here" in said
+    (tmp_path / "hub.toml").write_text(text.replace("/nowhere/model", "Qwen/Qwen3-0.6B"))
+    assert main(["run", str(tmp_path / "hub.toml"), *out]) == 2
+    assert "is not here; fetch it first: hf download Qwen/Qwen3-0.6B --local-dir DIR, and name DIR" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "made.toml"), *out, "--dry-run"]) == 0
     (tmp_path / "own.toml").write_text(
         (tmp_path / "made.toml").read_text().replace('rm_type = "math"', 'custom_rm_path = "no_such.f"')

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
-from hpcrl.errors import Stopped
+from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch import job as jobs
 from hpcrl.launch.job import Job, run_job
 from hpcrl.launch.local import Local
 from hpcrl.launch.requests import forget_old_requests, process_age
 from hpcrl.mpi import last_word
+from hpcrl.plan import Host
 from hpcrl.run.job_file import write_job
 from hpcrl.run.job_state import CANCEL, STOP, JobState, write_state
+from hpcrl.run.rundir import RunDir
 from tests.support.rundirs import put
 
 
@@ -94,6 +99,21 @@ def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(tmp_path: P
         run_job(job, Local(), age=process_age() + 100)
     assert not list(root.glob("**/attempts")) and not list((root / "prepared").iterdir())
     assert '"stopped"' in (root / "state.json").read_text()
+
+
+def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(jobs, "adopt_orphans", lambda: None)
+
+    class Ended(Local):
+        def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise HpcrlError("no host answers")
+
+    root = RunDir.create(tmp_path / "run").root
+    recipe = load_recipe("examples/algorithms/dpo.toml")
+    with pytest.raises(Stopped, match=f"nothing was trained since the last checkpoint; continue with hpcrl resume {root}$"):
+        run_job(Job(replace(recipe, prepare=()), {}, root, "x"), Ended())
 
 
 def test_rank_0_knows_how_long_ago_hpcrl_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:
