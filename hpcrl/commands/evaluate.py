@@ -32,7 +32,6 @@ from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
-from hpcrl.model_files import TRACKER
 from hpcrl.report.metrics import read_metrics
 from hpcrl.run.rundir import TRACKER
 

@@ -103,7 +103,7 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     try:
         document = tomllib.loads(read_given(file))
     except OSError as error:
-        raise UsageError(f"cannot read the recipe {file}: {error.strerror}", copy_hint(file) or _neighbour(file)) from error
+        raise UsageError(f"cannot read the recipe {file}: {error.strerror}", _neighbour(file) or copy_hint(file)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files import TRACKER, torch_dist
+from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_reader import Files
 from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_assets, directory, split
@@ -35,7 +35,7 @@ from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter
 from hpcrl.run.recipe_file import is_run
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import TRACKER, RunDir
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them

@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files import TRACKER
+from hpcrl.run.rundir import TRACKER
 
 HELP = """\
 usage: hpcrl convert to-torch-dist --hf-checkpoint MODEL --save DIR [Megatron's flags]

@@ -24,11 +24,12 @@ from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.model_settings import refuse_wrong_settings
-from hpcrl.model_files import TRACKER, holds_weights
+from hpcrl.model_files import holds_weights
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at, prompt_files
+from hpcrl.run.rundir import TRACKER
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import Job, finished, held
-from hpcrl.model_files import TRACKER
 from hpcrl.model_files.torch_dist import step
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import TRACKER, RunDir, write_atomic
 
 
 def go_back(job: Job, number: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TRACKER = "latest_checkpointed_iteration.txt"  #: names the newest checkpoint of a directory that a run saves to
+from hpcrl.run.rundir import TRACKER
 
 
 def holds_weights(directory: Path) -> bool:

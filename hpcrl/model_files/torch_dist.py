@@ -22,7 +22,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files import TRACKER
 from hpcrl.pickles import Refused, read_plain
 from hpcrl.run.rundir import TRACKER
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from hpcrl.model_files import TRACKER
+from hpcrl.run.rundir import TRACKER
 from tests.documents.texts import REPO, Command
 from tests.support.published_models import MODELS
 

@@ -14,7 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch import before_start
 from hpcrl.launch.before_start import NOTHING, Sight, absent, refuse_missing_packages
-from hpcrl.model_files import TRACKER
+from hpcrl.run.rundir import TRACKER
 
 CONFIG = {
     "model_type": "qwen3",

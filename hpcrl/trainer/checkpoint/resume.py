@@ -16,8 +16,9 @@ from typing import Any, Literal, cast
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files import TRACKER, torch_dist
+from hpcrl.model_files import torch_dist
 from hpcrl.model_files.vocabulary import check_same_vocabulary
+from hpcrl.run.rundir import TRACKER
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.megatron.model import NoOptimizer, Policy, load_hf

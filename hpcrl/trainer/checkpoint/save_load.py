@@ -36,9 +36,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files import TRACKER
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
-from hpcrl.run.rundir import flush, write_atomic
+from hpcrl.run.rundir import TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import compatibility, rng_state
 from hpcrl.trainer.checkpoint.megatron_args import megatron_args
 from hpcrl.trainer.checkpoint.writers import write_here
