@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hpcrl import __version__
 from hpcrl.cli import main
 from hpcrl.errors import DataError, Stopped
+from tests.support.published_models import MODELS
 
 RECIPE = """
 name = "small"
@@ -181,7 +183,7 @@ def test_without_a_gpu_an_evaluation_of_a_model_gets_one_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: tuple[str, ...], chosen: bool
 ) -> None:
     monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: [])
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     words = ["--eval-prompt-data", "held", str(tmp_path / "p.jsonl"), "--input-key", "prompt", "--label-key", "label"]
     assert main(["eval", str(tmp_path), *words, "--rm-type", "math", "--dry-run", *said]) == 0

@@ -143,4 +143,4 @@ def test_every_example_of_the_help_resolves_and_changes_what_it_names() -> None:
     assert len(lines) == 3 and all(line[:3] == ["hpcrl", "run", "examples/quickstart.toml"] for line in lines)
     first, short, passed = (resolved(" ".join(line[3:])) for line in lines)
     assert short[0].num_rollout == first[0].num_rollout and short[1].num_rollout == 20 and short[1].eval_interval == 5
-    assert passed[1].megatron["recompute_granularity"] == "full" and passed[1].vllm == {"max_num_seqs": 64}
+    assert passed[1].megatron["recompute_granularity"] == "selective" and passed[1].vllm == {"max_num_seqs": 64}

@@ -11,22 +11,10 @@ from pathlib import Path
 from tests.documents.scene import ARRAYS, Scene
 from tests.documents.texts import Command
 from tests.documents.which import dry
+from tests.support.published_models import MODELS
 
-#: of a model of tests/support/tiny.py
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-}
+#: of a model whose weights nobody reads
+CONFIG = MODELS["Qwen3-4B"][1]
 
 
 def typed(commands: Sequence[Command], scene: Scene, python: Path) -> list[tuple[int, str]]:

@@ -15,22 +15,8 @@ from hpcrl.errors import UsageError
 from hpcrl.launch import before_start
 from hpcrl.launch.before_start import NOTHING, Sight, absent, refuse_missing_packages
 from hpcrl.run.rundir import TRACKER
+from tests.support.published_models import MODELS
 
-CONFIG = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": True,
-}
 RECIPE = """
 hf_checkpoint = "model"
 prompt_data = "p.jsonl"
@@ -45,8 +31,8 @@ n_samples_per_prompt = 2
 ROW = '{"input": "1 + 1 =", "label": "2"}\n'
 #: flags -> what is said of them, by every command
 SETTINGS = {
-    "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3": "the 4 attention heads",
-    "--num-layers 41": "--num-layers 41: the model's config.json says 2",
+    "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3": "the 32 attention heads",
+    "--num-layers 41": "--num-layers 41: the model's config.json says 36",
     "--prompt-data bad.jsonl": "bad.jsonl, line 2: no key 'label'",
 }
 #: the same of what is not here: an error where this machine runs it, a note where others may
@@ -68,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)
     (tmp_path / "model").mkdir()
     (tmp_path / "empty").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "r.toml").write_text(RECIPE)
     (tmp_path / "p.jsonl").write_text(ROW)
     (tmp_path / "bad.jsonl").write_text(ROW + '{"input": "1"}\n')
