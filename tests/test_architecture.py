@@ -170,7 +170,7 @@ def test_no_room_is_a_heap() -> None:
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
     for path in FILES:
-        for line, module, _ in imports(path) if path.name != "pickles.py" else ():
+        for line, module, _ in imports(path) if path.parent.name != "pickles" else ():
             assert module.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path}:{line}"
         for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

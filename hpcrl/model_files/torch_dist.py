@@ -22,7 +22,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.pickles import Refused, read_plain
+from hpcrl.pickles.reader import read_plain
+from hpcrl.pickles.refusal import Refused
 from hpcrl.run.rundir import TRACKER
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
@@ -55,7 +56,9 @@ class TorchDist:
             self.where: dict[MetadataIndex, Any] = metadata.storage_data
             found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         except Refused as error:
-            raise DataError(f"{self.path / '.metadata'} is not what Megatron writes: {error.what}", "who made it?") from error
+            raise DataError(
+                f"{self.path / '.metadata'} is not read: {error.what}", "did Megatron-core or torch write it, and which version?"
+            ) from error
         except Exception as error:  # whatever unpickling a damaged file gives
             raise DataError(f"{self.path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
         self.all = {

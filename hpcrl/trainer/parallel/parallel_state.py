@@ -21,7 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from hpcrl.config.options import Options
 from hpcrl.config.rules.layout_rules import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.pickles import refuse_foreign_pickles
+from hpcrl.pickles.writer import refuse_foreign_pickles
 from hpcrl.trainer.parallel.devices import cuda_is_there, device_index, stay_beside
 
 
