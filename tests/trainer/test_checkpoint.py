@@ -395,6 +395,30 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(tmp_path: Path, models: dic
         assert words in found, found
 
 
+# ---- what could not be saved
+
+
+def test_space_is_asked_for_only_where_it_lacks(tmp_path: Path) -> None:
+    """Whatever the cause: a name in a pickle, a writer that was killed, a deadline."""
+    from hpcrl.trainer.checkpoint.save_load import told
+
+    def said(what: str, hint: str = "") -> str:
+        with pytest.raises(HpcrlError) as caught, told(tmp_path / "iter_0000002"):
+            raise HpcrlError(what, hint)
+        return str(caught.value)
+
+    for what in ("holds torch.x.Y", "the process that wrote it was killed by SIGKILL", "unexpected pos 64 vs 0"):
+        assert said(what).endswith(f"{what}; the previous checkpoint is untouched: use --resume")
+    assert said("late", "is it stuck?").endswith("late; is it stuck?; the previous checkpoint is untouched: use --resume")
+    assert re.search(r"quota exceeded \(\d.* MB are free there\); .*: free space and use", said("OSError: Disk quota exceeded"))
+    assert "free space and use" in said("[Errno 28] No space left on device")
+    (before := tmp_path / "iter_0000001").mkdir()
+    with (before / "__0_0.distcp").open("wb") as file:  # a hole, which takes no space
+        file.truncate(2 * shutil.disk_usage(tmp_path).free)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert "free space and use" in said("PytorchStreamWriter failed writing file data/0: file write failed")
+
+
 # ---- in the background, and which old ones go
 
 

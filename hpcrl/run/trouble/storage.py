@@ -62,6 +62,18 @@ def free(path: Path) -> int | None:
     return None
 
 
+def lacks_space(said: str, directory: Path, needed: int) -> bool:
+    """Whether a write into `directory` failed for lack of space.
+
+    said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free beside the `needed` bytes.
+    """
+    full = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
+    if any(text in said for text in full):
+        return True
+    space = free(directory)
+    return any(text in trouble(directory) for text in full) or (space is not None and space < needed)
+
+
 def trouble(directory: Path) -> str:
     """Why nothing can be written into a directory now; "" if something can."""
     probe = directory / f".probe-{os.getpid()}"

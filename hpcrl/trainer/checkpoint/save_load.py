@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run.rundir import TRACKER, flush, write_atomic
+from hpcrl.run.trouble import storage
 from hpcrl.trainer.checkpoint import compatibility, rng_state
 from hpcrl.trainer.checkpoint.megatron_args import megatron_args
 from hpcrl.trainer.checkpoint.writers import write_here
@@ -108,16 +109,36 @@ def told(final: Path) -> Iterator[None]:
     try:
         yield
     except HpcrlError as error:
-        free = shutil.disk_usage(final.parent).free / 1e6 if final.parent.is_dir() else 0.0
+        hint = f"{error.hint}; the" if error.hint else "the"
+        free, space = "", ""
+        if storage.lacks_space(error.what, final.parent, _still_needed(final)):
+            free, space = f" ({(storage.free(final.parent) or 0) / 1e6:.1f} MB are free there)", "free space and "
         raise HpcrlError(
-            f"checkpoint {final} was not saved: {error.what} ({free:.1f} MB are free there)",
-            "the previous checkpoint is untouched: free space and use --resume",
+            f"checkpoint {final} was not saved: {error.what}{free}",
+            f"{hint} previous checkpoint is untouched: {space}use --resume",
         ) from error
+
+
+def _still_needed(final: Path) -> int:
+    """Bytes that a checkpoint which is being written will still take, if it gets as large as the one before it."""
+    with contextlib.suppress(OSError, HpcrlError):
+        before = latest(final.parent)
+        return _bytes(before) - _bytes(_partial(final)) if before else 0
+    return 0
+
+
+def _bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _partial(final: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return final.with_name(f".partial-{final.name}")
 
 
 def prepare(final: Path, ranks: Ranks) -> Path:
     """An empty directory beside `final` to write in; what a crash left of earlier ones goes.  Collective."""
-    beside = final.with_name(f".partial-{final.name}")
+    beside = _partial(final)
 
     def make() -> None:
         for pattern in (".partial-*", ".deleted-*"):
