@@ -174,6 +174,10 @@ class EngineSupervisor:
             if health == 200:
                 silent_since = None
                 self.log.note_health()
+                if pulse.late:
+                    raise PeerError(
+                        f"{self.name} hangs: its engine core has been at {pulse.late} (--update-timeout); {self.log.explain()}"
+                    )
                 if pulse.silent(now) > patience:
                     raise PeerError(
                         f"{self.name} hangs: its engine core has not answered for {patience:.0f} s (--engine-hang-timeout);"

@@ -32,7 +32,7 @@ from hpcrl.weights.transports import Site, choose, find_way
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
-ROUTE, TURNS = "hpcrl.engine.lean_route.LeanRoute", "hpcrl.engine.turns.route.Turns"
+ROUTE, TURNS, CALLS = "hpcrl.engine.lean_route.LeanRoute", "hpcrl.engine.turns.route.Turns", "hpcrl.engine.pulse.CoreCalls"
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -116,7 +116,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         "generation_config": "vllm",  # no top_k, top_p, ... from the model's directory behind our back
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": backend(options, plan, found.cpu)},
-        "middleware": [ROUTE, TURNS, GUARD] if options.takes_turns else [ROUTE, GUARD],  # the last is the outermost
+        "middleware": [ROUTE, *([TURNS] if options.takes_turns else []), CALLS, GUARD],  # the last is the outermost
         "enable_scale_out": True,  # /inference/v1/generate: token ids in and out, with weight versions
         "disable_uvicorn_access_log": True,
     }

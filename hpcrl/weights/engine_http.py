@@ -14,6 +14,9 @@ from typing import Any
 from hpcrl.errors import PeerError
 
 TURN = "/hpcrl/turn"  #: where an engine that shares its GPUs is told whose turn it is
+CORE = "/hpcrl/core"  #: whether the engine core works (GET): 200, also while it makes what it was asked to, or LATE
+LATE = 504  #: its status when the core has been at a call for longer than whoever asked for that call waits
+PATIENCE = "Hpcrl-Patience"  #: header: how many seconds who sends a request waits for the answer
 LONGEST = 600  #: characters of an answer that go into an error
 
 
@@ -41,7 +44,7 @@ def ask(address: Address, method: str, path: str, seconds: float, body: Any = No
     """
     where = f"{method} {path.partition('?')[0]} at {address.host}:{address.port}"
     connection = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
-    headers = {"Authorization": f"Bearer {address.key}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {address.key}", "Content-Type": "application/json", PATIENCE: f"{seconds:g}"}
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()

@@ -21,7 +21,7 @@ from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
 from hpcrl.rollout.engines.registry import Registry
-from hpcrl.run.engines.lives import EngineAdded, claim, let_leave, with_added
+from hpcrl.run.engines.lives import EngineAdded, claim, end_of, let_leave, with_added
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
 
@@ -29,15 +29,18 @@ HERE = Place("127.0.0.1", (0,))
 
 
 class Served:
-    """A server that answers what an engine's does.  core: whether its engine core answers; model: what it serves."""
+    """A server that answers what an engine's does.  core: whether its engine core answers; late: it says once that a call is late; model: what it serves."""
 
     def __init__(self, key: str, port: int = 0) -> None:
-        self.core, self.model, served = True, "policy", self
+        self.core, self.late, self.model, served = True, False, "policy", self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if self.headers["Authorization"] != f"Bearer {key}":
                     return self.say(401, b'{"error": "key"}')
+                if self.path == external.CORE and served.late:
+                    served.late = False
+                    return self.say(external.LATE, b'{"error": "/update_weights for 9 s, of 8"}')
                 if self.path == external.CORE and not served.core:
                     time.sleep(0.2)
                     return None
@@ -96,7 +99,7 @@ async def until(condition: object, seconds: float = 20) -> None:
 def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
     with serving("k" * 64) as served:
         port = served.port
-    context = run_with(tmp_path, f"127.0.0.1:{port}", engine_restarts=1, engine_hang_timeout=0.3)
+    context = run_with(tmp_path, f"127.0.0.1:{port}", engine_restarts=2, engine_hang_timeout=0.3)
     (context.rundir.keys / "engine-1.key").write_text("k" * 64)
     pool = EnginePool(context.rundir, context.plan, context.options, registry=Registry(1))
     member = pool.registry.members[1]
@@ -116,8 +119,12 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
         assert "nobody listens there" in member.why
         with serving("k" * 64, port) as served:
             await until(lambda: state() == "joining 1")
+            served.late = True
+            await until(lambda: state() == "joining 2")
+            end = end_of(context.rundir, 1, 1)
+            assert end and "hangs: its engine core has been at /update_weights for 9 s, of 8 (--update-timeout)" in end.why
             served.core = False
-            await until(lambda: state() == "gone 1")
+            await until(lambda: state() == "gone 2")
             assert "no sign of life" in member.why, "a core that answers nothing is a hung engine"
             await asyncio.wait_for(watching, 5)
         await pool.close()

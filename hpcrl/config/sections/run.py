@@ -29,7 +29,11 @@ class RunOptions(Base):
     engine_restarts: int = opt(
         2, "how often an engine that has died or hangs is started again before the run ends with its error; 0: never", ge=0
     )
-    engine_hang_timeout: float = opt(60.0, "seconds that an engine may go without a sign of life before it counts as dead", gt=0)
+    engine_hang_timeout: float = opt(
+        60.0,
+        "seconds that an engine may go without a sign of life before it counts as dead; in a weight update or turn: --update-timeout",
+        gt=0,
+    )
     rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
     update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
     request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)

@@ -22,12 +22,12 @@ from hpcrl.run.engines.view import EngineView, write_views
 from hpcrl.run.engines.wishes import handed_back, removed
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.weights.engine_http import CORE
 
 LOOK = 0.5  #: seconds between two looks for what supervisors have said
 DOUBT = 2.0  #: seconds between two questions to an engine that is in doubt
 VIEW = 5.0  #: seconds after which the view from outside is written again
 LAST_WORDS = 8.0  #: seconds that a supervisor may take to say why the last engine has ended
-CORE = "/is_paused"  #: what only the engine core can answer
 
 
 class EngineDesk:

@@ -20,10 +20,11 @@ from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.async_tasks import cancel
-from hpcrl.rollout.engines.desk import CORE, EngineDesk
+from hpcrl.rollout.engines.desk import EngineDesk
 from hpcrl.run.engines.lives import EngineEnd, leaves, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say
+from hpcrl.weights.engine_http import CORE, LATE
 
 POLL = 1.0  #: seconds between two questions whether it lives
 NAME = "policy"  #: what the engines of hpcrl call their model
@@ -97,7 +98,9 @@ class ExternalEngine:
             health, _ = await self._ask(session, "/health", POLL * 5)
             if health not in (200, None):
                 return f"{self._name} has died: {self._said(health)}"
-            core, _ = await self._ask(session, CORE, POLL * 5) if health == 200 else (None, None)
+            core, said = await self._ask(session, CORE, POLL * 5) if health == 200 else (None, None)
+            if core == LATE:
+                return f"{self._name} hangs: its engine core has been at {(said or {}).get('error', 'a call')} (--update-timeout)"
             if core is not None and core > 0:
                 heard = time.monotonic()
             if time.monotonic() - heard > patience:

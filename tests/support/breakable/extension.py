@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from hpcrl.engine import cpu_repairs, weight_loading
 from hpcrl.engine.weight_receiver import WorkerExtension
@@ -31,6 +32,10 @@ class Extension(WorkerExtension):
     def remember(self) -> None:
         """Undo that."""
         self.weight_transfer_engine.held = None
+
+    def take_long(self, seconds: str) -> None:
+        """As an update does: nothing else is answered meanwhile."""
+        time.sleep(float(seconds))
 
     def die_in_pieces(self) -> None:
         """The next update in pieces ends this process once its first message was taken."""
