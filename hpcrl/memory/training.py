@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.memory.checkpoint import checkpoint_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers
 from hpcrl.models.family import Config, Family
 
@@ -48,6 +49,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
     count = on_stage(family, config, layout, stage, options.megatron)
     fields = family.transformer(config)
     on_gpu, on_host = optimizer_bytes(options, count, layout)
+    saved_here, saved_there = checkpoint_bytes(options, count, layout)
     critic = 2 if needs(options).critic else 1  # a model of the same size beside the policy
     gpu = {
         "weights": critic * count.all * weight_bytes(options),
@@ -56,12 +58,14 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "activations": activation_bytes(options, fields, layout, stage),
         "logits": logits_bytes(options, config, layout) if stage == layout.pp - 1 else 0.0,
         "weight update": update_bytes(options, config, fields),
+        "checkpoint": saved_here,
         "libraries": float(LIBRARIES),
     }
     sets = needs(options).reference + 2 * options.keep_old_actor
     host = {
         "optimizer": critic * on_host,
         "reference and old actors": float(sets * count.all * weight_bytes(options)),
+        "checkpoint": saved_there,
         "async save": count.all * weight_bytes(options) / layout.copies + on_gpu if options.async_save else 0.0,
     }
     return Terms(gpu, host, stage)

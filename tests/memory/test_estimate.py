@@ -11,6 +11,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
+from hpcrl.memory.checkpoint import checkpoint_bytes
 from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import memory_lines
@@ -128,7 +129,10 @@ def test_355b_needs_its_cpu_adam_and_takes_much_host_memory() -> None:
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
     with_it = guide(name)
-    host = 8 * sum(fullest_rank(with_it, family, config).host.values()) / 1e12
+    terms = dict(fullest_rank(with_it, family, config).host)
+    saved = 8 * terms.pop("checkpoint") / 1e12
+    assert 1.2 < saved < 1.7, f"{saved:.2f} TB more while it is saved: each rank is the only one to hold its experts"
+    host = 8 * sum(terms.values()) / 1e12
     assert 0.7 < host < 1.6, f"{host:.2f} TB a node of 8; slime's own figure is 1.4 to 1.5"
     without = with_it.model_copy(update={"megatron": {**with_it.megatron, "optimizer_cpu_offload": False}})
     assert fullest_rank(without, family, config).total > 80 * GIB
@@ -292,3 +296,15 @@ def test_every_stage_of_a_pipeline_is_looked_at() -> None:
     layout = Layout.of(options, 92)
     totals = [rank_on(options, family, config, layout, stage).total for stage in range(4)]
     assert fullest_rank(options, family, config).total == max(totals)
+
+
+def test_a_checkpoint_takes_memory_of_the_host_and_none_of_the_gpu() -> None:
+    """Of TP 8 all eight ranks of a host gather a part; of TP 2 only two do, and a load takes more, for which each makes room."""
+    count = Count(1000, 0)
+    for tp, each in ((8, 12 * 8 + 12 * 8 + 8 * 8), (2, 12 * 8)):
+        options = Options(actor_num_gpus_per_node=8, tensor_model_parallel_size=tp)
+        assert checkpoint_bytes(options, count, Layout.of(options, 4)) == (0.0, 1000 * each / 8)
+    spread = Options(actor_num_nodes=2, actor_num_gpus_per_node=8, expert_model_parallel_size=8)
+    save = 12 * (1000 + 8 * 500 + 8 * (1000 / 16 + 500 / 2)) + 8 * 8 * 500
+    load = 12 * 8 * 1500
+    assert checkpoint_bytes(spread, Count(1000, 500), Layout.of(spread, 4)) == (0.0, max(save, load) / 8)

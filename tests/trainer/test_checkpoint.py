@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from safetensors.torch import load_file, save_file
 from hpcrl.config.options import Options
 from hpcrl.convert.to_fp8 import convert
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.memory.training import fullest_rank
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.family import find_family
 from hpcrl.trainer.step.share_exchange import ShareExchange
 from hpcrl.weights.fp8 import Scheme
 from tests.support.ranks import RankError, run_ranks
@@ -180,6 +184,45 @@ def test_a_stage_whose_layers_are_all_dense_is_saved_beside_one_with_experts(tmp
     assert went[-1] < went[0] - 0.01
     for n, values in ((4, layout), (1, {})):
         assert run_ranks(n, go_on, [(options(model, n, **values), saved)])[0][0] == pytest.approx(went[BEFORE:], rel=1e-5), n
+
+
+def test_a_save_takes_no_more_of_a_gpu_than_is_counted(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Megatron would gather the optimizer's state of all data-parallel ranks there, whole."""
+    for name, layout in (("dense", {}), ("moe", {"expert_model_parallel_size": 2})):
+        opts, config = options(models[name], 2, **layout), read_config(models[name])
+        counted = fullest_rank(opts, find_family(config, name), config)
+        for taken in run_ranks(2, taken_by_a_save, opts, tmp_path / name):
+            assert taken["gpu"] <= counted.gpu["checkpoint"], (name, taken)
+            assert 0 < taken["host"] <= 2 * counted.host["checkpoint"], (name, "of two ranks, whichever has it", taken)
+
+
+def taken_by_a_save(opts: Options, directory: Path) -> dict[str, int]:
+    """Bytes that are asked for on the GPU (by .cuda(), or as its device), and on the host for the optimizer's state."""
+    from hpcrl.trainer.checkpoint.save_load import Position, save
+
+    policy = start(opts)
+    policy.optimizer.step()
+    card, taken = "cpu:0", {"gpu": 0, "host": 0}  # which nobody else asks for
+    made = {name: getattr(torch, name) for name in ("zeros", "empty")}
+
+    def making(name: str) -> Any:
+        def make(*size: Any, **how: Any) -> torch.Tensor:
+            tensor = made[name](*size, **how)
+            where = "gpu" if how.get("device") == card else "host"
+            theirs = sys._getframe(1).f_code.co_filename.endswith("distrib_optimizer.py")
+            taken[where] += tensor.nbytes if theirs or where == "gpu" else 0
+            return tensor
+
+        return make
+
+    def cuda(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        taken["gpu"] += self.nbytes
+        return self
+
+    torch.cuda.current_device, torch.Tensor.cuda = (lambda: card), cuda
+    torch.zeros, torch.empty = making("zeros"), making("empty")
+    save(policy, policy.ranks, directory, Position(1, 1), "run")
+    return taken
 
 
 def test_every_parameter_counts_its_own_steps_after_loading(models: dict[str, Path], saved: dict[str, Any]) -> None:
