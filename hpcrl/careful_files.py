@@ -20,6 +20,8 @@ import msgspec
 
 MOST = 1 << 26  #: bytes of a file that is read whole, unless the reader says otherwise
 GIVEN = 1 << 24  #: bytes of a recipe, profile or hostfile
+SAMPLES = 1 << 37  #: bytes of a file with all samples of a rollout, or every event of a run
+AT_ONCE = 1 << 20  #: bytes read at once of a file that is longer than it said
 PIPED = ("/dev/fd", "/proc/self/fd", "/dev/stdin")  #: where a shell puts what it has opened for a command
 
 T = TypeVar("T")
@@ -34,37 +36,45 @@ def open_regular(path: Path) -> BinaryIO:
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return open(number, "rb")
 
 
 def read_regular(path: Path, most: int = MOST) -> bytes:
     """All of a regular file.  OSError as `open_regular`, and for one of more than `most` bytes."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
+        return _whole(file, path, most)
+
+
+def _whole(file: BinaryIO, path: Path, most: int) -> bytes:
+    """All that is in a file.  Memory is taken for what is there, and not for `most` bytes."""
+    data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
+    while len(data) <= most and (more := file.read(AT_ONCE)):
+        data += more
     if len(data) > most:
         raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
     return data
 
 
 def read_given(path: str | Path, most: int = GIVEN) -> str:
-    """The text of a file that the user has named, links followed, or of a pipe that his shell has opened for us (`<(command)`).
+    """The text of a file that the user has named.  OSError as `read_given_bytes`; UnicodeDecodeError."""
+    return read_given_bytes(path, most).decode()
 
-    OSError for anything else, which might never end, and for more than `most` bytes; UnicodeDecodeError.
+
+def read_given_bytes(path: str | Path, most: int = GIVEN) -> bytes:
+    """A file that the user has named, links followed, or a pipe that his shell has opened for us (`<(command)`).
+
+    OSError for anything else, which might never end, and for more than `most` bytes.
     """
     place = Path(path)
     if any(place.is_relative_to(piped) for piped in PIPED):
         with place.open("rb") as file:
-            data = file.read(most + 1)
-    else:
-        number = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(number, "rb") as file:
-            if not stat.S_ISREG(os.fstat(number).st_mode):
-                raise OSError(errno.EINVAL, "is no regular file", str(place))
-            data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(place))
-    return data.decode()
+            return _whole(file, place, most)
+    number = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(place))
+        return _whole(file, place, most)
 
 
 def read_json(path: Path, kind: type[T], *, strict: bool = True, most: int = MOST) -> T:
@@ -89,7 +99,7 @@ def touch(path: Path) -> None:
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
     finally:
         os.close(number)
 

@@ -62,6 +62,35 @@ LIGHT = {
     "slurm",
 }
 MOST = 20  #: files in one room
+#: modules that read files past careful_files.py, and what they read: nothing that lies in a run directory, or that a user names
+READERS = {
+    "careful_files.py": "the one reader",
+    "commands/submit.py": "/proc",
+    "config/algorithm_files.py": "the package's own source",
+    "config/dataclass_fields.py": "the source of installed packages",
+    "config/module_search.py": "the source of the user's functions, found by import",
+    "config/reward_names.py": "the package's own source",
+    "doctor/packages.py": "the package's own source",
+    "doctor/storage.py": "/proc",
+    "engine/receivers/disk.py": "safetensors files, as large as a model",
+    "engine/turns/cpu_memory.py": "/proc",
+    "heartbeat.py": "/proc",
+    "model_files/config_json.py": "a model's directory, where links are usual",
+    "model_files/safetensors_headers.py": "a model's directory, where links are usual",
+    "model_files/torch_dist.py": "checkpoints, as large as a model",
+    "processors.py": "/sys",
+    "prompt_files/rows.py": "prompt files, read row by row",
+    "report/page/page.py": "the package's own template",
+    "rollout/grading/worker.py": "/proc",
+    "run/rundir.py": "write_atomic",
+    "run/trouble/memory.py": "/proc and /sys",
+    "slime/flag_table.py": "the package's own tables",
+    "slime/sandbox.py": "/proc",
+    "slime/script.py": "the package's own tables",
+    "slurm/batch_script.py": "the package's own template",
+    "weights/pieces/cuda_memory.py": "/proc",
+    "weights/pieces/wire.py": "/proc",
+}
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
 CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
 CHOOSERS = {"cli.py", "commands/plan.py", "launch/schedulers.py"}
@@ -175,6 +204,27 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
+
+
+def reads(node: ast.AST) -> bool:
+    """Whether this calls `read_bytes`, `read_text`, the built-in `open`, or `.open` to read."""
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "open"
+    if not isinstance(node.func, ast.Attribute):
+        return False
+    mode = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+    return node.func.attr in ("read_bytes", "read_text") or (
+        node.func.attr == "open" and mode in ("r", "rb", "rt", "r+", "rb+", "r+b")
+    )
+
+
+def test_files_are_read_by_the_one_reader() -> None:
+    """What lies in a run directory may be a FIFO, a link or endless: `careful_files` reads it.  READERS is exact."""
+    found = {str(path.relative_to(ROOT)) for path in FILES if any(map(reads, nodes(path)))}
+    assert not found - set(READERS), "read files by hpcrl/careful_files.py"
+    assert not set(READERS) - found, "READERS names modules that read nothing"
 
 
 def test_files_are_short_and_say_what_they_are_for() -> None:

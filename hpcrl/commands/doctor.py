@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
@@ -38,6 +39,7 @@ from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
 from hpcrl.launch.submission import Script, batch_python, can_submit, sight_of, task_python
 from hpcrl.prompt_files import early_look
+from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
 from hpcrl.shipped_files import shipped
 
@@ -278,8 +280,8 @@ def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> 
     """The findings of the job once it has them; a finding of our own if it ends, or time ends, without."""
     gone = 0
     while True:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.json.decode((directory / "findings.json").read_bytes(), type=list[Finding])
+        with contextlib.suppress(OSError, Damaged):
+            return read_json(directory / "findings.json", list[Finding])
         answer = scheduler.look([job])
         word = answer.jobs.get(job)
         # a shared file system may show a file some seconds late
@@ -289,7 +291,7 @@ def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> 
             if not log.exists():
                 hint = "choose a --run-dir on a file system that all nodes share"
                 return [Finding("fail", "", f"job {job.job_id} ended, and nothing of it is in {directory.parent}", hint)]
-            said, hint = last_line(log.read_text(errors="replace")), "see setup, modules and python of the site"
+            said, hint = last_line(end_of_text(log)), "see setup, modules and python of the site"
             return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
         if time.monotonic() > end:
             state = " ".join(filter(None, (word.word, word.reason))) if word else answer.note

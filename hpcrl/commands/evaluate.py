@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpcrl.careful_files import as_given
+from hpcrl.careful_files import as_given, read_regular
 from hpcrl.commands.plan import preview
 from hpcrl.commands.submit import OWN as SUBMIT
 from hpcrl.commands.submit import USAGE as SUBMIT_USAGE
@@ -179,7 +179,7 @@ def _of_checkpoint(what: Path, overrides: Mapping[str, Any]) -> Recipe:
 def _changed(path: Path) -> dict[str, Any]:
     """What an options.json says otherwise than the defaults.  UsageError if it cannot be read."""
     try:
-        said = Options.model_validate_json(path.read_bytes())
+        said = Options.model_validate_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}", "name its checkpoint, and give --hf-checkpoint") from error
     plain = json.loads(said.model_dump_json())

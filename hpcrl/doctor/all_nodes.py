@@ -24,6 +24,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.doctor.cards import share_cards
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
 from hpcrl.doctor.one_node import REPORT, UNSEEN
@@ -124,8 +125,8 @@ def gather(directory: Path, expected: int, end: float) -> list[NodeReport]:
         time.sleep(0.5)
     found = []
     for name in names:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found.append(msgspec.json.decode((directory / name).read_bytes(), type=NodeReport))
+        with contextlib.suppress(OSError, Damaged):
+            found.append(read_json(directory / name, NodeReport))
     return found
 
 
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Look at the nodes of this allocation.")
     parser.add_argument("directory", type=Path)
     args = parser.parse_args(argv)
-    job = msgspec.json.decode((args.directory / "job.json").read_bytes(), type=NodesJob)
+    job = read_json(args.directory / "job.json", NodesJob)
     steps = [
         msgspec.structs.replace(step, command=[*shlex.split(os.environ[f"HPCRL_STEP_{number}"]), "doctor"])
         for number, step in enumerate(job.steps)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.launch.probe import Report, report
 from hpcrl.run.rundir import listed, write_atomic
 
@@ -52,9 +53,8 @@ class Cards:
             if not name.endswith(".json"):
                 continue
             self.read.add(name)  # files are put here whole
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                with (self.directory / name).open("rb") as file:
-                    card = msgspec.json.decode(file.read(LONGEST), type=Card)
+            with contextlib.suppress(OSError, Damaged):
+                card = read_json(self.directory / name, Card, most=LONGEST)
                 self.found[card.base.host] = card
         return self.found
 
@@ -80,6 +80,6 @@ def all_cards(directory: Path, expect: int, seconds: float) -> dict[str, Card]:
         if time.monotonic() > end:
             return {}
         time.sleep(pause(expect))
-    with contextlib.suppress(OSError, msgspec.MsgspecError), (directory / ALL).open("rb") as file:
-        return msgspec.json.decode(file.read(LARGEST), type=dict[str, Card])
+    with contextlib.suppress(OSError, Damaged):
+        return read_json(directory / ALL, dict[str, Card], most=LARGEST)
     return {}

@@ -14,9 +14,9 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
+from hpcrl.careful_files import read_given_bytes
 from hpcrl.errors import UsageError
 from hpcrl.queue.auth import key_of_engine
 
@@ -43,7 +43,7 @@ def read_key() -> bytes:
             f"{KEY_FILE} is not set: the engine would answer anybody", "it names the file with the HTTP key of the run"
         )
     try:
-        key = Path(path).read_bytes().strip()
+        key = read_given_bytes(path).strip()
     except OSError as error:
         raise UsageError(f"cannot read the HTTP key of the run in {path}: {error.strerror}") from error
     if len(key) < 32:

@@ -22,6 +22,7 @@ import msgspec
 import psutil
 
 from hpcrl.errors import DeadlineError, PeerError, UsageError
+from hpcrl.run.peers import read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 MEND = "name the network with --interface, or interface = in the site's profile"
@@ -150,10 +151,9 @@ def write(rundir: RunDir, host: str) -> None:
 
 def read_report(path: Path) -> Report:
     """What a host has put into `path`.  PeerError if it is something else."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise PeerError(f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts") from error
+    if (found := read_published(path, Report)) is None:
+        raise PeerError(f"{path} is gone", "start the run again")
+    return found
 
 
 def gather(rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None) -> dict[str, Report]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from hpcrl.careful_files import read_regular
 from hpcrl.errors import PeerError
 from hpcrl.run.failure import ERROR
 from hpcrl.run.rundir import OVER, RunDir, write_atomic
@@ -42,7 +43,7 @@ class FileSync:
 
 def read_files(rundir: RunDir, names: list[str]) -> dict[str, bytes]:
     """The contents of files of the run directory, for a message."""
-    return {name: (rundir.root / name).read_bytes() for name in names}
+    return {name: read_regular(rundir.root / name) for name in names}
 
 
 def write_files(rundir: RunDir, files: dict[str, bytes]) -> None:

@@ -10,8 +10,8 @@ Invariant: only words are moved here; what they mean, and what is wrong with the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
+from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
 
 #: scheduler -> the variables that it sets in a job, the best first
@@ -29,7 +29,7 @@ def job_hostfile(scheduler: str, environment: Mapping[str, str]) -> tuple[str, s
     text = environment[name]
     if name in ("PE_HOSTFILE", "PBS_NODEFILE"):
         try:
-            text = Path(text).read_text()
+            text = read_given(text)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{name}={text} cannot be read: {error}") from error
     return _REWRITE[name](text), f"${name}"

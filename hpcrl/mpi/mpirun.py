@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from hpcrl.careful_files import read_given
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
@@ -131,7 +132,7 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
         if own.get("print") or own.get("dry-run"):
             if own.get("dry-run"):
                 print(f"{plans[-1].table()}\n\n{describe(stages[-1], plans[-1])}\n")
-                print(f"# {file.name}, for {mpirun[0]}:\n{file.read_text()}")
+                print(f"# {file.name}, for {mpirun[0]}:\n{read_given(file)}")
             print(shlex.join(command).replace(str(file), "HOSTFILE"))
             return 0
         if not shutil.which(mpirun[0]):

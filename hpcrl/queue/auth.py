@@ -30,6 +30,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
+from hpcrl.careful_files import read_regular
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, write_atomic
 
@@ -171,7 +172,7 @@ def _load(path: Path, kind: type[Keys]) -> Keys:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise HpcrlError(
             f"cannot read key file {path}: {error.strerror}", "the keys are made by hpcrl when an attempt starts"

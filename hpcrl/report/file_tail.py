@@ -25,6 +25,11 @@ def last_lines(path: Path, count: int | None = None, within: int = FARTHEST) -> 
         return []
 
 
+def end_of_text(path: Path) -> str:
+    """The whole lines at the end of a log; "" if it cannot be read."""
+    return b"\n".join(last_lines(path)).decode(errors="replace")
+
+
 def _backwards(file: BinaryIO, end: int, count: int | None, within: int) -> tuple[list[bytes], bytes]:
     """(the lines, what follows the last newline) of a file of `end` bytes."""
     start = max(0, end - within)

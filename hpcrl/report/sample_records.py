@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from hpcrl.careful_files import open_regular
 from hpcrl.run.rundir import write_atomic
 
 T = TypeVar("T")
@@ -160,7 +161,7 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T | None]:
     """A line after another, None for one that is damaged."""
     decode = msgspec.json.Decoder(kind, strict=False).decode
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while line := file.readline(LONGEST):
                 try:
                     yield decode(line)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from hpcrl.careful_files import SAMPLES, read_given_bytes
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share, WireError, decode, encode
@@ -28,7 +29,6 @@ from hpcrl.run.rundir import write_atomic
 from hpcrl.sample import STATUSES, Sample, SampleBatch
 
 MAGIC = b"HPCRLRO1"
-LARGEST = 1 << 37  #: bytes of a file that is read
 FRAMES = 64  #: at most
 _HEAD = struct.Struct("<8sI")
 _SIZE = struct.Struct("<Q")
@@ -76,11 +76,11 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
 def read_rollout(path: Path) -> SavedRollout:
     """The rollout in a file.  DataError if it is not there, or is not what `write_rollout` writes."""
     try:
-        if path.stat().st_size > LARGEST:
-            raise DataError(f"{path} has more than {LARGEST >> 30} GiB", "is this a file of --save-debug-rollout-data?")
-        data = path.read_bytes()
+        data = read_given_bytes(path, SAMPLES)
     except OSError as error:
-        raise DataError(f"--load-debug-rollout-data {path}: {error.strerror}") from error
+        raise DataError(
+            f"--load-debug-rollout-data {path}: {error.strerror}", "is this a file of --save-debug-rollout-data?"
+        ) from error
     try:
         *frames, words = _frames(memoryview(data))
         share = decode(frames)

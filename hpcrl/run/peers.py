@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 
@@ -87,6 +88,7 @@ class MeetingPeer(Peer, tag="engine-meeting"):
     rpc_port: Port
 
 
+T = TypeVar("T")
 P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, MeetingPeer)
 
 
@@ -107,11 +109,16 @@ def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
     path = peer_file(rundir.here, kind, index)
     if path.name not in listed(path.parent):
         return None
+    return read_published(path, kind)
+
+
+def read_published(path: Path, kind: type[T]) -> T | None:
+    """What another process has written to `path`, or None if it is gone.  PeerError names a file that holds something else."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return read_json(path, kind)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, Damaged) as error:
         raise PeerError(
             f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts, and start the run again"
         ) from error

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpcrl.careful_files import Damaged, read_json
+from hpcrl.careful_files import Damaged, read_json, read_regular
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
@@ -45,8 +45,11 @@ class RoleContext:
 
 
 def read_options(rundir: RunDir) -> Options:
-    """The resolved options of a run, as its roles see them."""
-    return Options.model_validate_json(rundir.options_file.read_bytes())
+    """The resolved options of a run, as its roles see them.  HpcrlError if the file is damaged, or is not there."""
+    try:
+        return Options.model_validate_json(read_regular(rundir.options_file))
+    except (OSError, ValueError) as error:
+        raise HpcrlError(f"{rundir.options_file} is damaged, or of another version of hpcrl: {error}") from error
 
 
 def read_plan(rundir: RunDir) -> Plan:

@@ -17,6 +17,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 import psutil
 
 from hpcrl.findings import last_line
+from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
 from hpcrl.selftest.registry import Check, Outcome, try_check
@@ -114,7 +115,7 @@ def watch(
                 seen.add(name)
                 told(name)
             if bad := next(((process, log) for process, log in started if process.poll()), None):
-                said = last_line(bad[1].read_text(errors="replace"))
+                said = last_line(end_of_text(bad[1]))
                 why = f"its process {how_it_ended(bad[0].returncode)}: {said}; see {bad[1]}"
             elif time.monotonic() > deadline:
                 why = f"it did not end within {seconds:.0f} s; see {started[0][1]}"

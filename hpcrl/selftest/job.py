@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import read_json
 from hpcrl.doctor.cards import all_cards, leave_card, share_cards
 from hpcrl.doctor.one_node import rank_environments
 from hpcrl.errors import DeadlineError
@@ -105,7 +106,7 @@ def host(directory: Path, name: str) -> int:
 
 
 def read_job(directory: Path) -> SelftestJob:
-    return msgspec.json.decode((directory / "job.json").read_bytes(), type=SelftestJob)
+    return read_json(directory / "job.json", SelftestJob)
 
 
 def main(argv: list[str] | None = None) -> int:

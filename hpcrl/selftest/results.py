@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.doctor.packages import version
 from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest.registry import Check, Outcome
@@ -39,8 +40,8 @@ class Results:
     def read(self) -> dict[str, Outcome]:
         found = {}
         for file in (self.directory / "results").glob("*.json"):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                found[file.stem] = msgspec.json.decode(file.read_bytes(), type=Outcome)
+            with contextlib.suppress(OSError, Damaged):
+                found[file.stem] = read_json(file, Outcome)
         return found
 
     def interrupted(self, names: Iterable[str]) -> str | None:

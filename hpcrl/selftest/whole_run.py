@@ -18,6 +18,7 @@ import psutil
 
 from hpcrl.errors import HpcrlError
 from hpcrl.findings import last_line
+from hpcrl.report.file_tail import end_of_text
 from hpcrl.report.metrics import last_records
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end
@@ -73,9 +74,7 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
     if late:
         raise HpcrlError(f"hpcrl run did not end within {LONG:.0f} s", f"see {log}")
     if process.returncode != status:
-        raise HpcrlError(
-            f"hpcrl run {how_it_ended(process.returncode)}: {last_line(log.read_text(errors='replace'))}", f"see {log}"
-        )
+        raise HpcrlError(f"hpcrl run {how_it_ended(process.returncode)}: {last_line(end_of_text(log))}", f"see {log}")
 
 
 def _environment() -> dict[str, str]:

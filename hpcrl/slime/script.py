@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import read_regular
+from hpcrl.careful_files import read_given, read_regular
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.slime.sandbox import LANDLOCK_WITH_NETWORK, UNCONFINED
@@ -128,12 +128,10 @@ def run_script(path: Path, variables: Mapping[str, str], models: Path | None = N
 def _read(path: Path) -> str:
     """The text of a script.  UsageError if it cannot be read, or bash could not make sense of its lines."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_SCRIPT + 1).decode()
+        text = read_given(path, MOST_SCRIPT)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the script {path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > MOST_SCRIPT:
-        raise UsageError(f"{path} has more than {MOST_SCRIPT >> 20} MiB", "is it a run script?")
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read the script {path}: {why}", "is it a run script?") from error
     if "\r\n" in text:
         raise UsageError(f"{path} has the line ends of Windows, which bash reads as a part of each word", "mend it with dos2unix")
     return text

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.queue.auth import http_key
 from hpcrl.queue.client import Late, QueueClient
@@ -61,11 +62,11 @@ class RolloutDriver:
     def _position(self) -> dict[str, Any]:
         """Where an earlier attempt has left off.  HpcrlError if that is damaged."""
         try:
-            at = msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any])
+            at = read_json(self.path, dict[str, Any])
             return {"rollout_id": int(at["rollout_id"]), "state": at["state"]}
         except FileNotFoundError:
             return {"rollout_id": 0, "state": None}
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        except (OSError, Damaged, KeyError, TypeError, ValueError) as error:
             raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run begins anew") from error
 
     def _name_weights(self) -> None:

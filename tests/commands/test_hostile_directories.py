@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,9 +17,24 @@ import pytest
 from hpcrl.careful_files import Damaged, count_of, open_regular, parse_json, read_json, read_regular, touch
 from hpcrl.cli import main
 from hpcrl.commands.stop import stop
+from hpcrl.doctor.all_nodes import REPORT, gather
+from hpcrl.doctor.cards import ALL, Cards, all_cards
 from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.launch.probe import read_report
+from hpcrl.launch.restarts.restart_policy import broken_hosts, check_headway, position
 from hpcrl.plain_text import strip_control
+from hpcrl.queue.auth import http_key
+from hpcrl.report.page.page import recipe_text
+from hpcrl.report.run_files import StageFiles
+from hpcrl.report.timeline.reading import read_tracks
+from hpcrl.report.timeline.run_spending import hosts_of
+from hpcrl.rollout.ledger.journal import account
+from hpcrl.run.engines.lives import Reports
+from hpcrl.run.engines.view import read_views
+from hpcrl.run.peers import EnginePeer, find
+from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
+from hpcrl.selftest.results import Results
 
 DEEP = "[" * 200_000
 HUGE = "1" + "0" * 400
@@ -102,6 +118,46 @@ def test_who_looks_at_it_is_neither_stopped_nor_misled(
         for text in (shown.out, shown.err):
             assert strip_control(text, lines=True) == text
             assert "Traceback" not in text
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def stage_of(root: Path) -> StageFiles:
+    return StageFiles(root, "")
+
+
+#: file in a run (or another) directory -> what reads it
+READERS: dict[str, Callable[[Path], object]] = {
+    "attempts/0/engines.json": lambda root: read_views(root / "attempts" / "0"),
+    "attempts/0/hosts.json": lambda root: list(hosts_of(stage_of(root), 0, None)),
+    "attempts/0/hosts/a.json": lambda root: read_report(root / "attempts/0/hosts/a.json"),
+    "attempts/0/peers/engine-0.json": lambda root: (find(RunDir(root, 0), EnginePeer), Reports(RunDir(root, 0)).new()),
+    "broken-hosts.json": broken_hosts,
+    "headway.json": lambda root: check_headway(root, 1),
+    "checkpoints/latest_checkpointed_iteration.txt": position,
+    "options.json": lambda root: read_options(RunDir(root, 0)),
+    "recipe.toml": recipe_text,
+    "ledger/attempt-0.jsonl": account,
+    "timeline/trainer-0.jsonl": lambda root: read_tracks(root / "timeline/trainer-0.jsonl", 0),
+    "results/loss.json": lambda root: Results(root).read(),
+    f"a{REPORT}": lambda root: gather(root, 1, 0.0),
+    "cards/a.json": lambda root: Cards(root / "cards").look(),
+    f"cards/{ALL}": lambda root: all_cards(root / "cards", 1, 0.0),
+    "keys/http.key": lambda root: http_key(RunDir(root, 0), 0),
+}
+
+
+@pytest.mark.parametrize("spoil", [fifo, to("/dev/zero"), holding(DEEP)], ids=["FIFO", "endless", "deep"])
+@pytest.mark.parametrize("name", READERS)
+def test_whoever_reads_a_file_of_a_run_comes_back(tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    """With what it can do without the file, or with an error of ours."""
+    root = make(tmp_path)
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    spoil(root / name)
+    signal.setitimer(signal.ITIMER_REAL, 20)  # a hang ends the test, with its stack
+    try:
+        with contextlib.suppress(HpcrlError, OSError):
+            READERS[name](root)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import time
 from pathlib import Path
 
@@ -318,6 +320,38 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     late.ends, late.next_look = time.time() - 1, 0
     late.watch(stopped, rundir)
     assert not late.due  # the user's stop is not the time limit's: no requeue
+
+
+@pytest.mark.parametrize("left", [b"", b"[[", b"{}", b"\xff"])
+def test_a_count_of_restarts_that_cannot_be_read_begins_anew_and_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: bytes
+) -> None:
+    file = tmp_path / "headway.json"
+    file.write_bytes(left)
+    check_headway(tmp_path, 3)
+    assert "headway.json cannot be read" in capsys.readouterr().err
+    for restart in range(4, 3 + FRUITLESS):
+        check_headway(tmp_path, restart)
+    with pytest.raises(HpcrlError, match="5 restarts without a new checkpoint"):
+        check_headway(tmp_path, 9)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_count_of_restarts_is_written_whole_and_a_full_disk_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Limited to no byte, as a full disk is: what was there stays."""
+    check_headway(tmp_path, 0)
+    before = (tmp_path / "headway.json").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        check_headway(tmp_path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "headway.json").read_bytes() == before
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_restarts_without_a_new_checkpoint_come_to_an_end(tmp_path: Path) -> None:

@@ -201,12 +201,16 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "large").write_bytes(b"x" * 200)
     assert read_given(tmp_path / "link") == "node1\n"
-    for name, said in (("fifo", "is no regular file"), ("large", "has more than 100 bytes"), (".", "no regular file|directory")):
+    for name, said in (
+        ("fifo", "is not a regular file"),
+        ("large", "has more than 100 bytes"),
+        (".", "not a regular file|directory"),
+    ):
         with pytest.raises(OSError, match=said):
             read_given(tmp_path / name, 100)
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         read_given("/dev/zero")
-    with pytest.raises(UsageError, match="fifo: is no regular file"):
+    with pytest.raises(UsageError, match="fifo: is not a regular file"):
         read_hostfile(tmp_path / "fifo")
     command = f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.careful_files import read_given; print(read_given(\"/dev/fd/7\"))'"
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30).stdout == "node1\n\n"

@@ -19,6 +19,7 @@ from typing import IO
 
 import msgspec
 
+from hpcrl.careful_files import open_regular
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
@@ -114,7 +115,7 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
         )
     folder = Path(options.rollout_external_engine_keys or "").expanduser()
     try:
-        lock = (folder / HTTP_KEY).open("rb")
+        lock = open_regular(folder / HTTP_KEY)
     except OSError as error:
         raise UsageError(f"{KEYS} {folder}: {error.strerror}", "is it what hpcrl engines serve --keys was given?") from error
     with contextlib.ExitStack() as stack:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json, read_regular
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.job import say
 from hpcrl.plan import Plan
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import last_records
@@ -22,6 +24,7 @@ from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
 from hpcrl.run.trouble.hardware import hardware_words
 
+HEADWAY = "headway.json"  #: in a run directory: where the last starts stood
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
 RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save
@@ -38,8 +41,10 @@ def margin(rundir: RunDir, floor: float) -> float:
 
 def position(root: Path) -> list[str]:
     """What a job has saved so far: the tracker of every stage, and which stages are finished."""
-    trackers = sorted(root.glob("**/latest_checkpointed_iteration.txt"))
-    found = [f"{path.relative_to(root)} {path.read_text(errors='replace').strip()}" for path in trackers]
+    found = []
+    for path in sorted(root.glob("**/latest_checkpointed_iteration.txt")):
+        with contextlib.suppress(OSError):
+            found.append(f"{path.relative_to(root)} {read_regular(path).decode(errors='replace').strip()}")
     summaries = [path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished]
     return found + [str(path.relative_to(root)) for path in summaries]
 
@@ -47,18 +52,30 @@ def position(root: Path) -> list[str]:
 def check_headway(root: Path, restarts: int) -> None:
     """Note where the job stands at this start; HpcrlError if the last FRUITLESS restarts stood at the same place.
 
-    A start by hand (restarts 0) begins the count anew.
+    A start by hand (restarts 0) begins the count anew.  A count that cannot be read or kept never ends a run: it begins anew.
     """
-    file = root / "headway.json"
-    before = msgspec.json.decode(file.read_bytes()) if restarts and file.is_file() else []
     here = position(root)
-    seen = [*before, here][-FRUITLESS - 1 :]
-    file.write_bytes(msgspec.json.encode(seen))
+    seen = [*(_earlier_starts(root / HEADWAY) if restarts else []), here][-FRUITLESS - 1 :]
+    try:
+        write_atomic(root / HEADWAY, msgspec.json.encode(seen))
+    except HpcrlError as error:
+        say(f"note: {error}; restarts without a new checkpoint are not counted from here")
     if len(seen) > FRUITLESS and all(place == here for place in seen):
         raise HpcrlError(
             f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
             f"see the logs of the last attempts; then go on with hpcrl resume {root}",
         )
+
+
+def _earlier_starts(file: Path) -> list[list[str]]:
+    """Where the starts before this one stood; [] where nothing can be read, as after a kill or with a full disk."""
+    try:
+        return read_json(file, list[list[str]])
+    except FileNotFoundError:
+        return []
+    except (OSError, Damaged) as error:
+        say(f"note: {file} cannot be read ({error}): restarts without a new checkpoint are counted from this one")
+        return []
 
 
 # ---- hosts that broke
@@ -91,6 +108,6 @@ def broken_hosts(root: Path) -> list[str]:
 
 
 def _broken(root: Path) -> dict[str, str]:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((root / BROKEN).read_bytes(), type=dict[str, str])
+    with contextlib.suppress(OSError, Damaged):
+        return read_json(root / BROKEN, dict[str, str])
     return {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from hpcrl.careful_files import read_regular
 from hpcrl.report.closing_line import held_out, remarks
 from hpcrl.report.curves import series
 from hpcrl.report.metrics import read_metrics
@@ -193,6 +194,6 @@ def _short(text: str) -> str:
 def recipe_text(root: Path) -> str | None:
     """The recipe's own text, or None."""
     try:
-        return (root / "recipe.toml").read_text(encoding="utf-8", errors="replace")
+        return read_regular(root / "recipe.toml").decode(errors="replace")
     except OSError:
         return None

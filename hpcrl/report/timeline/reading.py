@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hpcrl.careful_files import read_regular
 from hpcrl.report.timeline.spans import FOLDER, Header, old_of
 
 
@@ -100,7 +101,7 @@ def _rows(path: Path) -> Iterator[Header | Span]:
     header = msgspec.json.Decoder(Header).decode
     short, long = (msgspec.json.Decoder(kind).decode for kind in (tuple[str, int, int], tuple[str, int, int, dict[str, Any]]))
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path).split(b"\n")
     except OSError:
         return
     for line in lines[:-1]:

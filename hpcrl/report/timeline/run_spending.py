@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.plan import Host, Plan
 from hpcrl.report.run_files import Run, StageFiles, load_json
 from hpcrl.report.timeline.accounting import AttemptSpent, Owner, Spent
@@ -116,9 +115,9 @@ def _same(span: Span, stage: str, attempt: int) -> bool:
 def hosts_of(stage: StageFiles, attempt: int, plan: Plan | None) -> Iterator[tuple[str, int]]:
     """(host, slots) that an attempt held; those of its plan where nothing else is known."""
     try:
-        hosts = msgspec.json.decode((stage.root / "attempts" / str(attempt) / HOSTS).read_bytes(), type=list[Host])
+        hosts = read_json(stage.root / "attempts" / str(attempt) / HOSTS, list[Host])
         yield from ((host.name, host.slots) for host in hosts)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, Damaged):
         for host in plan.hosts if plan else ():
             yield host, plan.slots_on(host) if plan else 0
 

@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from hpcrl.careful_files import open_regular
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import in_thread
 from hpcrl.rollout.ledger.held import Held
@@ -134,7 +135,7 @@ class Bank:
             return None
         path = self._file(place.file)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(place.begin)
                 return decode(file.read(place.size), group)
         except FileNotFoundError:
@@ -169,7 +170,7 @@ class Bank:
         self._next = max(paths, default=-1) + 1
         for file, path in sorted(paths.items()):
             try:
-                with path.open("rb") as data:
+                with open_regular(path) as data:
                     (length,) = _LENGTH.unpack(data.read(_LENGTH.size))
                     index = msgspec.msgpack.decode(data.read(length), type=_Index)
             except (OSError, struct.error, msgspec.MsgspecError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import SAMPLES, read_regular
 from hpcrl.rollout.ledger.account import Account, Line, account_of, read_lines
 from hpcrl.rollout.ledger.ledger import Ledger
 from hpcrl.run.rundir import RunDir, write_atomic
@@ -49,4 +50,4 @@ class Journal:
 def account(root: str | Path) -> Account:
     """The account of the run in a directory."""
     paths = sorted((Path(root) / FOLDER).glob("attempt-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
-    return account_of(read_lines(path.read_bytes()) for path in paths)
+    return account_of(read_lines(read_regular(path, SAMPLES)) for path in paths)

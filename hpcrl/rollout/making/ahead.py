@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from hpcrl.careful_files import SAMPLES, read_regular
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
@@ -84,7 +85,7 @@ class MadeAhead:
     async def _again(self, rollout_id: int, version: int, consumed: int) -> Made | None:
         path = self.path(rollout_id)
         try:
-            found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+            found = msgspec.msgpack.decode(read_regular(path, SAMPLES), type=_File)
             samples, dropped = ([unpack(sample) for sample in packed] for packed in (found.samples, found.dropped))
         except FileNotFoundError:
             return None

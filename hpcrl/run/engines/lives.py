@@ -24,9 +24,9 @@ from typing import ClassVar
 import msgspec
 
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.errors import HpcrlError
 from hpcrl.plan import Place, Plan
-from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file
+from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 PAUSE = 1.0  #: seconds from an engine's end to its next start
@@ -199,11 +199,4 @@ def _added_file(rundir: RunDir, index: int) -> Path:
 
 def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | EngineAdded | None:
     path = rundir.here / "peers" / name
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=EnginePeer | EngineEnd | EngineAdded)
-    except FileNotFoundError:
-        return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise PeerError(
-            f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts, and start the run again"
-        ) from error
+    return read_published(path, EnginePeer | EngineEnd | EngineAdded)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, write_atomic
 
@@ -50,8 +51,8 @@ def read_views(here: Path) -> EngineViews | None:
     """
     path = here / VIEW
     try:
-        return msgspec.json.decode(path.read_bytes(), type=EngineViews)
+        return read_json(path, EngineViews)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, Damaged) as error:
         raise HpcrlError(f"{path} is damaged, or of another version of hpcrl: {error}") from error

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run.rundir import TRACKER, flush, write_atomic
@@ -297,9 +298,9 @@ def saved_by(path: Path) -> str | None:
 def _record(path: Path, run_id: str | None) -> dict[str, Any]:
     """hpcrl.json of a checkpoint that a run of ours saved."""
     try:
-        record = msgspec.json.decode((path / RECORD).read_bytes(), type=dict)
+        record = read_json(path / RECORD, dict)
         known = {name: record[name] for name in ("run_id", "rollout_id", "version", "data")}
-    except (OSError, msgspec.DecodeError, KeyError) as error:
+    except (OSError, Damaged, KeyError) as error:
         raise DataError(
             f"{path / RECORD} cannot be read: {error}", _instead(path) or "--load starts from the weights alone"
         ) from error

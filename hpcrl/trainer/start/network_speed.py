@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpcrl.careful_files import read_regular
 from hpcrl.errors import DeadlineError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import write_atomic
@@ -103,7 +104,7 @@ def _store(address: str, port: int, rank: int, port_file: Path | None, seconds: 
             if time.monotonic() > end:
                 raise DeadlineError(f"rank 0 did not write {port_file} within {seconds:.0f} s", "see its log")
             time.sleep(0.05)
-        port = int(port_file.read_bytes())
+        port = int(read_regular(port_file))
     return dist.TCPStore(address, port, is_master=first, wait_for_workers=False, timeout=wait, **opened)
 
 
