@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,8 @@ def begin_job(
     sight = Sight(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
-    RunDir.create(root, FOLDERS if alone else ("logs",))
+    root = RunDir.create(root, FOLDERS if alone else ("logs",), another="{time}" in run_dir_of(recipe, overrides)).root
+    job = job if root == job.root else replace(job, root=root)
     if found := swappable_by_group(root):
         say(
             f"note: everybody in group {found[1]} can put something else in place of {root}: {found[0]} is writable by it (chmod g-w, or +t)"
@@ -178,9 +179,14 @@ def begin_job(
     return job
 
 
+def run_dir_of(recipe: Recipe, overrides: dict[str, Any]) -> str:
+    """--run-dir as it was given, with what stands in braces."""
+    return overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
+
+
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would lie."""
-    given = overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
+    given = run_dir_of(recipe, overrides)
     check_run_dir(given)
     return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
 

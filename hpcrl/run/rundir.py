@@ -36,6 +36,7 @@ import os
 import re
 import shutil
 import time
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,16 @@ OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.js
 WRITTEN = ("ahead", "bank", "ledger")  #: directories of RUN that the rollout process makes, if it needs them
 #: what a run has from the start
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
+
+
+def _claim(path: Path) -> Path:
+    """Make `path`, or the first of path-2, path-3, ... that is not there; mkdir gives it to one process alone.  OSError."""
+    for number in count(1):
+        own = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            own.mkdir(mode=0o700)
+            return own
+    raise AssertionError
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0.0) -> None:
@@ -143,9 +154,10 @@ class RunDir:
     # ---- life
 
     @classmethod
-    def create(cls, root: str | Path, folders: tuple[str, ...] = FOLDERS) -> RunDir:
+    def create(cls, root: str | Path, folders: tuple[str, ...] = FOLDERS, *, another: bool = False) -> RunDir:
         """A new run directory with its `folders`, mode 0700.
 
+        another: where `root` is taken, the first of root-2, root-3, ... that is not; nobody else can have got the same.
         UsageError if it is not empty, cannot be made, or would lie where others may put something else in its place.
         """
         path = as_given(root)
@@ -153,8 +165,9 @@ class RunDir:
             raise UsageError(
                 f"--run-dir {root} is a link to {path.resolve()}, which is not there", "did you make it? name the directory"
             )
-        if path.is_dir() and any(path.iterdir()):
-            raise UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
+        taken = UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
+        if not another and path.is_dir() and any(path.iterdir()):
+            raise taken
         try:
             make_parents(path)
             if parent := swappable(path) or swappable(path.resolve()):
@@ -162,10 +175,13 @@ class RunDir:
                     f"--run-dir {root}: everybody may put something else in its place: {parent} is writable by all",
                     f"choose another directory, or chmod o-w {parent}",
                 )
+            path = _claim(path) if another else path
             path.mkdir(exist_ok=True, mode=0o700)
             path.chmod(0o700)  # EPERM where it is another's
             for name in folders:
                 (path / name).mkdir(mode=0o700)
+        except FileExistsError as error:  # by another process, since we looked
+            raise taken from error
         except OSError as error:
             raise UsageError(f"--run-dir {root}: {words(error, path)}", mend(error) or "choose a writable directory") from error
         return cls(path)

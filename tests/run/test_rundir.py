@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ import pytest
 from hpcrl.careful_files import as_given, read_given, swappable_by_group
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.launch.job import begin_job
 from hpcrl.mpi.hostfile import read_hostfile
+from hpcrl.plan import Host
 from hpcrl.run.failure import ERROR
 from hpcrl.run.job_file import read_job, write_job
 from hpcrl.run.recipe_file import RecipeFile, read_recipe_file, write_recipe_file
@@ -37,6 +41,28 @@ def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
 def test_a_used_directory_is_refused(rundir: RunDir) -> None:
     with pytest.raises(UsageError, match="--resume"):
         RunDir.create(rundir.root)
+
+
+def test_processes_that_begin_in_the_same_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    """The time in a run directory's name has whole seconds: mkdir gives each name to one of them."""
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: RunDir.create(tmp_path / "runs" / "a-101500", another=True).root, range(8)))
+    assert sorted(path.name for path in made) == ["a-101500", *(f"a-101500-{n}" for n in range(2, 9))]
+
+
+def test_runs_begun_in_the_same_second_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    options = {"hf_checkpoint": "/m", "prompt_data": str(tmp_path / "p.jsonl"), "label_key": "label", "rm_type": "exact"}
+    options |= {"num_rollout": 1, "rollout_num_gpus": 1, "rollout_batch_size": 8, "n_samples_per_prompt": 2}
+    (tmp_path / "r.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
+    recipe, now = load_recipe(tmp_path / "r.toml"), time.gmtime()
+    monkeypatch.setattr(time, "gmtime", lambda *_: now)
+    given = {"run_dir": f"{tmp_path}/{{name}}-{{time}}"}
+    first, second = (begin_job(recipe, given, lambda _: [Host("n", 16)], here=False) for _ in range(2))
+    assert second.root == first.root.with_name(f"{first.root.name}-2") and second.identity != first.identity
+    assert read_recipe_file(second.root).identity == second.identity
+    with pytest.raises(UsageError, match="is not empty"):
+        begin_job(recipe, {"run_dir": str(first.root)}, lambda _: [Host("n", 16)], here=False)
 
 
 def test_no_run_directory_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from hpcrl.config.option_fields import Base, opt
 class RunOptions(Base):
     """run: the directory, the seed, the length"""
 
-    run_dir: str = opt("runs/{name}-{time}", "run directory; {name} is the recipe's, {time} the start in UTC")
+    run_dir: str = opt(
+        "runs/{name}-{time}",
+        "run directory; {name} is the recipe's, {time} the start in UTC, with -2, -3, ... behind it if it is taken",
+    )
     seed: int = opt(1234, "seed of Megatron's random numbers", "megatron")
     num_rollout: int | None = opt(None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0)
     loop: Literal["sync", "async", "fully-async"] = opt(
