@@ -193,9 +193,12 @@ def _scheduler(case: Case, request: Request) -> Iterator[Finding]:
     if failed(found) or not scheduler.test_command or not can_submit(scheduler):
         return
     verdict = scheduler.test(_text(case.site, request, "true", case.directory))
-    if not verdict.accepted:
+    if verdict.never:
         what = f"{scheduler.title} refuses a job like this run's: {verdict.said}"
         yield Finding("fail", "", what, verdict.hint)
+    elif not verdict.accepted:
+        hint = "a job that can start once other nodes are up is taken, and waits; else " + verdict.hint
+        yield Finding("warn", "", f"{scheduler.test_command} of a job like this run's: {verdict.said}", hint)
     else:
         yield Finding("ok", "", f"{scheduler.title} takes a job like this run's ({scheduler.test_command})")
 

@@ -23,13 +23,21 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import Scheduler, SubmittedJob
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags
-from hpcrl.launch.submission import Submission, can_submit, preview, refuse_absent_files, refuse_what_does_not_fit, submit_new
+from hpcrl.launch.submission import (
+    Submission,
+    can_submit,
+    chained,
+    preview,
+    refuse_absent_files,
+    refuse_what_does_not_fit,
+    submit_new,
+)
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\
 usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
        hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
-       hpcrl submit RECIPE.toml --print         print the script alone, for you to edit and submit (sbatch)
+       hpcrl submit RECIPE.toml --print         print the script of one job, for you to edit and submit (sbatch)
        hpcrl submit [--site NAME ...] -- ARGUMENTS    slime's or vime's, as its scripts give them to train.py
 
   --site NAME        profile of the cluster: sites/NAME.toml, or a path; default $HPCRL_SITE
@@ -78,7 +86,10 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     """Submit a recipe, or show what would be, as this command's own flags say; word: how the recipe was named."""
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
-    overrides = site.options(recipe, overrides)
+    overrides, chain = site.options(recipe, overrides), own.get("chain", 1)
+    if chain > 1 and own.get("print"):
+        raise UsageError("--print writes the script of one job, and --chain submits several", "leave one of them out")
+    site = chained(site, chain)
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
     shown = preview(recipe, overrides, site, packages=can_submit(scheduler) and not by_hand)
     if by_hand:
@@ -90,7 +101,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         return 0
     if can_submit(scheduler):
         _note_place(shown)
-    say_submitted(*submit_new(recipe, overrides, site, own.get("chain", 1)))
+    say_submitted(*submit_new(recipe, overrides, site, chain))
     return 0
 
 
@@ -134,7 +145,7 @@ def _show(scheduler: Scheduler, shown: Submission) -> None:
         refuse_what_does_not_fit(scheduler, shown)
         if scheduler.test_command:
             verdict = scheduler.test(text)
-            if not verdict.accepted:
+            if verdict.never:
                 raise UsageError(f"{scheduler.title} refuses this job: {verdict.said}", verdict.hint)
             print(f"# {scheduler.test_command} says: {verdict.said}")
 

@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """What a scheduler would do with a script: its words, and where it would refuse it what to do about that."""
+    """What a scheduler would do with a script now: its words, and where it would not take it what to do about that.
+
+    never: whether it would refuse it at any other time too, and not only as long as nodes are down or drained.
+    """
 
     accepted: bool
     said: str
     hint: str = ""
+    never: bool = False
 
 
 class SubmittedJob(Protocol):
@@ -77,7 +81,7 @@ class Scheduler(Protocol):
         """Whether the site can hold the request: what it cannot would be refused, or wait for ever."""
 
     def test(self, script: str) -> Verdict:
-        """Whether it would take the script; asked only if there is a test_command."""
+        """Whether it would take the script now; asked only if there is a test_command, and of no weight in a submission."""
 
     # ---- scripts and submission
 
@@ -102,6 +106,10 @@ class Scheduler(Protocol):
 
 class AlreadyRequeued(HpcrlError):
     """The scheduler is queueing the job again by itself."""
+
+
+class SchedulerSilent(HpcrlError):
+    """The scheduler did not answer, or could not right now: it is worth asking again."""
 
 
 class Allocation(Protocol):
@@ -131,7 +139,10 @@ class Allocation(Protocol):
         """Those of `hosts` that the scheduler knows to have failed between these unix times, with its words; {} if it does not know."""
 
     def requeue(self) -> None:
-        """Queue the job again; it is ended soon after.  AlreadyRequeued, or another HpcrlError if that is refused."""
+        """Queue the job again; it is ended soon after.
+
+        AlreadyRequeued; SchedulerSilent if there was no answer; another HpcrlError if that is refused.
+        """
 
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         """Keep a job that waits in the queue off these hosts.  HpcrlError if that is refused."""

@@ -6,6 +6,7 @@ error; the same request renders the same text.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,8 @@ def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
     elif site.after:
         yield from (f"dependency=afterok:{site.after}", "kill-on-invalid-dep=yes")
     yield f"time={site.time}"
-    yield f"output={script.output}"
+    folder, name = os.path.split(script.output)
+    yield f"output={os.path.join(folder.replace('%', '%%'), name)}"  # in the file's name alone % is ours: %j
     yield "open-mode=append"
     yield f"signal=B:USR1@{request.margin}"
     yield "requeue" if site.requeue else "no-requeue"

@@ -13,8 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
+__all__ = ["FailedJobError", "HetSlurmExecutor"]
+
+ANSWER = 120  #: seconds that sbatch may take, which is longer than it tries to reach its controller
 _HET_ID = re.compile(r"(\d+)\+\d+")
 #: from worst to best: the first of these that a component is in is the job's
 _ORDER = (
@@ -76,6 +80,8 @@ class HetSlurmExecutor(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return [
+            "timeout",
+            str(ANSWER),
             "env",
             *(word for name in of_another_job(os.environ) for word in ("-u", name)),
             "sbatch",

@@ -163,7 +163,9 @@ def judge_component(
     gpus = need.slots if gpus is None else gpus
     where, set_it = f"{need.name}.partition {partition.name}", f"set {need.name}.partition to another"
     wrong = []
-    if partition.state != "UP":
+    if partition.state == "DOWN":  # it takes jobs, which wait; INACTIVE and DRAIN take none
+        wrong.append(Finding("warn", "", f"{where} is DOWN", f"it will wait until the partition is up, or {set_it}"))
+    elif partition.state != "UP":
         wrong.append(Finding("fail", "", f"{where} is {partition.state}", set_it))
     if limit > partition.limit:
         hint = f"a run goes on by requeueing: lower time, or {set_it}"

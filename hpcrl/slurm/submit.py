@@ -1,12 +1,15 @@
 """Runs as Slurm jobs: their scripts, what sbatch says of them, and their submission through submitit.
 
-Invariant: a script is tried with `sbatch --test-only` before it is submitted, since a component too large for its partition
-would wait for ever.
+Invariant: sbatch decides whether a job is taken; what it would take and let wait for ever is judged by hpcrl/slurm/partitions.py.
+`sbatch --test-only` decides nothing: it also refuses what only has to wait, such as for a node that is drained now.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.setting_names import nearest
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.job import run_dir_of
 from hpcrl.launch.scheduler import Verdict
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import Submission, batch_python, submit_new
@@ -24,6 +28,7 @@ from hpcrl.slurm.batch_script import render
 
 SECONDS = 60.0  #: that sbatch may take
 OUTPUT = "job-%j.out"
+JOB_ID = "\0"  #: stands for the job's number in a path, which cannot hold it
 #: what sbatch says -> what a user can do about it
 HINTS = {
     "invalid partition": "name a partition with --set trainer.partition=... engine.partition=...; see sinfo",
@@ -78,12 +83,18 @@ def preview_script(submission: Submission) -> str:
 
 
 def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
-    """The script for a person, whose job makes a run directory of its own number."""
-    root = f'"runs/{submission.job.recipe.name}-$SLURM_JOB_ID"'
+    """The script for a person; the run directory is the one that was given, the job's number in place of the time in it."""
+    recipe = submission.job.recipe
+    root = _quoted(run_dir_of(recipe, submission.job.overrides).format(name=recipe.name, time=JOB_ID))
     inside = submission.site.container.kind != "none"  # then HPCRL_PYTHON is the image's, and this process runs outside of it
     python = shlex.quote(batch_python(submission.site)) if inside else '"$HPCRL_PYTHON"'
     command = f"{python} -m hpcrl.slurm.batch_process {shlex.join(words)} --run-dir {root}"
     return render(submission.script_by_hand(command, "hpcrl-%j.out"), submission.request, submission.site)
+
+
+def _quoted(text: str) -> str:
+    """A text as one word for a shell, with the job's number in place of JOB_ID."""
+    return '"' + re.sub(r'(["$`\\])', r"\\\1", text).replace(JOB_ID, "$SLURM_JOB_ID") + '"'
 
 
 # ---- submission
@@ -93,9 +104,19 @@ def test_only(script: str) -> Verdict:
     """What `sbatch --test-only` says of a script."""
     answer = ask(["sbatch", "--test-only"], SECONDS, script, _outside_of_jobs())
     said = " ".join((answer.err + answer.out).split()).replace("sbatch: ", "")
-    low = said.lower()
-    hint = next((hint for words, hint in HINTS.items() if words in low), "see sinfo, and the script with --dry-run")
-    return Verdict(answer.code == 0, said, hint)
+    # an account, partition, QOS or feature that is not there is refused by sbatch too, with the same words
+    return Verdict(answer.code == 0, said, _hint(said), never="invalid" in said.lower())
+
+
+def _hint(said: str) -> str:
+    """What a user can do about what sbatch says."""
+    return next((hint for words, hint in HINTS.items() if words in said.lower()), "see sinfo, and the script with --dry-run")
+
+
+def _refused(said: str) -> UsageError:
+    """The error for a job that sbatch did not take, from its stderr."""
+    words = " ".join(said.split()).replace("sbatch: ", "").replace("error: ", "")
+    return UsageError(f"Slurm refuses this job: {words}", _hint(words))
 
 
 def _outside_of_jobs() -> dict[str, str]:
@@ -109,15 +130,12 @@ def _outside_of_jobs() -> dict[str, str]:
 def send(submission: Submission) -> Any:
     """Submit the run through submitit, its folder RUN/submitit, its script RUN/job.sbatch; returns submitit's job."""
     from hpcrl.slurm.batch_process import run_directory
-    from hpcrl.slurm.het_executor import HetSlurmExecutor
+    from hpcrl.slurm.het_executor import ANSWER, FailedJobError, HetSlurmExecutor
 
     root = submission.job.root
 
     def text(command: str) -> str:
         script = run_script(submission, command)
-        verdict = test_only(script)
-        if not verdict.accepted:
-            raise UsageError(f"Slurm refuses this job: {verdict.said}", verdict.hint)
         (root / "job.sbatch").write_text(script)
         return script
 
@@ -125,12 +143,16 @@ def send(submission: Submission) -> Any:
         executor = HetSlurmExecutor(root / "submitit", text, python=shlex.quote(batch_python(submission.site)))
     except RuntimeError as error:
         raise HpcrlError(f"submitit: {error}") from error
-    return executor.submit(run_directory, str(root))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats sbatch's words
+            return executor.submit(run_directory, str(root))
+    except FailedJobError as error:
+        raise _refused(str(error) or f"no answer within {ANSWER} s; see squeue before you submit it again") from error
 
 
 def send_script(file: Path) -> str:
     """Submit a script as it is; the job's number."""
     answer = ask(["sbatch", "--parsable", str(file)], SECONDS, env=_outside_of_jobs())
     if answer.code:
-        raise HpcrlError(f"sbatch refuses the job: {answer.said}", "see partitions and limits of the site")
+        raise _refused(answer.err or answer.said)
     return answer.out.strip().partition(";")[0]

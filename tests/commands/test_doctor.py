@@ -143,7 +143,14 @@ EIGHT = [partitions.Shape(3, "mix", 64, {"h100": 8}), partitions.Shape(1, "drain
             partitions.Partition("gpu", "DOWN", 60, 4, 4),
             1,
             None,
-            ["fail  rollout.partition gpu is DOWN"],
+            ["warn  rollout.partition gpu is DOWN; it will wait"],
+        ),
+        (
+            Component("rollout", 1, 0, 1),
+            partitions.Partition("gpu", "INACTIVE", 60, 4, 4),
+            1,
+            None,
+            ["fail  rollout.partition gpu is INACTIVE"],
         ),
     ],
 )

@@ -54,6 +54,45 @@ def test_the_scripts_of_sbatch_are_what_hpcrl_prints(
 
 
 @pytest.mark.parametrize(
+    ("given", "root"),
+    [
+        ([], "runs/{name}-7"),
+        (["--run-dir", "/scratch/a b$USER/`x`"], "/scratch/a b$USER/`x`"),
+        (["--run-dir", "here/{name}"], "here/{name}"),
+        (["--run-dir", "{time}/{name}"], "7/{name}"),
+    ],
+)
+def test_a_printed_script_keeps_the_run_directory(
+    given: list[str], root: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    assert main(["submit", "examples/quickstart.toml", *given, "--print", "--set", "trainer.gpus_per_node=8"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    said = subprocess.run(
+        ["bash", "-uc", f"exec() {{ printf '%s' \"${{@: -1}}\"; }}; {last}"],
+        env={"SLURM_JOB_ID": "7", "HPCRL_PYTHON": "python", "PATH": "/bin:/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == root.format(name="quickstart"), last
+
+
+def test_a_printed_script_is_of_one_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+    assert main(["submit", "examples/quickstart.toml", "--print", "--chain", "3"]) == 2
+    assert "--print writes the script of one job, and --chain submits several; leave one" in capsys.readouterr().err
+
+
+def test_a_percent_sign_in_a_directory_is_no_pattern() -> None:
+    script = Script("n", "t", "s", "true", "/a/100%j run/logs/job-%j.out", "/launch")
+    site = SlurmSite(name="s", time="30")
+    text = render(script, request(Options(hf_checkpoint="/m"), time="30"), site)
+    assert "#SBATCH --output='/a/100%%j run/logs/job-%j.out'" in text
+
+
+@pytest.mark.parametrize(
     "path",
     [
         *(REPO / "sbatch").glob("*.sbatch"),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.runs import NO_AGENT, POLICY, SFT, Run, metrics, recipe, rows
-from tests.support.slurm import ENV, HURRY, Job, hpcrl, submit
+from tests.support.slurm import ENV, HURRY, MEMORY, Job, hpcrl, submit
 
 pytestmark = pytest.mark.cluster
 #: trainers on two hosts, one engine on a third
@@ -32,9 +32,14 @@ def sft(path: Path, task: Path, **values: object) -> Path:
 
 @pytest.fixture(scope="module")
 def het(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, task: Path) -> Job:
-    """A finished run as a heterogeneous job, tensor-parallel over two hosts, the rollout process on a component of its own."""
+    """A finished run as a heterogeneous job, tensor-parallel over two hosts, the rollout process on a component of its own.
+
+    Its directory has what sbatch would replace in the name of an output file.
+    """
     path = tmp_path_factory.mktemp("het")
-    job = submit(cluster, policy(path, task, tensor_model_parallel_size=2), path / "run", settings=("rollout.partition=main",))
+    job = submit(
+        cluster, policy(path, task, tensor_model_parallel_size=2), path / "100%j run", settings=("rollout.partition=main",)
+    )
     job.ends()
     return job
 
@@ -48,6 +53,11 @@ def test_a_heterogeneous_job_trains_to_the_end_over_four_hosts(het: Job) -> None
     assert len(set(hosts)) == 4
     assert [p["address"] for p in plan["trainers"]] == [het.cluster.layout.address(p["host"]) for p in plan["trainers"]]
     assert {place["interface"] for place in plan["trainers"]} == {"eth0"}
+
+
+def test_a_percent_sign_in_the_run_directory_is_no_pattern_of_slurms(cluster: Cluster, het: Job) -> None:
+    assert (het.root / "logs" / f"job-{het.number}.out").is_file()
+    assert cluster.job(het.number)["StdOut"].startswith(str(het.root.parent / "100"))
 
 
 def test_submitits_job_knows_state_output_and_result(cluster: Cluster, het: Job) -> None:
@@ -275,6 +285,42 @@ def test_what_slurm_cannot_run_is_refused_before_submission(
     assert done.returncode == 2 and said in error and ";" in error, error  # one line, with a hint
     assert not (tmp_path / "run").exists()
     assert cluster.run(["squeue", "-h", "-t", "all"]).stdout == before
+
+
+@pytest.mark.parametrize("down", ["node", "partition"])
+def test_a_job_that_must_wait_for_what_is_down_is_taken_and_waits(
+    cluster: Cluster, tmp_path: Path, task: Path, down: str
+) -> None:
+    """As by plain sbatch; `sbatch --test-only` would refuse it."""
+    path, root = sft(tmp_path, task, actor_num_nodes=4), tmp_path / "run"
+    words = [path, "--run-dir", root, "--set", *MEMORY]
+    broken, mended = {
+        "node": (["nodename=node2", "state=drain", "reason=fan"], ["nodename=node2", "state=resume"]),
+        "partition": (["partitionname=main", "state=down"], ["partitionname=main", "state=up"]),
+    }[down]
+    cluster.run(["scontrol", "update", *broken])
+    try:
+        looked = hpcrl(cluster, "doctor", *words, check=False).stdout
+        assert "it will wait" in looked and "Slurm refuses" not in looked, looked
+        shown = hpcrl(cluster, "submit", *words, "--dry-run").stdout
+        assert "# sbatch --test-only says: " in shown
+        job = submit(cluster, path, root)
+        assert set(cluster.states(job.number).values()) == {"PENDING"}
+        assert json.loads(hpcrl(cluster, "status", root, "--json").stdout)["phase"] == "pending"
+        cluster.run(["scancel", str(job.number)])
+    finally:
+        cluster.run(["scontrol", "update", *mended])
+
+
+def test_what_sbatch_itself_refuses_is_told_in_one_line_and_leaves_nothing(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    words = [policy(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *MEMORY, "account=nobody"]
+    for more in ([], ["--dry-run"]):
+        done = hpcrl(cluster, "submit", *words[:3], *more, *words[3:], check=False)
+        [error] = [line for line in done.stderr.splitlines() if not line.startswith("hpcrl: note:")]
+        assert done.returncode == 2 and "Slurm refuses this job: " in error and "sacctmgr show assoc" in error, error
+        assert not (tmp_path / "run").exists()
+    looked = hpcrl(cluster, "doctor", *words, check=False)
+    assert looked.returncode == 1 and "Slurm refuses a job like this run's" in looked.stdout, looked.stdout
 
 
 def test_a_run_directory_that_nodes_do_not_share_is_said_in_the_log(cluster: Cluster, tmp_path: Path, task: Path) -> None:

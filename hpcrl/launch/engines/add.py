@@ -108,8 +108,6 @@ def submit_added(rundir: RunDir, options: Options, site: Site, nodes: int, each:
     if not can_submit(scheduler):
         raise UsageError(f"{scheduler.submit_command} is not here", "submit from a login node of the cluster")
     text = script_of(rundir, options, site, nodes, each)
-    if scheduler.test_command and not (verdict := scheduler.test(text)).accepted:
-        raise UsageError(f"{scheduler.title} refuses this job: {verdict.said}", verdict.hint)
     folder = rundir.root / "added"
     folder.mkdir(mode=0o700, exist_ok=True)
     shutil.copytree(shipped("launch"), folder / "launch", dirs_exist_ok=True)
