@@ -25,7 +25,7 @@ from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
 from hpcrl.launch.restarts.lost_hosts import correct, explain_last_end, last_attempt, lost_hosts
 from hpcrl.launch.restarts.restart_policy import BROKEN, broken_hosts, check_headway, find_broken_host, margin, note_broken_host
-from hpcrl.launch.scheduler import Allocation, AlreadyRequeued
+from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_file import read_job, write_job
 from hpcrl.run.job_state import CANCEL, STOP, JobStateFile
@@ -37,6 +37,8 @@ from hpcrl.run.trouble.storage import trouble
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
 RETREAT = 20.0  #: seconds before the time limit that an attempt which does not save in time is ended
+PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again
+AGAIN = 5.0  #: seconds between two of these questions
 PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
 
 
@@ -49,8 +51,10 @@ class Clock:
     """Asks the run to save and end before the job's time limit, by what its own steps have taken.
 
     The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and decides
-    only where the limit is not known.  limit: asks the scheduler; floor: seconds that are always kept for saving; due:
-    whether it has asked.
+    only where the limit has never been known.  A limit may be raised without a signal: before the run is asked to end, the
+    scheduler is asked once more.  Where it does not answer, what it said last holds.
+
+    limit: asks the scheduler; floor: seconds that are always kept for saving; due: whether it has asked.
     """
 
     limit: Callable[[], float | None]
@@ -67,12 +71,15 @@ class Clock:
         if now < self.next_look and not nudged:
             return
         stop.nudges, self.next_look = 0, now + LOOK
-        if nudged:
-            self.ends = self.limit()
         needed = margin(rundir, self.floor) if rundir else self.floor
-        if (self.ends is None and nudged) or (self.ends is not None and now > self.ends - needed):
+        if nudged or (self._near(now, needed) and not self.due):
+            self.ends = self.limit() or self.ends
+        if (self.ends is None and nudged) or self._near(now, needed):
             self.due = self.due or not stop.requests
             stop.ask("the time limit is near", needed if self.ends is None else _before(self.ends - now))
+
+    def _near(self, now: float, needed: float) -> bool:
+        return self.ends is not None and now > self.ends - needed
 
 
 def _before(left: float) -> float:
@@ -97,23 +104,23 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
     except Stopped as end:
         if clock.due:
-            _requeue(job, allocation, end.what)
+            _requeue(job, allocation, end.what, clock.ends)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
-            _requeue(job, allocation, f"preempted; {end.what}")
+            _requeue(job, allocation, f"preempted; {end.what}", clock.ends)
         say(str(end))
         return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
         _tell(job, allocation, error)
         if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
-            _requeue(job, allocation, str(error))
+            _requeue(job, allocation, str(error), clock.ends)
         elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
-            _requeue(job, allocation, f"preempted ({error})")
+            _requeue(job, allocation, f"preempted ({error})", clock.ends)
         elif broken := _broken_host(job):
-            _start_elsewhere(job, allocation, *broken)
+            _start_elsewhere(job, allocation, *broken, clock.ends)
         elif lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
             why = f"{lost} (first seen as: {error.what})"
             correct(job, why)
-            _requeue(job, allocation, why)
+            _requeue(job, allocation, why, clock.ends)
             raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
     return final_summary(job)
@@ -144,7 +151,7 @@ def _broken_host(job: Job) -> tuple[str, str] | None:
     return found
 
 
-def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> None:
+def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:
     """Have the run go on without a host that is broken: in the chain's next job, or in a new job, since one that is queued again
     keeps its request."""
     hosts, record = broken_hosts(job.root), read_job(job.root)
@@ -156,7 +163,7 @@ def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str) -> 
     except HpcrlError as error:
         say(f"{why}; {allocation.title} does not leave it out: {error}")
     if following or record.site is None or int(os.environ.get("HPCRL_MAX_REQUEUES", "0")) < len(hosts):
-        _requeue(job, allocation, why)
+        _requeue(job, allocation, why, ends)
         return
     if (job.root / CANCEL).exists():
         return
@@ -185,8 +192,11 @@ def stopped(summary: dict[str, Any]) -> bool:
     return summary.get("status") == "stopped"
 
 
-def _requeue(job: Job, allocation: Allocation, why: str) -> None:
-    """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses."""
+def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = None) -> None:
+    """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses.
+
+    ends: its time limit in Unix seconds, as far as that is known.
+    """
     if (job.root / CANCEL).exists():
         return
     if number := hand_over(job.root, allocation.job_id):
@@ -199,14 +209,43 @@ def _requeue(job: Job, allocation: Allocation, why: str) -> None:
         return
     JobStateFile(job.root, restarts).set("requeued", message=why)  # before, since we may be ended at once
     try:
-        allocation.requeue()
+        _ask_until_answered(job, allocation, why, ends)
+    except AlreadyRequeued as error:
+        say(f"{why}; {allocation.title} is queueing it again by itself ({error.what})")
     except HpcrlError as error:
-        if not isinstance(error, AlreadyRequeued):
-            JobStateFile(job.root, restarts).set("stopped", message=why)
-        say(f"{why}; {allocation.title} does not requeue it: {error}; go on with hpcrl resume {job.root}")
+        more = f"{allocation.title} does not requeue it: {error}; go on with hpcrl resume {job.root}"
+        JobStateFile(job.root, restarts).set("stopped", message=f"{why}; {more}")
+        say(f"{why}; {more}")
         return
-    say(f"{why}; queued again ({restarts + 1} of {limit} requeues)")
+    else:
+        say(f"{why}; queued again ({restarts + 1} of {limit} requeues)")
     time.sleep(PARTING)
+
+
+def _ask_until_answered(job: Job, allocation: Allocation, why: str, ends: float | None) -> None:
+    """Queue the job again, asking for PATIENCE seconds, and not beyond its time limit, while the scheduler does not answer.
+
+    HpcrlError if it refuses, or gave no answer in that time; Stopped if the job was cancelled meanwhile.
+    """
+    state = JobStateFile(job.root, allocation.restarts)
+    now = time.time()
+    until = min(now + PATIENCE, now + PATIENCE if ends is None else ends - LOOK)
+    while True:
+        try:
+            return allocation.requeue()
+        except SchedulerSilent as error:
+            if time.time() + AGAIN > until:
+                raise
+            if state.phase != "requeued":
+                say(f"{why}; {allocation.title} does not answer ({error.what}): asked again until {_clock(until)}")
+            state.set("requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}")
+        time.sleep(AGAIN)
+        if (job.root / CANCEL).exists():
+            raise Stopped("it was cancelled")
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%SZ", time.gmtime(at))
 
 
 def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:

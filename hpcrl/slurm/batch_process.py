@@ -19,13 +19,17 @@ from typing import Any
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
 from hpcrl.launch.job import reopen_job
-from hpcrl.launch.scheduler import AlreadyRequeued
+from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
-from hpcrl.run.command import LATE, ask
+from hpcrl.run.command import LATE, Answer, ask
 from hpcrl.slurm import node_events, squeue
 from hpcrl.slurm.srun import SrunHosts, read_groups
 
 CALL = 30.0  #: seconds that scontrol may take
+#: what Slurm says (slurm_errno.c) of a job that it is queueing again, or ending, already
+UNDER_WAY = ("already completing", "pending execution", "job is completing")
+#: and of one that it will not queue again; whatever else it says may be otherwise in a minute
+REFUSED = ("disabled", "denied", "not permitted", "invalid job id", "not supported")
 
 
 class SlurmAllocation:
@@ -56,12 +60,13 @@ class SlurmAllocation:
         return node_events.failures(hosts, since, until)
 
     def requeue(self) -> None:
-        try:
-            _scontrol("requeue", self.job_id)
-        except HpcrlError as error:
-            if "requeu" in str(error).lower() or "completing" in str(error).lower():  # Slurm may have been faster
-                raise AlreadyRequeued(error.what) from None
-            raise
+        answer = ask(["scontrol", "requeue", self.job_id], CALL)
+        if answer.code == 0:
+            return
+        error, said = _failure(answer, "requeue", self.job_id), answer.err.lower()
+        if any(words in said for words in UNDER_WAY):  # Slurm was faster
+            raise AlreadyRequeued(error.what)
+        raise error if any(words in said for words in REFUSED) else SchedulerSilent(error.what, error.hint)
 
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         _scontrol("update", f"jobid={job_id}", f"excnodelist={','.join(hosts)}")
@@ -75,8 +80,13 @@ def _scontrol(*words: str) -> None:
     """HpcrlError with what scontrol said if it failed or did not answer."""
     answer = ask(["scontrol", *words], CALL)
     if answer.code:
-        hint = "is slurmctld up? see scontrol ping" if answer.code == LATE else ""
-        raise HpcrlError(f"scontrol {shlex.join(words)}: {' '.join(answer.err.split()) or answer.said}", hint)
+        raise _failure(answer, *words)
+
+
+def _failure(answer: Answer, *words: str) -> HpcrlError:
+    """What became of `scontrol WORDS` as an error."""
+    hint = "is slurmctld up? see scontrol ping" if answer.code == LATE else ""
+    return HpcrlError(f"scontrol {shlex.join(words)}: {' '.join(answer.err.split()) or answer.said}", hint)
 
 
 def run_directory(root: str) -> dict[str, Any]:

@@ -337,6 +337,22 @@ def test_a_count_of_restarts_that_cannot_be_read_begins_anew_and_is_told_once(
     assert capsys.readouterr().err == ""
 
 
+def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    answers: list[float | None] = [time.time() + 30, time.time() + 1700]
+    raised, stop = Clock(lambda: answers.pop(0), 60), Stop()
+    raised.watch(stop, rundir)  # 30 s are left, as far as it knows: it asks before it decides
+    assert not stop.requests and not raised.due and not answers
+    silent, stop = Clock(lambda: None, 60, ends=None), Stop()
+    silent.ends = time.time() + 800
+    stop.nudges = 1
+    silent.watch(stop, rundir)
+    assert not stop.requests, "a signal while the scheduler does not answer: the end that was known holds"
+    silent.ends, silent.next_look = time.time() + 30, 0
+    silent.watch(stop, rundir)
+    assert stop.requests and silent.due
+
+
 def test_a_count_of_restarts_is_written_whole_and_a_full_disk_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

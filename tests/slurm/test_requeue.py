@@ -1,0 +1,93 @@
+"""Queueing a job again, with the words of a real Slurm: done, refused, under way, and a controller that does not answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.slurm import ENV
+
+pytestmark = pytest.mark.cluster
+#: the end of a batch process whose time is up: RUN, the job's number and its time limit
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from hpcrl.launch import batch_run
+from hpcrl.launch.job import Job
+from hpcrl.slurm.batch_process import SlurmAllocation
+batch_run.PARTING, batch_run.AGAIN = 0.0, 1.0
+allocation = SlurmAllocation.__new__(SlurmAllocation)  # its steps are of no matter here
+allocation.job_id, allocation.restarts = sys.argv[2], 0
+batch_run._requeue(Job(None, {}, Path(sys.argv[1]), "id"), allocation, "no time", time.time() + float(sys.argv[3]))
+"""
+
+
+def requeue(root: Path, number: int, left: float = 300.0) -> list[str | Path]:
+    root.mkdir(exist_ok=True)
+    (root / "job.json").write_text(json.dumps({"identity": "id", "scheduler": "slurm", "job_id": str(number), "submitted": 0}))
+    return ["env", "HPCRL_MAX_REQUEUES=2", sys.executable, "-c", PROGRAM, root, str(number), str(left)]
+
+
+def state(root: Path) -> dict[str, str]:
+    return json.loads((root / "state.json").read_text())
+
+
+@pytest.fixture
+def running(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[[str], int]]:
+    """Starts a job that sleeps, with an option of sbatch; its number."""
+    started: list[int] = []
+
+    def start(option: str) -> int:
+        started.append(cluster.sbatch("-p", "main", "-o", tmp_path / "out", option, "--wrap", "sleep 600"))
+        cluster.wait_state(started[-1], "RUNNING", 60)
+        return started[-1]
+
+    yield start
+    for number in started:
+        cluster.run(["scancel", str(number)])
+
+
+def test_slurm_that_refuses_is_told_and_one_that_was_faster_is_not_asked_again(
+    cluster: Cluster, tmp_path: Path, running: Callable[[str], int]
+) -> None:
+    refused = running("--no-requeue")
+    done = cluster.run(requeue(tmp_path / "refused", refused), env=ENV)
+    words = f"Slurm does not requeue it: scontrol requeue {refused}: Requested operation is presently disabled"
+    assert words in done.stderr, done.stderr
+    assert state(tmp_path / "refused")["phase"] == "stopped" and words in state(tmp_path / "refused")["message"]
+    taken = running("--requeue")
+    cluster.run(["scontrol", "requeue", str(taken)])
+    done = cluster.run(requeue(tmp_path / "taken", taken), env=ENV)
+    assert "Slurm is queueing it again by itself" in done.stderr, done.stderr
+    assert state(tmp_path / "taken")["phase"] == "requeued"
+    done = cluster.run(requeue(tmp_path / "gone", 999999), env=ENV)
+    assert "Invalid job id specified" in done.stderr and state(tmp_path / "gone")["phase"] == "stopped"
+
+
+def test_a_controller_that_is_down_for_a_while_is_asked_again(
+    cluster: Cluster, tmp_path: Path, running: Callable[[str], int]
+) -> None:
+    """It is stopped where it stands: whoever asks it gets no answer."""
+    number, root = running("--requeue"), tmp_path / "run"
+    controller = cluster.run("pgrep -x slurmctld").stdout.split()
+    cluster.run(["kill", "-STOP", *controller])
+    try:
+        waiting = cluster.popen(requeue(root, number), env=ENV)
+        deadline = time.monotonic() + 120
+        while not (root / "state.json").exists() or "does not answer yet" not in state(root)["message"]:
+            assert time.monotonic() < deadline and waiting.poll() is None
+            time.sleep(0.2)
+        assert state(root)["phase"] == "requeued"
+        late = cluster.run(requeue(tmp_path / "late", number, 8.0), env=ENV)
+        assert "Slurm does not requeue it" in late.stderr and state(tmp_path / "late")["phase"] == "stopped", late.stderr
+    finally:
+        cluster.run(["kill", "-CONT", *controller])
+    out, _ = waiting.communicate(timeout=120)
+    assert waiting.returncode == 0 and "queued again (1 of 2 requeues)" in out, out
+    assert cluster.job(number)["Restarts"] == "1"
