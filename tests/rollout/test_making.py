@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.batch_assembly import Rollout, check_staleness
 from hpcrl.rollout.engines.completion import completion_of
+from hpcrl.rollout.filters.own import DynamicFilter
+from hpcrl.rollout.filters.verdict import read_verdict
 from hpcrl.rollout.ledger import packed
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.held import Held, fit
@@ -129,6 +132,45 @@ def numbers(rollout: Rollout) -> list[int]:
 
 OVER = {"over_sampling_batch_size": 6}
 PARTIAL = OVER | {"partial_rollout": True}
+
+
+def reward_varies(args: Any, samples: list[Sample], **kwargs: Any) -> torch.Tensor:
+    """As slime's guides print it: what comes back is a tensor without dimensions."""
+    rewards = [sample.reward for sample in samples]
+    return torch.tensor(rewards, dtype=torch.float).std() > 0.0
+
+
+class Kept:
+    """What an own filter may return, whatever its `keep` is."""
+
+    def __init__(self, keep: Any) -> None:
+        self.keep = keep
+
+
+@pytest.mark.parametrize("given", [True, np.True_, np.array(True), torch.tensor(True), torch.tensor(0.5), np.float64(2)])
+def test_a_verdict_without_dimensions_counts_as_its_truth_value(given: Any) -> None:
+    no = type(given)(False) if isinstance(given, bool | np.bool_) else given * 0
+    assert read_verdict(given).keep is True and read_verdict(no).keep is False
+    assert read_verdict(Kept(given)).keep is True and read_verdict(Kept(no)).keep is False
+
+
+@pytest.mark.parametrize("given", [None, "yes", torch.tensor([True]), np.array([True, False]), Kept(None), Kept([1])])
+def test_what_is_no_verdict_is_a_type_error(given: Any) -> None:
+    with pytest.raises(TypeError, match="neither a bool nor something with a bool"):
+        read_verdict(given)
+
+
+def test_the_filter_that_the_guides_print_keeps_and_drops() -> None:
+    judge = DynamicFilter(Options(dynamic_sampling_filter_path=f"{HERE}.reward_varies")).judge
+    none = np.zeros(0, np.int32)
+    differ, same = (
+        [Sample(0, i, none, 0, none, none, none, reward=reward) for i, reward in enumerate(rewards)]
+        for rewards in ([0.0, 1.0], [1.0, 1.0])
+    )
+    assert asyncio.run(judge(0, 0, differ)).keep is True
+    assert asyncio.run(judge(0, 1, same)).keep is False
+
+
 FILTER = {"dynamic_sampling_filter_path": "check_reward_nonzero_std"}
 
 

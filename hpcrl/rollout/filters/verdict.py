@@ -1,15 +1,13 @@
 """What a dynamic filter says of a group.
 
-Invariant: whatever an own filter returns becomes a `Verdict` or a TypeError; a bare bool, and any object with `keep` (and `reason`,
-`keep_when_insufficient`), will do.
+Invariant: whatever an own filter returns becomes a `Verdict` or a TypeError; a bare bool, a tensor that holds
+one, and any object with such a `keep` (and `reason`, `keep_when_insufficient`) will do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 REASON = 60  #: characters of a reason that are kept: it becomes the name of a metric
 
@@ -25,11 +23,21 @@ class Verdict:
 
 def read_verdict(result: Any) -> Verdict:
     """The verdict that a filter returned.  TypeError if it is none."""
-    if isinstance(result, bool | np.bool_):
-        return Verdict(bool(result))
-    keep = getattr(result, "keep", None)
-    if not isinstance(keep, bool | np.bool_):
+    if (alone := _truth(result)) is not None:
+        return Verdict(alone)
+    keep = _truth(getattr(result, "keep", None))
+    if keep is None:
         raise TypeError(f"returned {type(result).__name__}, neither a bool nor something with a bool `keep`")
     reason = getattr(result, "reason", None)
     text = "".join(c if c.isalnum() or c in "_.-" else "_" for c in str(reason)[:REASON]) if reason else "filter"
-    return Verdict(bool(keep), text, bool(getattr(result, "keep_when_insufficient", False)))
+    return Verdict(keep, text, bool(getattr(result, "keep_when_insufficient", False)))
+
+
+def _truth(value: Any) -> bool | None:
+    """Of a bool, or of an array, tensor or number of numpy's without dimensions; None for everything else.
+
+    The filters that slime's guides print return `rewards.std() > 0.0`, a tensor without dimensions.
+    """
+    if isinstance(value, bool):
+        return value
+    return bool(value.item()) if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else None
