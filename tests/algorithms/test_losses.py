@@ -135,9 +135,9 @@ def correction(one: One, o: Options) -> tuple[Row, Row]:
     weights = {"truncate": [min(k, high) for k in ratio], "clip": [clip(k, low, high) for k in ratio], "mask": ratio}[o.tis_mode]
     if o.use_rs:
         most = o.rs_upper_bound or high
-        least = 1 / most if o.rs_lower_bound is None else o.rs_lower_bound
+        least = (low or 1 / high) if o.rs_lower_bound is None else o.rs_lower_bound
         kept = [k * (least <= math.exp(clip(x, -20, 20)) <= most) for k, x in zip(kept, level[o.rs_level], strict=True)]
-    if o.rs_veto_threshold is not None and any(math.exp(x) < o.rs_veto_threshold for x in logs):
+    if o.use_rs and o.rs_veto_threshold is not None and any(math.exp(x) < o.rs_veto_threshold for x in logs):
         kept = [0.0] * count
     return weights, kept
 
@@ -218,7 +218,8 @@ POLICY: list[dict[str, Any]] = [
     {"use_rs": True, "rs_level": "token", "rs_upper_bound": 1.4, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
     {"use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.5, "entropy_coef": 0.1},
     {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.1, "tis_mode": "mask"},
-    {"rs_veto_threshold": 0.5, "tis_level": "sequence"},
+    {"use_rs": True, "tis_clip": 1.5, "tis_clip_low": 0.8},
+    {"use_rs": True, "rs_veto_threshold": 0.5, "tis_level": "sequence"},
     {"use_opsm": True},
     {"use_opsm": True, "opsm_delta": 0.2, "pg_loss_type": "sapo", "use_tis": True},
 ]

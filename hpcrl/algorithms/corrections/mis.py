@@ -4,11 +4,13 @@
     held between -20 and 20 before exp
     --tis-mode truncate: w = min(k, tis_clip)      clip: w = clip(k, tis_clip_low, tis_clip)
                mask: w = k, and a token outside [tis_clip_low, tis_clip] is rejected
-    --use-rs: k' of --rs-level outside [rs_lower_bound, rs_upper_bound] rejects too
-    --rs-veto-threshold v: a response with any exp(l_t) < v is rejected whole
+    --use-rs: k' of --rs-level outside [rs_lower_bound, rs_upper_bound] rejects too; bounds that are not given are those of the
+              weights, the lower 1 / tis_clip where that is not given either
+    --use-rs --rs-veto-threshold v: a response with any exp(l_t) < v is rejected whole
     A rejected token counts in no term of the loss, but stays in the divisor.
 
-Source: Liu, Li et al. 2025, "When speed kills stability", yingru.notion.site; names as in slime's train_infer_mismatch_helper.
+Source: Liu, Li et al. 2025, "When speed kills stability", yingru.notion.site; names and defaults as in slime's
+train_infer_mismatch_helper, whose tis_upper_bound is tis_clip here, and whose tis_lower_bound is tis_clip_low.
 Use: where --use-tis alone does not hold; sequence weights are unbiased and noisy, geometric rejection needs bounds close to 1.
 """
 
@@ -54,16 +56,17 @@ def correct(tokens: TokenBatch, options: Options) -> Correction:
         report["rs_mask_fraction_low"] = (rejection < lowest).to(ratio.dtype)
         report["rs_mask_fraction_high"] = (rejection > highest).to(ratio.dtype)
         kept = kept * ((rejection >= lowest) & (rejection <= highest))
-    if options.rs_veto_threshold is not None:
+    if options.use_rs and options.rs_veto_threshold is not None:
         report["rs_catastrophic_seq_fraction"] = levels["veto"]
         kept = kept * (1 - levels["veto"])
     return Correction(weights, kept, report)
 
 
 def rejection_bounds(options: Options) -> tuple[float, float]:
-    """(--rs-lower-bound, --rs-upper-bound); the upper defaults to --tis-clip, the lower to 1 / upper."""
-    high = options.tis_clip if options.rs_upper_bound is None else options.rs_upper_bound
-    return 1 / high if options.rs_lower_bound is None else options.rs_lower_bound, high
+    """(--rs-lower-bound, --rs-upper-bound); they default to --tis-clip-low, or 1 / --tis-clip where that is 0, and --tis-clip."""
+    low = options.tis_clip_low or 1 / options.tis_clip
+    low = low if options.rs_lower_bound is None else options.rs_lower_bound
+    return low, options.tis_clip if options.rs_upper_bound is None else options.rs_upper_bound
 
 
 def _levels(tokens: TokenBatch, difference: Tensor, options: Options) -> dict[str, Tensor]:

@@ -93,10 +93,16 @@ def _bounds(o: Options) -> None:
         raise UsageError(f"--eps-clip-high {o.eps_clip_high:g} is lower than --eps-clip {o.eps_clip:g}")
     if o.tis_clip_low > o.tis_clip:
         raise UsageError(f"--tis-clip-low {o.tis_clip_low:g} is higher than --tis-clip {o.tis_clip:g}")
-    low, high = o.rs_lower_bound, o.rs_upper_bound
-    if low is not None and low > (high or o.tis_clip):
+    if o.use_tis and o.custom_tis_function_path == "mis" and o.tis_mode != "truncate" and not o.tis_clip_low:
         raise UsageError(
-            f"--rs-lower-bound {low:g} is higher than the upper bound {high or o.tis_clip:g}", "give --rs-upper-bound"
+            f"--tis-mode {o.tis_mode} has no lower bound: --tis-clip-low is 0",
+            f"give it; slime's default is 1 / --tis-clip, {1 / o.tis_clip:g}",
+        )
+    high = o.tis_clip if o.rs_upper_bound is None else o.rs_upper_bound
+    low = (o.tis_clip_low or 1 / o.tis_clip) if o.rs_lower_bound is None else o.rs_lower_bound
+    if o.use_rs and low > high:
+        raise UsageError(
+            f"--rs-lower-bound {low:g} is higher than the upper bound {high:g}", "give --rs-lower-bound and --rs-upper-bound"
         )
 
 
@@ -219,6 +225,6 @@ def _without_correction(o: Options) -> Iterator[tuple[str, str]]:
         known = {option for file in algorithm_files("corrections").values() for option in file.options}
         yield " ".join(sorted({"custom_tis_function_path"} | known)), "--use-tis is not given"
     elif not o.use_rs:
-        yield "rs_level rs_lower_bound rs_upper_bound", "--use-rs is not given"
+        yield "rs_level rs_lower_bound rs_upper_bound rs_veto_threshold", "--use-rs is not given"
     if not o.use_opsm:
         yield "opsm_delta", "--use-opsm is not given"

@@ -78,7 +78,7 @@ class OffPolicyOptions(Base):
     tis_mode: Literal["truncate", "clip", "mask"] = opt("truncate", "mis: what happens out of bounds", "slime")
     use_rs: bool = opt(False, "mis: reject what is out of bounds of --rs-level", "slime")
     rs_level: Literal["token", "sequence", "geometric"] = opt("token", "mis: whose ratio decides on rejection", "slime")
-    rs_lower_bound: float | None = opt(None, "mis: reject below; default 1 / upper bound", "slime", ge=0)
+    rs_lower_bound: float | None = opt(None, "mis: reject below; default --tis-clip-low, or 1 / --tis-clip", "slime", ge=0)
     rs_upper_bound: float | None = opt(None, "mis: reject above; default --tis-clip", "slime", gt=0)
     rs_veto_threshold: float | None = opt(None, "mis: reject a response with any token's ratio below this", "slime", gt=0)
     use_opsm: bool = opt(False, "drop responses of negative advantage that the policy has moved away from", "slime")
