@@ -2,12 +2,14 @@
 
 A reader gets the flag's words and all other flags that were given, and says what to write here instead.
 
-Invariant: pure functions of the words; what a reader cannot translate exactly it refuses.
+Invariant: pure functions of the words, and of the file that --custom-config-path names; what a reader cannot translate exactly it
+refuses.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +18,7 @@ from hpcrl.config.dotted_path import ours
 from hpcrl.config.reward_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
+from hpcrl.slime.mis_settings import mis_flags
 
 Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the words after it
 
@@ -83,6 +86,38 @@ def correction(flag: str, given: Given) -> Reading:
     if path.startswith("examples.") and path.rpartition(".")[2] in ("compute_mis_weights", "compute_mis_weights_with_cp"):
         return Reading("translated", (f"--{flag}", "mis"), "slime's example is a correction of hpcrl's")
     return own_function(flag, given)
+
+
+def own_settings(flag: str, given: Given) -> Reading:
+    """Settings of own functions are read here as in slime; those of its MIS example are options of hpcrl's."""
+    path = one(given, flag)
+    if correction("custom-tis-function-path", given).words[-1:] != ("mis",) or not path:
+        return Reading("kept", (f"--{flag}", *given[flag]))
+    try:
+        return Reading("translated", mis_flags(path), "settings of slime's MIS are options of hpcrl's")
+    except UsageError as error:
+        why = error.what.removeprefix(f"--{flag} {path}: ").replace(f"--{flag} {path}", "it")
+        return Reading("refused", (), "; ".join([why, error.hint or "name it by its path on this machine"]))
+
+
+IGNORES_KL_COEF = ("grpo", "gspo", "cispo")  #: estimators of slime's that take nothing off rewards
+
+
+def kl_in_reward(flag: str, given: Given) -> Reading:
+    """slime computes this KL for every estimator and forgets it for some; hpcrl takes it off the reward with all of them."""
+    estimator, value = one(given, "advantage-estimator", "grpo"), one(given, flag)
+    both = _number(one(given, "kl-loss-coef", "0"))  # which slime refuses, and so do our rules
+    if estimator not in IGNORES_KL_COEF or not _number(value) > 0 or both:
+        return Reading("kept", (f"--{flag}", *given[flag]))
+    why = f"slime ignores it with {estimator}; hpcrl's kl_coef would take the KL off the reward: write that into the recipe if it is meant"
+    return Reading("needless", (), why)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # which the option itself refuses
 
 
 def _only_taught(given: Given) -> bool:
@@ -167,7 +202,8 @@ def update_directory(flag: str, given: Given) -> Reading:
 def fault_tolerance(flag: str, given: Given) -> Reading:
     """What becomes of a run whose engine ends (docs/engines.md)."""
     if "colocate" in given:
-        return Reading("needless", (), "an engine that ends ends the attempt, and the job goes on from its last checkpoint")
+        why = "slime starts a colocated engine again; here its end ends the run, which hpcrl resume RUN continues from its last checkpoint"
+        return Reading("needless", (), why)
     return Reading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
 
 
@@ -274,9 +310,11 @@ READERS: dict[str, Callable[[str, Given], Reading]] = {
         eval_prompt_data,
         expert_parallel,
         fault_tolerance,
+        kl_in_reward,
         of_deltas,
         offload,
         own_function,
+        own_settings,
         part_of_speculation,
         reward,
         rollout_function,

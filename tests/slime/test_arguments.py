@@ -116,6 +116,24 @@ def test_a_contradiction_is_no_flag_without_effect() -> None:
         resolve_stages(recipe_of([*words, "--kl-coef", "0.1", "--kl-loss-coef", "0.2"], {}), {}, PLACES)
 
 
+@pytest.mark.parametrize("estimator", ["", "grpo", "gspo", "cispo"])
+def test_a_kl_that_slime_ignores_is_left_out_and_told(estimator: str) -> None:
+    words = [*BASE.replace("--use-kl-loss ", "").split(), "--kl-coef", "0.01"]
+    if estimator:
+        words += ["--advantage-estimator", estimator]
+    translation = translate(words)
+    [line] = [line for line in translation.lines if line.flag == "kl-coef"]
+    assert line.reading.outcome == "needless" and "kl_coef" not in translation.values
+    assert f"slime ignores it with {estimator or 'grpo'}; hpcrl's kl_coef would take the KL off the reward" in line.text()
+
+
+def test_a_kl_that_slime_takes_off_is_kept() -> None:
+    for estimator in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        words = ["--kl-coef", "0.01", "--advantage-estimator", estimator]
+        assert translate(words).values["kl_coef"] == 0.01
+    assert "--kl-coef" in str(translate(["--kl-coef", "a"]).wrong[0])
+
+
 def test_a_refused_flag_brings_no_error_about_its_absence() -> None:
     words = BASE.replace("--rm-type deepscaler", "--custom-rm-path").split()
     with pytest.raises(UsageError) as error:
@@ -138,7 +156,7 @@ def test_what_becomes_of_a_dead_engine_is_told() -> None:
     (line,) = translate(["--use-fault-tolerance"]).of("needless")
     assert "started again, up to --engine-restarts" in line.reading.why
     (line,) = translate(["--use-fault-tolerance", "--colocate"]).of("needless")
-    assert "from its last checkpoint" in line.reading.why
+    assert "here its end ends the run, which hpcrl resume RUN continues" in line.reading.why
     assert translate(["--rollout-health-check-timeout", "20"]).values["engine_hang_timeout"] == 20
 
 

@@ -30,7 +30,6 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "fully_async/run-qwen2.5-0.5B-fully_async": ((1, 1, 1), {"loop": "fully-async"}),
     "on_policy_distillation/run-qwen3-8B-opd-megatron": ((8, 8, 1), {"use_opd": True, "advantage_estimator": "none", "rm_type": None}),
     "search-r1/run_qwen2.5_3B": ((8, 4, 2), {"custom_generate_function_path": "generate_with_search.generate"}),
-    "train_infer_mismatch_helper/run-qwen3-4b-mis": ((8, 8, 1), {"custom_tis_function_path": "mis", "use_tis": True}),
     "low_precision/run-qwen3-30B-A3B-int4": ((8, 8, 1), {"use_tis": True}),
     "low_precision/run-qwen3-4b-fp8": ((8, 4, 2), {"hf_checkpoint": "/root/Qwen3-4B-FP8"}),
     "run-glm4-9B": ((4, 2, 2), {"context_parallel_size": 2}),
@@ -53,6 +52,7 @@ REFUSED: dict[str, list[str]] = {
         "--sglang-disaggregation-transfer-backend mooncake, --", "--sglang-config ",
     ],
     "run-kimi-k2-Thinking": [MLA],
+    "train_infer_mismatch_helper/run-qwen3-4b-mis": ["--custom-config-path examples/train_infer_mismatch_helper/mis.yaml: cannot read it: No such"],
     "run-minimax-m2": ["--spec slime_plugins.models.minimax_m2 "],
     "run-qwen3.5-27B": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: ", "--sglang-mamba-scheduler-strategy "],
 }  # fmt: skip
