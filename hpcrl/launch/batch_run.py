@@ -54,11 +54,15 @@ class Clock:
     only where the limit has never been known.  A limit may be raised without a signal: before the run is asked to end, the
     scheduler is asked once more.  Where it does not answer, what it said last holds.
 
-    limit: asks the scheduler; floor: seconds that are always kept for saving; due: whether it has asked.
+    A preemption with a grace time is such a limit, too.
+
+    limit: asks the scheduler; floor: seconds that are always kept for saving; preempted: asks the scheduler whether it wants the
+    nodes for another job; due: whether it has asked.
     """
 
     limit: Callable[[], float | None]
     floor: float
+    preempted: Callable[[], bool] = lambda: False
     ends: float | None = None
     due: bool = False
     next_look: float = 0.0
@@ -76,7 +80,11 @@ class Clock:
             self.ends = self.limit() or self.ends
         if (self.ends is None and nudged) or self._near(now, needed):
             self.due = self.due or not stop.requests
-            stop.ask("the time limit is near", needed if self.ends is None else _before(self.ends - now))
+            if not stop.requests:
+                stop.ask(self._why(), needed if self.ends is None else _before(self.ends - now))
+
+    def _why(self) -> str:
+        return "preempted, the grace time is running" if self.preempted() else "the time limit is near"
 
     def _near(self, now: float, needed: float) -> bool:
         return self.ends is not None and now > self.ends - needed
@@ -97,7 +105,7 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
     if why := needless(job, allocation.job_id):
         say(f"{why}: nothing to do for job {allocation.job_id} of the chain")
         return final_summary(job)
-    clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")))
+    clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
     try:

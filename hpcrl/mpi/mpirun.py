@@ -10,6 +10,7 @@ the run can save; mpirun dies with this process.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -71,6 +72,10 @@ OWN = {
     "help": Kind("bool"),
 }
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
+#: variables that every host gets as they are here, and how the names of others begin
+HANDED_ON = ("PYTHONPATH", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
+FAMILIES = ("NCCL_", "UCX_", "FI_", "VLLM_", "HF_", "CUDA_", "TORCH_", "OMP_", "GLOO_")
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 REST = 5.0  #: seconds for what was still to be handed on when mpirun ended
 
 
@@ -143,11 +148,16 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
 
 
 def handed_on(word: str) -> list[str]:
-    """An `env` command with what the ranks need of our environment: not every mpirun hands it on."""
-    names = ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
-    kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in names if name in os.environ}
+    """An `env` command with what the ranks need of our environment: not every mpirun hands it on, and hosts that differ in
+    a setting of NCCL's hang."""
+    kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in sorted(os.environ) if _is_handed_on(name)}
     kept |= {last_word.ENVIRONMENT: word, last_word.ASKED: f"{time.time() - process_age():.2f}"} if word else {}
     return ["env", *(f"{name}={value}" for name, value in kept.items())]
+
+
+def _is_handed_on(name: str) -> bool:
+    """Whether every host is to have this variable as we have it: none of ours alone, and nothing secret, which `ps` would show."""
+    return (name in HANDED_ON or name.startswith(FAMILIES)) and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
 
 
 def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:

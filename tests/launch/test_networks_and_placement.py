@@ -19,7 +19,7 @@ from hpcrl.launch.host import commands
 from hpcrl.launch.probe import Network, Report, choose, gather, report, write
 from hpcrl.launch.restarts.restart_policy import FRUITLESS, check_headway, margin
 from hpcrl.mpi.file_sync import FileSync
-from hpcrl.mpi.mpirun import mpi_command
+from hpcrl.mpi.mpirun import handed_on, mpi_command
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.mpi.reach import reach, silent
 from hpcrl.plan import Host, make_plan
@@ -351,6 +351,27 @@ def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_p
     silent.ends, silent.next_look = time.time() + 30, 0
     silent.watch(stop, rundir)
     assert stop.requests and silent.due
+
+
+def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:
+    rundir = RunDir.create(tmp_path / "run")
+    for preempted, said in ((True, "preempted, the grace time is running"), (False, "the time limit is near")):
+        clock, stop = Clock(lambda: time.time() + 30, 60, lambda answer=preempted: answer), Stop()
+        stop.nudges = 1
+        clock.watch(stop, rundir)
+        assert stop.requests and clock.due and stop.why == said
+
+
+def test_every_host_gets_the_variables_of_networks_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that is a host's own, or that a command line must not show."""
+    given = {"NCCL_IB_HCA": "mlx5_0", "UCX_TLS": "rc", "VLLM_LOGGING_LEVEL": "DEBUG", "FI_PROVIDER": "cxi", "HF_HOME": "/hf"}
+    kept_back = {"CUDA_VISIBLE_DEVICES": "0", "HF_TOKEN": "secret", "VLLM_API_KEY": "secret", "HOSTNAME": "here"}
+    for name, value in {**given, **kept_back}.items():
+        monkeypatch.setenv(name, value)
+    program, *words = handed_on("")
+    names = {word.partition("=")[0] for word in words}
+    assert program == "env" and {f"{name}={value}" for name, value in given.items()} <= set(words)
+    assert "HPCRL_PYTHON" in names and not names & set(kept_back)
 
 
 def test_a_count_of_restarts_is_written_whole_and_a_full_disk_ends_nothing(
