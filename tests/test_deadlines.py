@@ -29,6 +29,7 @@ ENDED = {
     ("engine/pieces/inbox.py", "self.post.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()"): OWN,
     ("engine/pieces/inbox.py", "transfer.wait()"): OWN,
     ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,
+    ("engine/pulse.py", "question.result()"): READY,
     ("queue/client.py", "self._socket.recv_multipart(copy=False)"): READY,
     ("queue/server.py", "self._socket.recv_multipart(copy=False)"): "it serves until it is closed",
     ("rendezvous/server.py", "self._door.recv_multipart()"): READY,
