@@ -1,6 +1,6 @@
-"""Every documented command that starts a run on this machine, and every recipe for CPUs, run for real with one rollout a stage.
+"""Every documented command that starts a run on this machine, and every recipe for CPUs, run for real with two rollouts a stage.
 
-The rest of the line is as printed; `--num-rollout 1` (for each stage by its name) is all that is added.
+The rest of the line is as printed; `--num-rollout 2` (for each stage by its name) is all that is added.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def test_it_runs(scene: Scene, command: Command) -> None:
 
 
 def shorter(scene: Scene, command: Command) -> str:
-    """The flags that make a run of one rollout a stage; an evaluation has none."""
+    """The flags that make a run of two rollouts a stage; an evaluation has none."""
     if command.verb == "eval" or "num-rollout" in command.line:
         return ""
     recipe = load_recipe(scene.folder / shlex.split(scene.filled(command))[2])
     stages = [stage.name for stage in recipe.stages if stage.name]
-    return " ".join(f"--{stage}.num-rollout 1" for stage in stages) or "--num-rollout 1"
+    return " ".join(f"--{stage}.num-rollout 2" for stage in stages) or "--num-rollout 2"
 
 
 def test_all_recipes_for_cpus_are_among_them() -> None:
