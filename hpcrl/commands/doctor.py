@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         findings.append(finding)
         show([finding])
     if given.get("nodes") and failed(findings):
-        print("hpcrl: the nodes were not looked at: hint the above first", file=sys.stderr)
+        print("hpcrl: the nodes were not looked at: fix the above first", file=sys.stderr)
     elif given.get("nodes"):
         found = nodes(case, given.get("wait", WAIT))
         findings += found

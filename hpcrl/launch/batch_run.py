@@ -233,15 +233,22 @@ def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = No
 def _ask_until_answered(job: Job, allocation: Allocation, why: str, ends: float | None) -> None:
     """Queue the job again, asking for PATIENCE seconds, and not beyond its time limit, while the scheduler does not answer.
 
-    HpcrlError if it refuses, or gave no answer in that time; Stopped if the job was cancelled meanwhile.
+    HpcrlError if it refuses, or gave no answer in that time; AlreadyRequeued if it was faster than the first request; Stopped if
+    the job was cancelled meanwhile.
     """
     state = JobStateFile(job.root, allocation.restarts)
     now = time.time()
     until = min(now + PATIENCE, now + PATIENCE if ends is None else ends - LOOK)
+    asked = False
     while True:
         try:
             return allocation.requeue()
+        except AlreadyRequeued:
+            if asked:  # a request that had no answer was carried out all the same
+                return
+            raise
         except SchedulerSilent as error:
+            asked = True
             if time.time() + AGAIN > until:
                 raise
             if state.phase != "requeued":

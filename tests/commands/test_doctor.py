@@ -642,8 +642,9 @@ def test_the_login_node_is_looked_at(
 ) -> None:
     commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|gpu:8'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
     (tmp_path / "r.toml").write_text(
-        f'hf_checkpoint = "{task / "model"}"\nprompt_data = "x.jsonl"\nrm_type = "exact"\ninput_key = "prompt"\nlabel_key = "label"\nrollout_num_gpus = 8\nnum_rollout = 1\n'
+        f'hf_checkpoint = "{task / "model"}"\nprompt_data = "{tmp_path / "x.jsonl"}"\nrm_type = "exact"\ninput_key = "prompt"\nlabel_key = "label"\nrollout_num_gpus = 8\nnum_rollout = 1\n'
         "rollout_batch_size = 8\nn_samples_per_prompt = 8\nglobal_batch_size = 64\n"
     )
     argv = [str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "runs" / "a")]

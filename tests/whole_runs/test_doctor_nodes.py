@@ -44,6 +44,7 @@ global_batch_size = 64
 
 def doctor(cluster: Cluster, folder: Path, task: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     (folder / "site.toml").write_text(SITE)
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
     (folder / "recipe.toml").write_text(f'hf_checkpoint = "{task / "model"}"\n{RECIPE}')
     command = [sys.executable, "-m", "hpcrl", "doctor", "recipe.toml", "--site", "./site.toml", "--nodes", *flags]
     return cluster.run([*command, "--run-dir", "runs/a"], cwd=folder, check=False, timeout=240)

@@ -81,7 +81,8 @@ def test_the_quick_start_runs_as_the_guide_has_it(bare: Cluster, tmp_path: Path)
     told = ENV | {"HPCRL_SITE": str(tmp_path / "mine.toml")}
     shown = bare.run([*guides_command(), "--dry-run"], env=told, cwd=tmp_path).stdout
     assert "#SBATCH --partition=cpu" in shown and "--gpus" not in shown and not (tmp_path / "runs").exists()
-    said = bare.run([*guides_command(), "--num-rollout", "2"], env=told, cwd=tmp_path).stdout
+    shorter = ["--sft.num-rollout", "2", "--grpo.num-rollout", "2"]
+    said = bare.run([*guides_command(), *shorter], env=told, cwd=tmp_path).stdout
     job = Job(bare, Path(re.search(r"run directory: (\S+)", said)[1]), int(re.match(r"job (\d+)", said)[1]))
     job.ends(seconds=480)
     grpo = SubmittedRun(job.root / "grpo")
