@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -46,3 +48,22 @@ def test_the_lists_do_not_contradict_each_other() -> None:
     for file in ("cpu", "cpu-nodeps", "test", "bench"):
         for name, version in pins(file).items():
             assert seen.setdefault(name, version) == version, f"{name} in {file}.txt"
+
+
+@pytest.mark.parametrize(("suits", "chosen"), [(True, "/usr/bin/python3"), (False, "python3")])
+def test_ci_takes_the_distributions_python_where_it_suits(suits: bool, chosen: str, tmp_path: Path) -> None:
+    """The script is run with a `make` that only says what it is asked for, and ends before the second environment."""
+    own = tmp_path / "own-python"
+    own.write_text(f'#!/bin/sh\nif [ "$1" = -c ] && ! {str(suits).lower()}; then exit 1; fi\nexec python3 "$@"\n')
+    (tmp_path / "make").write_text('#!/bin/sh\necho "asked for: $*"\nexit 7\n')
+    script = (REPO / ".ci" / "run").read_text().replace("/usr/bin/python3", str(own))
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_text(script)
+    for file in (own, tmp_path / "make"):
+        file.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    done = subprocess.run(["bash", tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert f"asked for: test PYTHON={str(own) if suits else chosen}\n" in done.stdout
+    assert "Python of the environment: /" in done.stdout
