@@ -28,7 +28,7 @@ from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
 from hpcrl.engine.nodes.layout import meet, variables
 from hpcrl.engine.nodes.listening import bound_socket
 from hpcrl.engine.pulse import Pulse, Stopped
-from hpcrl.engine.server_settings import LISTEN_FD, backend, build, check_drafts, gpu_wishes, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, build, check_drafts, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
@@ -43,6 +43,7 @@ from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.run.trouble.scratch import SHORT, Scratch
 from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
+from hpcrl.weights.route import backend
 
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server

@@ -28,7 +28,7 @@ from hpcrl.plan import Plan
 from hpcrl.processors import cores
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
-from hpcrl.weights.transports import Site, choose, find_way
+from hpcrl.weights.route import backend
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
@@ -72,16 +72,6 @@ def check_drafts(options: Options, found: Build) -> None:
     """UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that other tokens come out."""
     if found.cpu and options.vllm.get("speculative_config"):
         raise UsageError(f"{SPECULATION}: vLLM's CPU build samples otherwise with drafts than without", "leave it out on CPUs")
-
-
-def backend(options: Options, plan: Plan, cpu: bool) -> str:
-    """vLLM's name of the weight-transfer backend.
-
-    UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
-    """
-    one_host = len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
-    way = find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate)))
-    return getattr(way, "PIECES", way.BACKEND) if options.weight_update == "resharded" else way.BACKEND
 
 
 def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:

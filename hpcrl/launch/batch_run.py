@@ -245,7 +245,7 @@ def _ask_until_answered(job: Job, allocation: Allocation, why: str, ends: float 
             return allocation.requeue()
         except AlreadyRequeued:
             if asked:  # a request that had no answer was carried out all the same
-                return
+                return None
             raise
         except SchedulerSilent as error:
             asked = True

@@ -1,10 +1,12 @@
-"""What a weight update moves, before anything runs: the plan of redistribution for the layout that the options ask for.
+"""What a weight update moves, before anything runs: in pieces, the plan of redistribution for the layout that the options ask for;
+gathered, the bytes of the whole model through rank 0.
 
 The trainer's side is what the family's rules and the parallel sizes say, the engines' what vLLM's layers do: columns of
 attention and MLP over its tensor-parallel workers, experts over all of them with enable_expert_parallel, key-value heads
 repeated where there are more workers than heads, attention once for each of data_parallel_size.
 
-Invariant: the plan is made by the same function that makes it in a run.
+Invariant: the way and the plan are made by the same functions that make them in a run (`hpcrl.weights.route`,
+`hpcrl.redistribution.plan`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -45,8 +48,49 @@ class Update:
         return busiest(self.plan) * 8 / (self.link * GB)
 
 
-def predict(options: Options, family: Family, config: Config, plan: Plan, link: float = LINK) -> Update:
-    """The weight update of a run of these options on these hosts; of FP8 weights the scales, a part in 4,000, are left out."""
+@dataclass(frozen=True)
+class Gathered:
+    """An update of whole tensors through rank 0.  transfer: the value of --weight-transfer; why: it is not sent in pieces; bytes: of
+    all tensors; link: the rate of a card's link in Gb/s."""
+
+    transfer: str
+    why: str
+    bytes: int
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """What rank 0's link needs to take all bytes in, or to give them out once."""
+        return self.bytes * 8 / (self.link * GB)
+
+
+def predict(options: Options, family: Family, config: Config, plan: Plan, link: float = LINK) -> Update | Gathered:
+    """The weight update that a run of these options on these hosts makes; of FP8 weights the scales, a part in 4,000, are left out.
+
+    Engines of weights in fp32 are taken to be on CPUs, all others on GPUs.  UsageError for a --weight-transfer that cannot be there.
+    """
+    from hpcrl.weights.route import route  # imports ZeroMQ, which a dry run does not need
+
+    found = route(options, plan, cpu=not options.bf16)
+    if found.gathered is not None:
+        return Gathered(found.transfer, found.gathered, _bytes(options, family, config), link)
+    return in_pieces(options, family, config, plan, found.transfer == "shm", link)
+
+
+def _bytes(options: Options, family: Family, config: Config) -> int:
+    """Of all tensors of an update, each once."""
+    fields = family.transformer(config)
+    held, names, total = _Held(options, config, fields), set[str](), 0
+    for rule in _once(family.tensors(config)):
+        for name, (shape, _) in zip(rule.hf, held.of(rule), strict=True):
+            if name not in names:
+                total += prod(shape) * _item(options, config, rule, name)
+            names.add(name)
+    return total
+
+
+def in_pieces(options: Options, family: Family, config: Config, plan: Plan, in_place: bool = False, link: float = LINK) -> Update:
+    """The plan of a resharded update.  in_place: whether bytes of a rank's own host are read where they lie."""
     fields = family.transformer(config)
     layouts, rules = Layouts(), list(_once(family.tensors(config)))
     held, needed = _Held(options, config, fields), _Needed(options, fields, len(plan.engines))
@@ -72,7 +116,7 @@ def predict(options: Options, family: Family, config: Config, plan: Plan, link: 
                 mine = number(first)
             layouts.add(name, shape, _item(options, config, rule, name), mine, number(needed.of(rule, which, shape)))
     hosts = [place.host for place in plan.trainers]
-    made = redistribute(layouts, _workers(plan), hosts, options.update_weight_buffer_size // 2, options.weight_transfer == "shm")
+    made = redistribute(layouts, _workers(plan), hosts, options.update_weight_buffer_size // 2, in_place)
     return Update(made, link)
 
 
@@ -203,8 +247,11 @@ def _part(size: int, place: int, pieces: int) -> tuple[int, int]:
 # ---- for people
 
 
-def update_lines(update: Update) -> Iterator[str]:
+def update_lines(update: Update | Gathered) -> Iterator[str]:
     """What a card sends and receives, how long that takes, and the memory that it needs."""
+    if isinstance(update, Gathered):
+        yield from _gathered_lines(update)
+        return
     plan = update.plan
     sent, landed = plan.sent(), np.asarray([len(landing.workers) for landing in plan.landings])
     received = plan.received() / landed
@@ -219,3 +266,21 @@ def update_lines(update: Update) -> Iterator[str]:
     yield f"  {update.seconds:.2f} s through the busiest card's link of {update.link:g} Gb/s, in {plan.rounds} rounds"
     packed, taken = plan.largest()
     yield f"  extra memory: {2 * packed / 2**30:.2f} GiB on a trainer rank, {2 * taken / 2**30:.2f} GiB on a host of engines"
+
+
+#: --weight-transfer -> what it does with rank 0's whole tensors
+CARRIED = {
+    "shm": "copied into memory that the engines of its host map",
+    "gloo": "broadcast to all workers through sockets, which carry less than the link",
+    "nccl": "broadcast to all workers by NCCL",
+    "disk": "written to files, which every engine reads",
+}
+
+
+def _gathered_lines(update: Gathered) -> Iterator[str]:
+    size, seconds = update.bytes / GB, update.seconds
+    yield "weights of one update, gathered: whole tensors, collected by rank 0 and handed to the engines (planned; docs/weights.md)"
+    yield f"  since {update.why}"
+    yield f"  {size:.1f} GB, {CARRIED[update.transfer]} (--weight-transfer {update.transfer})"
+    if update.transfer in ("gloo", "nccl"):
+        yield f"  at least {seconds:.2f} s in and {seconds:.2f} s out through rank 0's link of {update.link:g} Gb/s"

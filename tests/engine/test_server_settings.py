@@ -18,7 +18,6 @@ from hpcrl.engine.nodes.layout import variables
 from hpcrl.engine.server import command_line
 from hpcrl.engine.server_settings import (
     Build,
-    backend,
     check_version,
     cpu_threads,
     flags,
@@ -30,6 +29,7 @@ from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE, MeetingPeer
+from hpcrl.weights.route import backend
 from tests.support.layouts import config_of
 
 CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)

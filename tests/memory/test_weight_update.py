@@ -12,9 +12,11 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.memory.parameters import whole_model
-from hpcrl.memory.weight_update import Update, predict, update_lines
+from hpcrl.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
+from hpcrl.weights.pieces.transport import obstacle
+from hpcrl.weights.route import backend
 from tests.support.published_models import MODELS
 
 #: a disaggregated 355B: 32 trainer cards and one engine of 32
@@ -23,11 +25,25 @@ LARGE |= {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "e
 LARGE |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
 
 
-def update(name: str, hosts: int, fp8: bool = False, **options: Any) -> Update:
+class Ranks:
+    """What a sender takes for the trainer's ranks."""
+
+    def prepare(self) -> None: ...
+
+    describe = join = send = gathered = end = abort = prepare
+
+
+def made(name: str, hosts: int, fp8: bool = False, **options: Any) -> tuple[Any, ...]:
+    """(options, family, config, plan)"""
     config = MODELS[name][1] | ({"quantization_config": {"quant_method": "fp8"}} if fp8 else {})
-    made = Options(hf_checkpoint="x", bf16=True, **options)
-    plan = make_plan(made, [Host(f"n{i}", 8) for i in range(hosts)], "run")
-    return predict(made, find_family(config, name), config, plan)
+    resolved = Options(hf_checkpoint="x", **{"bf16": True, **options})
+    plan = make_plan(resolved, [Host(f"n{i}", 8) for i in range(hosts)], "run")
+    return resolved, find_family(config, name), config, plan
+
+
+def update(name: str, hosts: int, fp8: bool = False, **options: Any) -> Update:
+    """The plan of pieces, whether or not the run would take that way."""
+    return in_pieces(*made(name, hosts, fp8, **options))
 
 
 def bytes_of(name: str) -> float:
@@ -90,6 +106,9 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
         'tensor_model_parallel_size = 2\nrm_type = "math"\nnum_rollout = 1\nlabel_key = "l"\nn_samples_per_prompt = 8\n'
     )
     words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]
+    assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
+    assert "weights of one update, gathered" in capsys.readouterr().out, "auto is vLLM's own NCCL between GPUs"
+    words[-1:-1] = ["--weight-update", "resharded"]
     assert main([*words, "100"]) == 0
     slow = capsys.readouterr().out
     assert "weights of one update, resharded" in slow
@@ -98,3 +117,49 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     fast = capsys.readouterr().out
     seconds = [float(text.split(" s through")[0].split()[-1]) for text in (slow, fast)]
     assert seconds[0] == pytest.approx(4 * seconds[1], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "transfer", "why"),
+    [
+        ({"weight_update": "resharded"}, "nccl", None),
+        ({}, "nccl", "the engines receive with nccl"),
+        ({"weight_update": "gathered"}, "nccl", "--weight-update is gathered"),
+        ({"weight_transfer": "gloo"}, "gloo", None),
+        ({"weight_transfer": "disk"}, "disk", "the engines receive with hpcrl_disk"),
+        ({"bf16": False}, "gloo", None),
+        ({"vllm": {"data_parallel_size": 4}, "weight_transfer": "gloo"}, "gloo", "data-parallel parts"),
+    ],
+)
+def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], transfer: str, why: str | None) -> None:
+    case = made("GLM-4.5", 8, **LARGE, **options)
+    resolved, plan, cpu = case[0], case[-1], not options.get("bf16", True)
+    found = predict(*case)
+    text = "\n".join(update_lines(found))
+    assert (f"--weight-transfer {transfer}" in text) is (why is not None)
+    first = {"backend": backend(resolved, plan, cpu), "opaque": [], "unseen": {}}
+    said = obstacle(Ranks(), [[first]], resolved.engine_data_parallel_size)  # what the sender of a run says
+    if why is None:
+        assert isinstance(found, Update) and said is None and "resharded" in text
+        return
+    assert isinstance(found, Gathered) and why in text
+    assert found.bytes == pytest.approx(bytes_of("GLM-4.5"), rel=1e-3)
+    assert said == found.why or resolved.weight_update == "gathered"
+
+
+def test_one_that_engines_data_parallel_parts_forbid_is_not_promised() -> None:
+    """As of the reference run of 64 cards, colocated over 8 hosts: all bytes through one host's sockets."""
+    shared = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 64, "colocate": True}
+    found = predict(*made("GLM-4.5", 8, **{**LARGE, **shared, "vllm": {"data_parallel_size": 4}}))
+    text = "\n".join(update_lines(found))
+    assert isinstance(found, Gathered) and found.transfer == "gloo" and found.seconds > 10
+    assert "705.6 GB" in text and f"{found.seconds:.2f} s out through rank 0's link" in text
+
+
+def test_the_guides_figures() -> None:
+    """The block of docs/weights.md, of the reference run's layout without data-parallel parts."""
+    shared = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 64, "colocate": True}
+    layout = {**LARGE, **shared, "context_parallel_size": 2, "expert_model_parallel_size": 16}
+    found = predict(*made("GLM-4.5", 8, **layout, weight_transfer="gloo", vllm={"enable_expert_parallel": True}))
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    assert "".join(f"    {line}\n" for line in update_lines(found)) in page

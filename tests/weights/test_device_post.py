@@ -13,7 +13,6 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.engine.pieces.part_tensor import PartTensor
-from hpcrl.engine.server_settings import backend
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
 from hpcrl.redistribution.layouts import Worker
@@ -22,6 +21,7 @@ from hpcrl.weights.digest import cut
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_post import DevicePost
 from hpcrl.weights.pieces.wire import DATA
+from hpcrl.weights.route import backend
 from tests.support.layouts import random_case
 from tests.weights.test_pieces import boxes_of, closed, members, rank_side, simple, worker_side  # noqa: F401
 

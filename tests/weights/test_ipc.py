@@ -18,7 +18,6 @@ import zmq
 
 from hpcrl.config.options import Options
 from hpcrl.engine.pieces.part_tensor import PartTensor
-from hpcrl.engine.server_settings import backend
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
 from hpcrl.queue.auth import ClientKeys, ServerKeys
@@ -33,6 +32,7 @@ from hpcrl.weights.pieces.ipc_post import IpcPost, Shelf, read_exported
 from hpcrl.weights.pieces.post import Transfer
 from hpcrl.weights.pieces.transport import _check_near
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
+from hpcrl.weights.route import backend
 from tests.support.layouts import Case, random_case
 from tests.support.ranks import run_ranks
 from tests.weights.test_pieces import HERE, boxes_of, closed, members, rank_side, simple, worker_side  # noqa: F401

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from hpcrl.redistribution.rounds import padded
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.manifest import span
 from hpcrl.weights.pieces.wire import HALVES, Inbox, Message, Tensor
+from hpcrl.weights.route import Sharing
 
 COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "landing", "round")
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
@@ -92,9 +93,6 @@ def _spans(name: str, shape: tuple[int, ...], manifests: Manifests) -> Iterator[
     workers = [worker for engine in manifests for worker in engine]
     for number, worker in enumerate(workers):
         yield number, *span(worker, name, shape)
-
-
-Sharing = Literal["host", "engine", "worker"]
 
 
 def make(

@@ -22,16 +22,14 @@ from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights.engine_fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.outbox import Addressee
-from hpcrl.weights.pieces.planning import HeldTensor, Manifests, Sharing, check_codes, coded, inboxes, make, to_bytes, wanted
+from hpcrl.weights.pieces.planning import HeldTensor, Manifests, check_codes, coded, inboxes, make, to_bytes, wanted
 from hpcrl.weights.pieces.wire import Inbox, Invitation, Meeting, known
+from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, whole_tensors
 from hpcrl.weights.transports.nccl import unique_id
 
 if TYPE_CHECKING:
     import torch
 
-SHM, NCCL, IPC = "hpcrl_shm", "hpcrl_nccl", "hpcrl_ipc"
-#: the engines' ends that can take pieces, and who gets bytes once together
-BACKENDS: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
 
 
@@ -85,7 +83,7 @@ class PiecesTransport:
         limit = self.options.update_weight_buffer_size
         needs = wanted(self.manifests)
         check_codes(held, needs, self.scheme)
-        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, BACKENDS[backend], in_place=backend == SHM)
+        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, TAKES_PIECES[backend], in_place=backend == SHM)
         dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
         if backend == IPC:
@@ -190,12 +188,8 @@ def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: b
     first = manifests[0][0]
     if not isinstance(tensors, Source):
         return "the weights do not come from trainer ranks"
-    if first["backend"] not in BACKENDS:
-        return f"the engines receive with {first['backend']}, which takes whole tensors"
-    if first["backend"] in (NCCL, IPC) and delta:
-        return "what has changed is found and kept in the host's memory, and over NCCL and CUDA IPC bytes come from the GPU's"
-    if data_parallel > 1:
-        return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
+    if why := whole_tensors(first["backend"], data_parallel, delta):
+        return why
     if first["opaque"] and not first["unseen"]:
         return f"how the engines hold {first['opaque'][0]}* is not known"
     return None

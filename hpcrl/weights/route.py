@@ -1,0 +1,68 @@
+"""How the weight updates of a run travel, from its options and hosts: what `hpcrl plan` prints is decided here, and what a run does.
+
+Invariant: an update that is sent in pieces in a run is one that `route` calls so.  Only an engine can tell that it cannot be, since a
+layer of vLLM's does not say how it holds its weights (`pieces/transport.py`); the run's log then says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrl.config.options import Options
+from hpcrl.plan import Plan
+from hpcrl.weights.transports import Site, Way, choose, find_way
+
+Sharing = Literal["host", "engine", "worker"]
+
+SHM, NCCL, IPC = "hpcrl_shm", "hpcrl_nccl", "hpcrl_ipc"
+#: the engines' ends that can take pieces, and who gets bytes once together
+TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
+
+
+@dataclass(frozen=True)
+class Route:
+    """transfer: the value of --weight-transfer; gathered: why whole tensors go through rank 0, None where every rank sends its pieces."""
+
+    transfer: str
+    gathered: str | None
+
+
+def route(options: Options, plan: Plan, cpu: bool) -> Route:
+    """The way of this run's updates.  cpu: the engines run vLLM's CPU build.  UsageError as of `backend`."""
+    way = _way(options, plan, cpu)
+    name = way.__name__.rpartition(".")[2]
+    if options.weight_update == "gathered":
+        return Route(name, "--weight-update is gathered")
+    return Route(name, whole_tensors(_backend(options, way), options.engine_data_parallel_size, options.weight_update == "delta"))
+
+
+def backend(options: Options, plan: Plan, cpu: bool) -> str:
+    """vLLM's name of the weight-transfer backend.
+
+    UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
+    """
+    return _backend(options, _way(options, plan, cpu))
+
+
+def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
+    """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
+
+    backend: vLLM's name of the engines' end; data_parallel: parts of an engine; delta: it is to bring what has changed.
+    """
+    if backend not in TAKES_PIECES:
+        return f"the engines receive with {backend}, which takes whole tensors"
+    if backend in (NCCL, IPC) and delta:
+        return "what has changed is found and kept in the host's memory, and over NCCL and CUDA IPC bytes come from the GPU's"
+    if data_parallel > 1:
+        return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
+    return None
+
+
+def _way(options: Options, plan: Plan, cpu: bool) -> Way:
+    one_host = len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
+    return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate)))
+
+
+def _backend(options: Options, way: Way) -> str:
+    return getattr(way, "PIECES", way.BACKEND) if options.weight_update == "resharded" else way.BACKEND
