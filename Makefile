@@ -43,11 +43,21 @@ endef
 # in one of them.
 FAST := -m "not process and not vllm and not cluster and not soak" -n 3 --dist loadfile
 
+# An environment keeps the interpreter that it was made with: installed anew over another one's, its modules would not load.
+INTERPRETER := -c 'import sys; print(sys.base_prefix, sys.version.split()[0])'
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(shell $(BIN)/python $(INTERPRETER)),$(shell $(PYTHON) $(INTERPRETER)))
+$(error PYTHON=$(PYTHON): $(HPCRL_VENV) is of another Python ($(shell $(BIN)/python $(INTERPRETER))); remove it, or give HPCRL_VENV=)
+endif
+endif
+endif
+
 ENV := $(HPCRL_VENV)/.installed
 $(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
 	@echo "making the environment in $(HPCRL_VENV), 2 GB (6 with torch's CUDA build), some minutes; log: $(LOG)"
-	@$(PYTHON) -m venv $(HPCRL_VENV)
+	@$(if $(wildcard $(BIN)/python),true,$(PYTHON) -m venv $(HPCRL_VENV))
 	@: > $(LOG)
 	$(call pip,torch,$(shell grep '^torch==' requirements/cpu.txt))
 	$(call pip,what vLLM and hpcrl need,-r requirements/cpu.txt)

@@ -20,7 +20,9 @@ LISTS = {"": ["cpu"], "report": ["cpu"], "roles": ["cpu"], "cpu": ["cpu"], "test
 
 def pins(name: str) -> dict[str, str]:
     """Package -> version of requirements/NAME.txt for this Python; every line must be an exact pin."""
-    lines = [line.partition("#")[0].strip() for line in (REPO / "requirements" / f"{name}.txt").read_text().splitlines()]
+    lines = [
+        line.partition("#")[0].strip() for line in (REPO / "requirements" / f"{name}.txt").read_text().splitlines()
+    ]
     found = {}
     for requirement in (Requirement(line) for line in lines if line):
         if requirement.marker and not requirement.marker.evaluate():
@@ -63,7 +65,23 @@ def test_ci_takes_the_distributions_python_where_it_suits(suits: bool, chosen: s
         file.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
-    done = subprocess.run(["bash", tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 7, done.stderr
     assert f"asked for: test PYTHON={str(own) if suits else chosen}\n" in done.stdout
     assert "Python of the environment: /" in done.stdout
+
+
+def test_an_environment_of_another_python_is_refused(tmp_path: Path) -> None:
+    """Made anew over another one's, it would be a mixture whose modules do not load; without PYTHON= it keeps its own."""
+    other = tmp_path / "venv" / "bin" / "python"
+    other.parent.mkdir(parents=True)
+    other.write_text("#!/bin/sh\necho /elsewhere 3.11.99\n")
+    other.chmod(0o755)
+    words = ["make", "--dry-run", "env", f"HPCRL_VENV={tmp_path / 'venv'}"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    done = subprocess.run(words, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "-m venv" not in done.stdout, done.stderr
+    done = subprocess.run([*words, "PYTHON=python3"], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "3.11.99" in done.stderr and "HPCRL_VENV" in done.stderr
