@@ -1,17 +1,20 @@
-"""GRPO from prompts to trained weights beside TRL's GRPOTrainer: samples a second and time to an accuracy, same model, data and machine.
+"""GRPO from prompts to trained weights beside TRL's GRPOTrainer: samples a second and time to an accuracy, same model,
+data and machine.
 
     python bench/end_to_end.py [--rounds 3] [--steps 12] [--work quickstart,short,long,learning] [--loops sync,async] [--trl-python PYTHON]
 
-Kinds of work: `quickstart`, the quick start's model (0.3 M parameters), sums and batch (32 groups of 8, 16 tokens at most); `short` and
-`long`, a random Qwen3 of 9.5 M parameters whose responses end by themselves or after 100 and 512 tokens (8 groups of 8, long-tailed); and
-`learning`, the quick start's GRPO from its supervised warm-up, the same --learning-steps for each side.  Ours is `hpcrl run`: a trainer
-rank, a rollout process and a vLLM engine; TRL's is one process that generates with transformers.  TRL has a thread a core, as have our
-trainer and our engine for the larger model in `sync`, where they take turns; else they have half of the cores each.
+Kinds of work: `quickstart`, the quick start's model (0.3 M parameters), sums and batch (32 groups of 8, 16 tokens at
+most); `short` and `long`, a random Qwen3 of 9.5 M parameters whose responses end by themselves or after 100 and 512
+tokens (8 groups of 8, long-tailed); and `learning`, the quick start's GRPO from its supervised warm-up, the same
+--learning-steps for each side.  Ours is `hpcrl run`: a trainer rank, a rollout process and a vLLM engine; TRL's is one
+process that generates with transformers.  TRL has a thread a core, as have our trainer and our engine for the larger
+model in `sync`, where they take turns; else they have half of the cores each.
 
-Each side is a run of --steps steps; what counts is the median time of a step after the first three.  In `learning` it is the seconds from
-the first step's end until the mean reward of five steps reaches 0.95 of the lower of the two sides' best.  A round takes every side once;
-the load of the machine before and after stands beside.  TRL is of requirements/bench.txt; with 1.16.0, vLLM 0.32 inside TRL cannot take
-weights on a CPU.  Writes bench/results/end_to_end.md; the last line printed is one JSON object of ratios.
+Each side is a run of --steps steps; what counts is the median time of a step after the first three.  In `learning` it
+is the seconds from the first step's end until the mean reward of five steps reaches 0.95 of the lower of the two sides'
+best.  A round takes every side once; the load of the machine before and after stands beside.  TRL is of
+requirements/bench.txt; with 1.16.0, vLLM 0.32 inside TRL cannot take weights on a CPU.  Writes
+bench/results/end_to_end.md; the last line printed is one JSON object of ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ REPO = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
-WARM_UP, LIMIT, WINDOW = 3, 1200.0, 5
+WARM_UP = 3
+LIMIT = 1200.0
+WINDOW = 5
 BIG: dict[str, Any] = {
     "hidden_size": 320,
     "intermediate_size": 960,
@@ -41,7 +46,8 @@ BIG: dict[str, Any] = {
     "head_dim": 64,
 }
 CORES = os.cpu_count() or 1
-#: kind of work -> groups of 8 responses a step, longest response in tokens, threads of each of ours in `sync`: more only slow a small model
+#: kind of work -> groups of 8 responses a step, longest response in tokens, threads of each of ours in `sync`: more
+#: only slow a small model
 WORKS = {"quickstart": (32, 16, 1), "short": (8, 100, CORES), "long": (8, 512, CORES), "learning": (32, 16, 1)}
 EACH = 8
 
@@ -57,7 +63,8 @@ class Work(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A step: seconds since the first one's end, mean reward, and how long the trainer waited for its samples (ours alone)."""
+    """A step: seconds since the first one's end, mean reward, and how long the trainer waited for its samples (ours
+    alone)."""
 
     seconds: float
     reward: float
@@ -139,7 +146,9 @@ def until(rows: list[Row], target: float) -> float:
     """Seconds until the mean reward of WINDOW steps is `target`."""
     ends = range(WINDOW, len(rows) + 1)
     return next(
-        rows[end - 1].seconds for end in ends if statistics.mean(row.reward for row in rows[end - WINDOW : end]) >= target
+        rows[end - 1].seconds
+        for end in ends
+        if statistics.mean(row.reward for row in rows[end - WINDOW : end]) >= target
     )
 
 
@@ -160,7 +169,9 @@ def measure(args: argparse.Namespace, root: Path, name: str) -> tuple[list[tuple
             found[side].append(run)
             loads[side] += [before, os.getloadavg()[0]]
             print(
-                f"{name} round {number} {side}: {step_time(run):.3f} s a step, best {best(run):.3f}", file=sys.stderr, flush=True
+                f"{name} round {number} {side}: {step_time(run):.3f} s a step, best {best(run):.3f}",
+                file=sys.stderr,
+                flush=True,
             )
     rows: list[tuple[str, ...]] = []
     ratios: dict[str, float] = {}
@@ -169,11 +180,17 @@ def measure(args: argparse.Namespace, root: Path, name: str) -> tuple[list[tuple
         median = statistics.median(times)
         waited = statistics.median(row.waited for run in found[side] for row in run[WARM_UP:])
         rates = statistics.median(step_time(a) / b for a, b in zip(found["TRL"], times, strict=True))
-        shown = [f"{median:.3f}", "" if side == "TRL" else f"{waited:.3f}", f"{work.groups * EACH / median:.0f}", f"{rates:.2f}"]
+        shown = [
+            f"{median:.3f}",
+            "" if side == "TRL" else f"{waited:.3f}",
+            f"{work.groups * EACH / median:.0f}",
+            f"{rates:.2f}",
+        ]
         if learning:
             pairs = [(a, b, 0.95 * min(best(a), best(b))) for a, b in zip(found["TRL"], found[side], strict=True)]
             sooner = statistics.median(until(a, target) / until(b, target) for a, b, target in pairs)
-            level, took = statistics.median(t for *_, t in pairs), statistics.median(until(b, t) for _, b, t in pairs)
+            level = statistics.median(t for *_, t in pairs)
+            took = statistics.median(until(b, t) for _, b, t in pairs)
             shown.append(f"{took:.0f} s to {level:.2f}, {sooner:.2f}")
             if side != "TRL":
                 ratios[f"{name}_{side}_sooner_than_trl"] = round(sooner, 3)

@@ -1,17 +1,20 @@
-"""What a run costs the machine room as hosts are added: calls on the shared run directory, processes, sruns, connections.
+"""What a run costs the machine room as hosts are added: calls on the shared run directory, processes, sruns,
+connections.
 
     python bench/hosts.py [--seconds 20] [--hosts 8,64,512]
 
-One host is real, a process under strace whose system calls that name the shared directory are counted; the other hosts are what they
-leave there.  sruns and processes are counted by an srun that notes each call and answers for all of its hosts.  Measured:
+One host is real, a process under strace whose system calls that name the shared directory are counted; the other hosts
+are what they leave there.  sruns and processes are counted by an srun that notes each call and answers for all of its
+hosts.  Measured:
 
   meeting     calls of one host, and of the batch host for all, from the first card to the last `done`; connections that a host opens
   steady      calls a second of one host with an engine while a run goes on and nothing happens (hpcrl/launch/host.py): its looks into
               the directory, those for engines that are let go, its signs of life
   after       processes and sruns that the batch host starts to find out which hosts answer
 
-Bounds that are checked: at most 1 call a second and host in the steady state; calls and connections of a host in the meeting grow
-no faster than the logarithm of the hosts; one srun a component.  Writes bench/results/hosts.md; the last line printed is one JSON object.
+Bounds that are checked: at most 1 call a second and host in the steady state; calls and connections of a host in the
+meeting grow no faster than the logarithm of the hosts; one srun a component.  Writes bench/results/hosts.md; the last
+line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ def calls(program: str, directory: Path, *words: object) -> int:
 def card(number: int) -> Card:
     networks = (Network("ib0", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 8, 100_000),)
     return Card(
-        Report(f"n{number:05}", f"n{number:05}", networks, True, time.time(), 64, 1 << 38), {networks[0].address: 4000}, 8
+        Report(f"n{number:05}", f"n{number:05}", networks, True, time.time(), 64, 1 << 38),
+        {networks[0].address: 4000},
+        8,
     )
 
 
@@ -136,7 +141,9 @@ def after(hosts: int) -> dict[str, float]:
         half = hosts // 2
         parts = [(0, half - 1), (half, hosts - 1)]
         groups = [
-            HetGroup(tuple(f"n{n:05}" for n in range(first, last + 1)), 8, (str(script), str(first), str(last), "task.sh"))
+            HetGroup(
+                tuple(f"n{n:05}" for n in range(first, last + 1)), 8, (str(script), str(first), str(last), "task.sh")
+            )
             for first, last in parts
         ]
         backend = SrunHosts(groups)

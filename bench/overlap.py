@@ -1,20 +1,24 @@
-"""How much trainer and engines idle in the three loops, over engines that answer by a recorded trace of long-tailed responses.
+"""How much trainer and engines idle in the three loops, over engines that answer by a recorded trace of long-tailed
+responses.
 
     python bench/overlap.py [--engines 8,64,512] [--steps 10] [--loops sync,async,fully-async] [--tails 64]
 
-The makers of the rollout process, the pacing of the trainer and the count of idle engines are hpcrl's own; engines, trainer and time are
-simulated (bench/overlap_roles/): an engine answers 4 requests at once, each as long as bench/overlap_trace.json says, which
-bench/overlap_roles/record.py took from a real vLLM, its groups drawn at random; a batch is six times what the engines can answer at once, in
-groups of 8, so that the longest response takes 1.3 times as long as a batch; a weight update pauses the engines for 1 % of the time in which they could make a batch without a gap.  The trainer takes 0.75 or 1.25 times that
-long for a step, update included: in the one case engines are the bottleneck, in the other the trainer is.  A second table has smaller
-batches (--tails: with so many engines), beside which the longest response is longer: no loop whose staleness is bounded can wait for a
-response of several batches' time without waiting.  How long its steps are at least, however many engines there are, is in the last
-column (`least` has the proof); and in a second row each the engines foresee which groups will be long, and begin them first.  Simulated time repeats
-exactly, so one round is enough, and other load on the machine does not show.
+The makers of the rollout process, the pacing of the trainer and the count of idle engines are hpcrl's own; engines,
+trainer and time are simulated (bench/overlap_roles/): an engine answers 4 requests at once, each as long as
+bench/overlap_trace.json says, which bench/overlap_roles/record.py took from a real vLLM, its groups drawn at random; a
+batch is six times what the engines can answer at once, in groups of 8, so that the longest response takes 1.3 times as
+long as a batch; a weight update pauses the engines for 1 % of the time in which they could make a batch without a gap.
+The trainer takes 0.75 or 1.25 times that long for a step, update included: in the one case engines are the bottleneck,
+in the other the trainer is.  A second table has smaller batches (--tails: with so many engines), beside which the
+longest response is longer: no loop whose staleness is bounded can wait for a response of several batches' time without
+waiting.  How long its steps are at least, however many engines there are, is in the last column (`least` has the
+proof); and in a second row each the engines foresee which groups will be long, and begin them first.  Simulated time
+repeats exactly, so one round is enough, and other load on the machine does not show.
 
-Shown are idle shares: of the trainer, time waiting for data; of the engines, time without any request, and slots (requests that they could answer)
-without one, over all steps but the first three and the last three; and the age of the oldest token that was trained.  Prints a table (also to
-bench/results/overlap.md) and, as its last line, one JSON object.
+Shown are idle shares: of the trainer, time waiting for data; of the engines, time without any request, and slots
+(requests that they could answer) without one, over all steps but the first three and the last three; and the age of the
+oldest token that was trained.  Prints a table (also to bench/results/overlap.md) and, as its last line, one JSON
+object.
 """
 
 from __future__ import annotations
@@ -47,7 +51,11 @@ from hpcrl.run.rundir import RunDir  # noqa: E402
 from hpcrl.trainer.pace import publishes, settles  # noqa: E402
 
 TRACE = REPO / "bench" / "overlap_trace.json"
-SLOTS, GROUP, WAVES, UPDATE, EDGE = 4, 8, 6, 0.01, 3
+SLOTS = 4
+GROUP = 8
+WAVES = 6
+UPDATE = 0.01
+EDGE = 3
 TAILS = (2, 3, 4, 6, 8)  #: of the second table, in place of WAVES
 FORESEEN = "fully-async, lengths foreseen"
 HEAD = (
@@ -72,7 +80,8 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 class Shares(NamedTuple):
-    """Idle shares of trainer, engines and slots; stale: policy versions; longer: the time of a step over the bottleneck's own."""
+    """Idle shares of trainer, engines and slots; stale: policy versions; longer: the time of a step over the
+    bottleneck's own."""
 
     trainer: float
     engines: float
@@ -123,10 +132,12 @@ class Rollouts:
 
 
 def least(count: int, waves: int, factor: float, trace: Trace, groups: int = 2000) -> float:
-    """The mean time of a step in fully-async, over the time of the bottleneck, is this at least in every schedule that begins a batch of
-    groups under each version, drops none, and whose tokens lag STALENESS versions at most, however many engines there are.
+    """The mean time of a step in fully-async, over the time of the bottleneck, is this at least in every schedule that
+    begins a batch of groups under each version, drops none, and whose tokens lag STALENESS versions at most, however
+    many engines there are.
 
-    Version e is in the engines once step e - 1 is over, at begin(e - 1) + T.  A group that is begun under it and takes D must be there when step e + 2 begins, so for each e
+    Version e is in the engines once step e - 1 is over, at begin(e - 1) + T.  A group that is begun under it and takes
+    D must be there when step e + 2 begins, so for each e
 
         begin(e + 2) >= begin(e - 1) + T + D(e),    D(e): the longest of the groups that are begun under version e
 
@@ -135,13 +146,16 @@ def least(count: int, waves: int, factor: float, trace: Trace, groups: int = 200
     """
     wanted = count * SLOTS * waves // GROUP
     longest = [
-        max(trace.longest(e * wanted + n) for n in range(wanted)) / (waves * trace.mean) for e in range(-(-groups // wanted) + 20)
+        max(trace.longest(e * wanted + n) for n in range(wanted)) / (waves * trace.mean)
+        for e in range(-(-groups // wanted) + 20)
     ]
     bottleneck = max(factor, 1 + UPDATE)
     return max(bottleneck, (factor + float(np.mean(longest)) + UPDATE) / (STALENESS + 1)) / bottleneck
 
 
-async def one_run(options: Options, count: int, trace: Trace, factor: float, steps: int, root: Path, foresees: bool) -> Shares:
+async def one_run(
+    options: Options, count: int, trace: Trace, factor: float, steps: int, root: Path, foresees: bool
+) -> Shares:
     """A run of `steps` steps; factor: the trainer's time over that of the engines."""
     engines = Engines(count, SLOTS, trace, foresees)
     rollouts = Rollouts(options, engines, root, steps)
@@ -150,7 +164,9 @@ async def one_run(options: Options, count: int, trace: Trace, factor: float, ste
     pause, step = UPDATE * batch, (factor - UPDATE) * batch
     version = published = 0
     asked = -1
-    waits, ends, oldest = [], [0.0], 0
+    waits = []
+    ends = [0.0]
+    oldest = 0
 
     async def generate(rollout_id: int, at: int) -> None:
         nonlocal asked

@@ -126,7 +126,9 @@ def measure(schedule: Callable[[list[int]], list[list[list[int]]]], lengths: lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="3 seeds, up to 4096 samples; the results file is left alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 seeds, up to 4096 samples; the results file is left alone"
+    )
     args = parser.parse_args()
     sizes = SIZES[:3] if args.quick else SIZES
     table: dict[tuple[str, int], Row] = {}
@@ -159,11 +161,19 @@ def report(table: dict[tuple[str, int], Row], sizes: tuple[int, ...]) -> tuple[s
         for name, label in labels.items():
             if row := table.get((name, n)):
                 means = (statistics.mean(values) for values in (row.makespan, row.synchronous))
-                shown = [*(f"{mean:.4f}" for mean in means), f"{max(row.synchronous):.4f}", f"{statistics.mean(row.bins):.2f}"]
+                shown = [
+                    *(f"{mean:.4f}" for mean in means),
+                    f"{max(row.synchronous):.4f}",
+                    f"{statistics.mean(row.bins):.2f}",
+                ]
                 lines.append(f"| {n} | {label} | {' | '.join(shown)} | {statistics.median(row.ms):.2f} |")
     least, most = table["ours", 1024], table["ours", sizes[-1]]
     exponent = math.log(statistics.median(most.ms) / statistics.median(least.ms)) / math.log(sizes[-1] / 1024)
-    lines += ["", f"From 1024 to {sizes[-1]} samples hpcrl's time grows with the power {exponent:.2f} of their number.", ""]
+    lines += [
+        "",
+        f"From 1024 to {sizes[-1]} samples hpcrl's time grows with the power {exponent:.2f} of their number.",
+        "",
+    ]
     mine, peer = table["ours", 256], table["published", 256]
     ratios = {
         "makespan_256": max(mine.synchronous),

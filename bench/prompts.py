@@ -2,11 +2,11 @@
 
     python bench/prompts.py [--lines 2000000] [--quick]
 
-Work: a .jsonl file of short sums as chat messages with labels, a tokenizer of one character a token.  What grows with the file, its
-index and the order of an epoch, is measured on all lines; the check of every line, in constant memory, on a hundredth of them.  Beside
-it, in a process of its own too, what slime's loader does with those: every row a Python object, rendered by the same tokenizer, its
-token count compared with the limit.  MiB are the growth of the resident set.  Writes bench/results/prompts.md; the last line is one JSON
-object.
+Work: a .jsonl file of short sums as chat messages with labels, a tokenizer of one character a token.  What grows with
+the file, its index and the order of an epoch, is measured on all lines; the check of every line, in constant memory, on
+a hundredth of them.  Beside it, in a process of its own too, what slime's loader does with those: every row a Python
+object, rendered by the same tokenizer, its token count compared with the limit.  MiB are the growth of the resident
+set.  Writes bench/results/prompts.md; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ def index(directory: Path, path: str) -> dict[str, float]:
     rows = JsonlRows(Path(path))
     opened = time.monotonic() - begun
     order = epoch_order(len(rows), (), 42, 0, True)
-    return {"open s": opened, "shuffle s": time.monotonic() - begun - opened, "MiB": rss() - before, "lines": len(order)}
+    return {
+        "open s": opened,
+        "shuffle s": time.monotonic() - begun - opened,
+        "MiB": rss() - before,
+        "lines": len(order),
+    }
 
 
 def ours(directory: Path, path: str) -> dict[str, float]:
@@ -115,7 +120,10 @@ def main() -> None:
             with (directory / name).open("w") as file:
                 for i in range(count):
                     file.write(
-                        json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i % 977}="}], "label": str(i + i % 977)}) + "\n"
+                        json.dumps(
+                            {"prompt": [{"role": "user", "content": f"{i}+{i % 977}="}], "label": str(i + i % 977)}
+                        )
+                        + "\n"
                     )
         size = (directory / "all.jsonl").stat().st_size / 2**20
         indexed = measure("index", directory, directory / "all.jsonl")

@@ -2,10 +2,11 @@
 
     python bench/queue.py [--rounds 6] [--quick] [--only ours,zmq]
 
-Work: batches of 256 samples (lognormal 2048 to 8192 tokens; ids, mask, log-probs; ours carries policy versions too), from
-one process to another over the loopback interface; the consumer reads every id and mask.  A round measures each transport
-once, in fresh processes, in alternating order; a ratio is the median over rounds of the ratio within one round, so load
-that comes and goes falls on both sides.  Writes bench/results/queue.md; the last line printed is one JSON object.
+Work: batches of 256 samples (lognormal 2048 to 8192 tokens; ids, mask, log-probs; ours carries policy versions too),
+from one process to another over the loopback interface; the consumer reads every id and mask.  A round measures each
+transport once, in fresh processes, in alternating order; a ratio is the median over rounds of the ratio within one
+round, so load that comes and goes falls on both sides.  Writes bench/results/queue.md; the last line printed is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ ratios; CPU is that of both processes together."""
 class Transport:
     """A row of the table: what it is, how many batches a pass takes, whether it runs as a pair, what it needs.
 
-    The passes take about equally long: on a busy machine a short one would run on what the scheduler owes a process that
-    has slept, a long one on its fair share.
+    The passes take about equally long: on a busy machine a short one would run on what the scheduler owes a process
+    that has slept, a long one on its fair share.
     """
 
     name: str
@@ -68,7 +69,11 @@ TRANSPORTS = (
     Transport("ours", "**hpcrl queue, credits and acks, CURVE both ways**", 24),
     Transport("redis", "Redis stream, 1 entry a sample, XADD in pipelines of 32, XREAD of 64", 12, needs=("redis",)),
     Transport(
-        "ray", "**Ray as slime uses it: `ray.put` of torch tensors, 1 object a batch**", 8, pair=False, needs=("ray", "torch")
+        "ray",
+        "**Ray as slime uses it: `ray.put` of torch tensors, 1 object a batch**",
+        8,
+        pair=False,
+        needs=("ray", "torch"),
     ),
     Transport("ray-queue", "`ray.util.queue.Queue`, a group of 8 an entry", 4, pair=False, needs=("ray",)),
 )
@@ -77,7 +82,9 @@ TRANSPORTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="2 rounds, a quarter of the batches; the results file is left alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 rounds, a quarter of the batches; the results file is left alone"
+    )
     parser.add_argument(
         "--only", default="", help="these transports, separated by commas: " + ", ".join(t.name for t in TRANSPORTS)
     )
@@ -133,8 +140,12 @@ def start(
     numbers = [str(n) for n in (passes.warm, passes.timed, passes.batches)]
     command = [sys.executable, "-m", "bench.queue_roles.run", transport.name, role, *numbers, scratch, str(fd)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "RAY_USAGE_STATS_ENABLED": "0"}
-    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # without this Ray listens on every interface, also with an address given
-    fds, errors = [fd] if control else [], None if transport.pair else subprocess.DEVNULL  # Ray's warnings
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+        "0"  # without this Ray listens on every interface, also with an address given
+    )
+    # Ray's warnings
+    fds = [fd] if control else []
+    errors = None if transport.pair else subprocess.DEVNULL
     return subprocess.Popen(command, cwd=REPO, env=env, pass_fds=fds, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
@@ -156,7 +167,10 @@ def ratios(found: dict[str, list[Measured]], over: str, under: str) -> list[floa
 def report(chosen: list[Transport], found: dict[str, list[Measured]], whole: bool) -> None:
     """Print the table and one JSON object; a whole measurement is kept in bench/results/queue.md."""
     kilobytes = statistics.mean(work.bytes_of(batch) for batch in work.batches()) / work.SAMPLES / 1000
-    lines = ["| transport | samples/s | MB/s | times plain ZeroMQ (min..max) | CPU us/sample |", "|---|---|---|---|---|"]
+    lines = [
+        "| transport | samples/s | MB/s | times plain ZeroMQ (min..max) | CPU us/sample |",
+        "|---|---|---|---|---|",
+    ]
     lines += [row(transport, found, kilobytes) for transport in chosen]
     numbers = {f"{name}_over_zmq": statistics.median(ratios(found, name, BASE)) for name in found if name != BASE}
     for peer in ("ray", "ray-queue", "redis"):
@@ -177,10 +191,15 @@ def row(transport: Transport, found: dict[str, list[Measured]], kilobytes: float
     if absent := transport.missing():
         return f"| {transport.label} | not installed: {absent} | | | |"
     its = found[transport.name]
-    rate, times = statistics.median(m.rate for m in its), ratios(found, transport.name, BASE)
+    rate = statistics.median(m.rate for m in its)
+    times = ratios(found, transport.name, BASE)
     cpu = [m.cpu for m in its if m.cpu is not None]
     cells = f"{rate:.0f} | {rate * kilobytes / 1000:.0f} | {statistics.median(times):.3g} ({min(times):.3g}..{max(times):.3g})"
-    return f"| {transport.label} | {cells} | {statistics.median(cpu):.0f} |" if cpu else f"| {transport.label} | {cells} | - |"
+    return (
+        f"| {transport.label} | {cells} | {statistics.median(cpu):.0f} |"
+        if cpu
+        else f"| {transport.label} | {cells} | - |"
+    )
 
 
 def versions() -> str:

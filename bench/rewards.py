@@ -2,11 +2,12 @@
 
     python bench/rewards.py [--rounds 3] [--workers N]
 
-Two loads: whole numbers, as most answers to dapo-math-17k are, and the tests' table of answers of every kind.  Each round, one
-after another: math-verify's own `parse` and `verify` in this process, as its documentation has it; our comparison in this process; and
-`--rm-type math` through the grading processes, limits included.  What is graded is the same text; every way is warmed up
-first.  Hostile pairs are left out of the timing, since math-verify spends its whole time-out on them.  Prints a table (also to
-bench/results/rewards.md) and, as its last line, one JSON object of the ratios.
+Two loads: whole numbers, as most answers to dapo-math-17k are, and the tests' table of answers of every kind.  Each
+round, one after another: math-verify's own `parse` and `verify` in this process, as its documentation has it; our
+comparison in this process; and `--rm-type math` through the grading processes, limits included.  What is graded is the
+same text; every way is warmed up first.  Hostile pairs are left out of the timing, since math-verify spends its whole
+time-out on them.  Prints a table (also to bench/results/rewards.md) and, as its last line, one JSON object of the
+ratios.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def sample(response: str, label: str) -> Sample:
 
 
 async def graded(grading: Grading, rows: list[Pair]) -> list[bool]:
-    samples, tally = [sample(*row) for row in rows], grading.tally("bench", len(rows), 1)
+    samples = [sample(*row) for row in rows]
+    tally = grading.tally("bench", len(rows), 1)
     await asyncio.gather(*(grading.grade(s, "bench", tally) for s in samples))
     return [s.reward == 1 for s in samples]
 

@@ -1,18 +1,20 @@
-"""What a sample costs beside its computing: in the rollout process, with simulated engines, and in a real engine's server.
+"""What a sample costs beside its computing: in the rollout process, with simulated engines, and in a real engine's
+server.
 
     python bench/rollout.py [--rounds 5] [--groups 500] [--long 100000] [--only simulated|real]
 
-Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8 are kept in
-flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own route, the same with the group
-in the ledger and in the bank (a file that is flushed to the disk, and removed later), the same without the bank over vLLM's route, and
-raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.  Then our own route
-and the bank with 8 to 1,024 engines, and the memory of this process over --long groups of 2.
+Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8
+are kept in flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own
+route, the same with the group in the ledger and in the bank (a file that is flushed to the disk, and removed later),
+the same without the bank over vLLM's route, and raw aiohttp, which posts the same request to vLLM's route and reads the
+bytes of the answer without looking at them.  Then our own route and the bank with 8 to 1,024 engines, and the memory of
+this process over --long groups of 2.
 
-The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the engine core,
-which computes) for each sample: over either route, and of the engine's client alone, to which the same is given from within the
-server.  Rounds are interleaved; figures are medians over the rounds, ratios medians of the rounds' ratios; the least of the rounds is nearest to
-what a machine without neighbours would show.  Prints tables (also to
-bench/results/rollout.md and rollout_server.md) and, as its last line, one JSON object of the ratios.
+The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the
+engine core, which computes) for each sample: over either route, and of the engine's client alone, to which the same is
+given from within the server.  Rounds are interleaved; figures are medians over the rounds, ratios medians of the
+rounds' ratios; the least of the rounds is nearest to what a machine without neighbours would show.  Prints tables (also
+to bench/results/rollout.md and rollout_server.md) and, as its last line, one JSON object of the ratios.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[G
     for index, port in enumerate(ports):
         publish(rundir, EnginePeer(host="127.0.0.1", port=port, model_len=65536, lean=lean), index)
     place = Place("localhost", (0,))
-    pool = EnginePool(rundir, Plan("bench", 0, (place,), tuple(place for _ in ports), Place("localhost", ())), Options())
+    pool = EnginePool(
+        rundir, Plan("bench", 0, (place,), tuple(place for _ in ports), Place("localhost", ())), Options()
+    )
     try:
         await pool.connect()
         yield Generator(pool, 128)
@@ -117,9 +121,13 @@ def complete(found: Generator, tokens: int, prompt: int = 64, each: int = EACH) 
 
 
 def kept(found: Generator, folder: Path, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
-    """A group from its issue until the trainer has learned from it: asked for, in the ledger, and on disk until a batch later."""
+    """A group from its issue until the trainer has learned from it: asked for, in the ledger, and on disk until a batch
+    later."""
     how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,), min_tokens=tokens)
-    ledger, bank, batch, text = Ledger(), Bank(folder), list[int](), "x" * (3 * tokens)
+    ledger = Ledger()
+    bank = Bank(folder)
+    batch = list[int]()
+    text = "x" * (3 * tokens)
 
     async def one(_: int) -> None:
         ids = np.full(prompt, 5 + ledger.following % 90, np.int32)
@@ -140,14 +148,22 @@ def kept(found: Generator, folder: Path, tokens: int, prompt: int = 64) -> Calla
     return one
 
 
-def raw(session: aiohttp.ClientSession, ports: list[int], tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
+def raw(
+    session: aiohttp.ClientSession, ports: list[int], tokens: int, prompt: int = 64
+) -> Callable[[int], Awaitable[None]]:
     """The same requests by aiohttp alone, one a sample; nothing is decoded."""
     how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,)).params(tokens)
 
     async def post(number: int) -> None:
-        body = {"token_ids": [5 + number % 90] * prompt, "sampling_params": how | {"seed": number}, "request_id": str(number)}
+        body = {
+            "token_ids": [5 + number % 90] * prompt,
+            "sampling_params": how | {"seed": number},
+            "request_id": str(number),
+        }
         url = f"http://127.0.0.1:{ports[number % len(ports)]}{PATH}"
-        async with session.post(url, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}) as answer:
+        async with session.post(
+            url, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
+        ) as answer:
             await answer.read()
 
     async def one(number: int) -> None:
@@ -194,7 +210,9 @@ async def over_fleets(root: Path, rounds: int, groups: int, tokens: int) -> Ways
             with simulated(count, tokens) as ports:
                 async with generator(root / f"fleet-{count}-{round_}", ports, True) as found:
                     one = kept(found, root / f"bank-{count}-{round_}", tokens)
-                    await closed_loop(count + 250, IN_FLIGHT, one)  # every connection is there, as in a run that is busy
+                    await closed_loop(
+                        count + 250, IN_FLIGHT, one
+                    )  # every connection is there, as in a run that is busy
                     ways[str(count)].append(await seconds(groups, one))
     return ways
 
@@ -222,7 +240,10 @@ async def real(root: Path, rounds: int) -> dict[str, Ways]:
     from tests.support.tiny import make_model
 
     engines = Engines(
-        root / "run", make_model(root / "model", tied=True), module="bench.rollout_roles.engine", deterministic_mode=False
+        root / "run",
+        make_model(root / "model", tied=True),
+        module="bench.rollout_roles.engine",
+        deterministic_mode=False,
     )
     found: dict[str, Ways] = {}
     try:
@@ -314,7 +335,9 @@ def simulated_part(root: Path, args: argparse.Namespace) -> dict[str, float]:
     for tokens in (8, 256):
         ways = asyncio.run(beside_aiohttp(root, args.rounds, args.groups, tokens))
         raws = ways["raw aiohttp"]
-        rows += [(str(tokens), name, micro(v), f"{1e6 * min(v):.0f}", f"{ratio(v, raws):.2f}") for name, v in ways.items()]
+        rows += [
+            (str(tokens), name, micro(v), f"{1e6 * min(v):.0f}", f"{ratio(v, raws):.2f}") for name, v in ways.items()
+        ]
         ratios[f"ours_over_aiohttp_{tokens}_tokens"] = round(ratio(ways["our route"], ways["raw aiohttp"]), 3)
         ratios[f"kept_over_aiohttp_{tokens}_tokens"] = round(ratio(ways[KEPT], ways["raw aiohttp"]), 3)
         ratios[f"us_a_sample_{tokens}_tokens"] = round(1e6 * statistics.median(ways[KEPT]), 1)
@@ -327,7 +350,9 @@ def simulated_part(root: Path, args: argparse.Namespace) -> dict[str, float]:
     ratios["1024_engines_over_8"] = round(ratio(fleets["1024"], fleets["8"]), 3)
     if args.long:
         used = asyncio.run(memory(root, args.long, 8))
-        parts.append(table("| groups done | MiB of the rollout process |", [(str(n), f"{m:.1f}") for n, m in used.items()]))
+        parts.append(
+            table("| groups done | MiB of the rollout process |", [(str(n), f"{m:.1f}") for n, m in used.items()])
+        )
         first, *_, last = used.values()
         ratios["memory_all_over_a_tenth"] = round(last / first, 3)
     show("rollout.md", parts)
@@ -345,7 +370,9 @@ def real_part(found: dict[str, Ways], rounds: int) -> dict[str, float]:
             rows.append((load, name, micro(values), "" if values is own else f"{more:.0f}"))
             if values is not own:
                 beyond[f"us_beyond_{'ours' if name == 'our route' else 'vllm'}_{load.split()[0]}_tokens"] = round(more)
-    parts = [f"The cost of a sample in the server of a real engine (vLLM, tiny model), its core not counted: {rounds} rounds.\n"]
+    parts = [
+        f"The cost of a sample in the server of a real engine (vLLM, tiny model), its core not counted: {rounds} rounds.\n"
+    ]
     parts.append(table("| load | way | processor time a sample, us | beyond the engine's client, us |", rows))
     show("rollout_server.md", parts)
     return beyond

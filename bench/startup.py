@@ -3,9 +3,10 @@
     python bench/startup.py [--rounds 3]
 
 Each round, one after another: a stock vLLM server and a bare torchrun of one rank (torch, Megatron-core, process group)
-are started together and timed until both are ready; `hpcrl run` of the same model is timed until its engine has answered
-and its trainer rank has asked for the first rollout; `hpcrl --help`; and, where Ray is installed, `ray.init` with a
-first task.  Prints a table (also to bench/results/startup.md) and, as its last line, one JSON object of the medians.
+are started together and timed until both are ready; `hpcrl run` of the same model is timed until its engine has
+answered and its trainer rank has asked for the first rollout; `hpcrl --help`; and, where Ray is installed, `ray.init`
+with a first task.  Prints a table (also to bench/results/startup.md) and, as its last line, one JSON object of the
+medians.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def free_port() -> int:
 def child(command: list[str], log: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """A child in a session of its own, ended with its whole group."""
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env, start_new_session=True, cwd=REPO)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | env, start_new_session=True, cwd=REPO
+        )
     try:
         yield process
     finally:
@@ -86,7 +89,9 @@ def healthy(port: int) -> bool:
 
 def bare(task: Path, directory: Path) -> float:
     """Seconds until a stock vLLM server and a bare torchrun rank, started together, are both ready."""
-    port, marker, script = free_port(), directory / "rank-up", directory / "rank.py"
+    port = free_port()
+    marker = directory / "rank-up"
+    script = directory / "rank.py"
     marker.unlink(missing_ok=True)
     script.write_text(RANK)
     env = {
@@ -123,7 +128,9 @@ def bare(task: Path, directory: Path) -> float:
 def ours(task: Path, directory: Path) -> float:
     """Seconds from `hpcrl run` until its engine and its trainer rank have published themselves."""
     root = directory / "run"
-    path = recipe(directory, task, **(POLICY | {"run_dir": str(root), "num_rollout": 1, "check_weight_update_equal": False}))
+    path = recipe(
+        directory, task, **(POLICY | {"run_dir": str(root), "num_rollout": 1, "check_weight_update_equal": False})
+    )
     begun = time.monotonic()
     run = Run(path, root=root)
     peers = root / "attempts" / "0" / "peers"

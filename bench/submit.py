@@ -3,8 +3,8 @@
     python bench/submit.py [--rounds 7]
 
 Each round submits the quick start as a heterogeneous job to a real Slurm (tools/cluster), and then the script that was
-submitted once more with sbatch; jobs are to begin in an hour, and are cancelled at once.  Prints a table (also to bench/results/submit.md)
-and, as its last line, one JSON object of the medians.
+submitted once more with sbatch; jobs are to begin in an hour, and are cancelled at once.  Prints a table (also to
+bench/results/submit.md) and, as its last line, one JSON object of the medians.
 """
 
 from __future__ import annotations
@@ -45,7 +45,16 @@ def main() -> None:
         try:
             for number in range(rounds):
                 root = shared / f"run-{number}"
-                words = [sys.executable, "-m", "hpcrl", "submit", REPO / "examples/quickstart.toml", "--run-dir", root, *SITE]
+                words = [
+                    sys.executable,
+                    "-m",
+                    "hpcrl",
+                    "submit",
+                    REPO / "examples/quickstart.toml",
+                    "--run-dir",
+                    root,
+                    *SITE,
+                ]
                 ours, out = timed(cluster, *words)
                 bare, again = timed(cluster, "sbatch", "--parsable", root / "job.sbatch")
                 empty, _ = timed(cluster, "true")  # what entering the cluster's namespaces takes

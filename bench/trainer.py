@@ -4,11 +4,12 @@
 
 Work: one optimizer step over a batch of packed samples.  Bare is the least that trains with Megatron-core: its GPTModel
 (with the attention that takes packed sequences on a CPU, without which it could not run), its DistributedDataParallel,
-its schedule and optimizer, and its own cross-entropy, over micro-batches that were packed beforehand and lie ready.  Ours
-is the step of a run: it takes a share of the queue, packs it, computes the policy loss (or, for sft, the negative
+its schedule and optimizer, and its own cross-entropy, over micro-batches that were packed beforehand and lie ready.
+Ours is the step of a run: it takes a share of the queue, packs it, computes the policy loss (or, for sft, the negative
 log-likelihood), its metrics, and the checks that end a run.  Both use the same division into micro-batches.  A round
-takes each step once, in alternating order.  Other load on the machine can only slow a step down, so one ratio is that of
-the fastest steps; the other is the median over rounds of the ratio within one round.  Writes bench/results/trainer.md; the last line printed is one JSON object.
+takes each step once, in alternating order.  Other load on the machine can only slow a step down, so one ratio is that
+of the fastest steps; the other is the median over rounds of the ratio within one round.  Writes
+bench/results/trainer.md; the last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def batch() -> SampleBatch:
     rng = np.random.default_rng(0)
     found = []
     for number in range(SAMPLES):
-        prompt, response = int(rng.integers(16, 65)), int(np.clip(rng.lognormal(4.6, 0.8), 16, 448))
+        prompt = int(rng.integers(16, 65))
+        response = int(np.clip(rng.lognormal(4.6, 0.8), 16, 448))
         found.append(
             Sample(
                 group=number // 8,
@@ -105,9 +107,14 @@ def bare_step(policy: Any, share: Share) -> Callable[[], None]:
     split = policy.ranks.tp_size if policy.config.sequence_parallel else 1
 
     def pack(rows: list[int]) -> tuple[Any, ...]:
-        tokens, labels, weights, bounds = [], [], [], [0]
+        tokens = []
+        labels = []
+        weights = []
+        bounds = [0]
         for row in rows:
-            ids = torch.from_numpy(share.batch.tokens[slice(*share.batch.token_offsets[row : row + 2])].astype(np.int64))
+            ids = torch.from_numpy(
+                share.batch.tokens[slice(*share.batch.token_offsets[row : row + 2])].astype(np.int64)
+            )
             response = int(share.batch.rows["response_length"][row])
             mask = torch.zeros(len(ids))
             mask[len(ids) - response - 1 : -1] = float(share.batch.rows["reward"][row])

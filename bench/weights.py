@@ -1,13 +1,16 @@
-"""Weight updates side by side in one run: gathered on rank 0, in pieces from all ranks, of what has changed, and a plain copy.
+"""Weight updates side by side in one run: gathered on rank 0, in pieces from all ranks, of what has changed, and a
+plain copy.
 
     python bench/weights.py [--megabytes 256] [--rounds 5] [--rate 200] [--quick] [--no-hosts]
 
-One host: four trainer ranks (TP 2, two copies) and one engine of two workers, a process each (bench/weights_roles/members.py),
-over shared memory and over sockets; memcpy: one process copies as many bytes once; memcpy twice: two processes, half of them each,
-into other memory and from there into a third, which is the most that a way can reach that copies each byte twice.  Six hosts: four of a rank each and two of an
-engine each, as network namespaces on a bridge with links of --rate Mbit/s in each direction (root and tc; weights_roles/hosts.py).
-There the least possible is the time in which the busiest link of the plan carries its bytes.  Best of the rounds after one to warm
-up, and of that round for how long generation would pause: all of it, but for gathered over shared memory what the workers take.
+One host: four trainer ranks (TP 2, two copies) and one engine of two workers, a process each
+(bench/weights_roles/members.py), over shared memory and over sockets; memcpy: one process copies as many bytes once;
+memcpy twice: two processes, half of them each, into other memory and from there into a third, which is the most that a
+way can reach that copies each byte twice.  Six hosts: four of a rank each and two of an engine each, as network
+namespaces on a bridge with links of --rate Mbit/s in each direction (root and tc; weights_roles/hosts.py). There the
+least possible is the time in which the busiest link of the plan carries its bytes.  Best of the rounds after one to
+warm up, and of that round for how long generation would pause: all of it, but for gathered over shared memory what the
+workers take.
 
 Writes bench/results/weights.md with the machine's load beside; the last line printed is one JSON object.
 """
@@ -42,13 +45,20 @@ LOAD = (
     "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries before each row; the "
     "ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta keeps a copy too."
 )
-ONE_HOST = (("gathered", True), ("resharded", True), ("delta", True), ("gathered", False), ("resharded", False), ("delta", False))
+ONE_HOST = (
+    ("gathered", True),
+    ("resharded", True),
+    ("delta", True),
+    ("gathered", False),
+    ("resharded", False),
+    ("delta", False),
+)
 
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: best of an update; pause: seconds of it in which engines stand still, or None: there are none; busy: processor's seconds
-    of all processes together; load: of the machine when it ended."""
+    """seconds: best of an update; pause: seconds of it in which engines stand still, or None: there are none; busy:
+    processor's seconds of all processes together; load: of the machine when it ended."""
 
     seconds: float
     pause: float | None
@@ -82,10 +92,12 @@ def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...]
 
 
 def memcpy(size: int, rounds: int) -> Result:
-    source, target = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
+    source = np.ones(size, dtype=np.uint8)
+    target = np.zeros(size, dtype=np.uint8)
     found, used = [], []
     for _ in range(rounds + 1):
-        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_SELF)
         np.copyto(target, source)
         found.append(time.perf_counter() - begin)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -97,7 +109,9 @@ def memcpy_twice(size: int, rounds: int) -> Result:
     """Two processes at once, each half of the bytes, and each byte twice."""
     context = mp.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_twice, args=(size // 2, rounds, barrier, results), daemon=True) for _ in range(2)]
+    processes = [
+        context.Process(target=_twice, args=(size // 2, rounds, barrier, results), daemon=True) for _ in range(2)
+    ]
     for process in processes:
         process.start()
     told = [results.get(timeout=LIMIT) for _ in processes]
@@ -107,7 +121,9 @@ def memcpy_twice(size: int, rounds: int) -> Result:
 
 
 def _twice(size: int, rounds: int, barrier: Any, results: Any) -> None:
-    source, between, target = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
+    source = np.ones(size, dtype=np.uint8)
+    between = np.zeros(size, dtype=np.uint8)
+    target = np.zeros(size, dtype=np.uint8)
     found = []
     for _ in range(rounds + 1):
         barrier.wait(LIMIT)
@@ -127,7 +143,9 @@ def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
     found: dict[str, Any] = {}
     for way in ("gathered", "resharded", "delta"):
         found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
-    plan = plan_of(Stage("resharded", tensors, 1, 2, "", (0, 0), ("", "", ""), False, BUCKET // 4, hosts, None, None, None))
+    plan = plan_of(
+        Stage("resharded", tensors, 1, 2, "", (0, 0), ("", "", ""), False, BUCKET // 4, hosts, None, None, None)
+    )
     busiest = max(plan.crossing().max(), plan.arriving().max(), plan.handed_on().max())
     found["least"] = Result(float(busiest) * 8 / (rate * 1e6), None, 0.0, 0.0)
     answers.put(found)
@@ -149,10 +167,14 @@ def in_own_process(*arguments: Any) -> dict[str, Result]:
 
 def table(rows: dict[str, Result], total: int, limit: str, gathered: dict[str, str]) -> list[str]:
     """limit: the row that the others are compared with; gathered: of each row, the one of gathered to compare with."""
-    lines = [f"| | seconds | pause | GB/s | {limit} / this | of gathered | processor's seconds | load |", "|---|" + 7 * "---|"]
+    lines = [
+        f"| | seconds | pause | GB/s | {limit} / this | of gathered | processor's seconds | load |",
+        "|---|" + 7 * "---|",
+    ]
     for name, row in rows.items():
         beside = f"{row.seconds / rows[gathered[name]].seconds:.2f}" if name in gathered else ""
-        rate, pause = total / row.seconds / 1e9, "" if row.pause is None else f"{row.pause:.3f}"
+        rate = total / row.seconds / 1e9
+        pause = "" if row.pause is None else f"{row.pause:.3f}"
         lines.append(
             f"| {name} | {row.seconds:.3f} | {pause} | {rate:.3f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
             f"| {row.busy:.2f} | {row.load:.1f} |"
@@ -171,13 +193,19 @@ def main() -> None:
     rounds, size = (2, 64) if asked.quick else (asked.rounds, asked.megabytes)
     tensors = max(4, size * 2**20 // (ROWS * COLUMNS * BYTES))
     total = tensors * ROWS * COLUMNS * BYTES
-    rows, beside = {"memcpy": memcpy(total, rounds), "memcpy twice, two processes": memcpy_twice(total, rounds)}, {}
+    rows = {"memcpy": memcpy(total, rounds), "memcpy twice, two processes": memcpy_twice(total, rounds)}
+    beside = {}
     for way, near in ONE_HOST:
         where = "shared memory" if near else "sockets"
         rows["memcpy"] = min(rows["memcpy"], memcpy(total, rounds), key=lambda row: row.seconds)
         rows[f"{way}, {where}"] = run(way, near, tensors, rounds)
         beside[f"{way}, {where}"] = f"gathered, {where}"
-    lines = ["# Weight updates", "", f"{total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host of {os.cpu_count()} cores.", ""]
+    lines = [
+        "# Weight updates",
+        "",
+        f"{total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host of {os.cpu_count()} cores.",
+        "",
+    ]
     lines += [*table(rows, total, "memcpy", beside), "", LOAD.format(os.cpu_count())]
     pieces = rows["resharded, shared memory"]
     last = {
@@ -189,7 +217,11 @@ def main() -> None:
         few = max(4, tensors // 4)
         part = few * ROWS * COLUMNS * BYTES
         over = in_own_process(few, max(2, rounds // 2), asked.rate)
-        lines += ["", f"{part / 2**20:.0f} MiB, 4 hosts of a rank to 2 hosts of an engine, links of {asked.rate} Mbit/s.", ""]
+        lines += [
+            "",
+            f"{part / 2**20:.0f} MiB, 4 hosts of a rank to 2 hosts of an engine, links of {asked.rate} Mbit/s.",
+            "",
+        ]
         lines += table(over, part, "least", dict.fromkeys(over, "gathered"))
         last["hosts_resharded_of_least"] = over["resharded"].seconds / over["least"].seconds
         last["hosts_resharded_of_gathered"] = over["resharded"].seconds / over["gathered"].seconds

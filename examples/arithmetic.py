@@ -1,4 +1,5 @@
-"""The quick start's task: sums of four digits whose answer is given as \\boxed{...}, and a small Qwen3 that knows nothing yet.
+"""The quick start's task: sums of four digits whose answer is given as \\boxed{...}, and a small Qwen3 that knows
+nothing yet.
 
     python examples/arithmetic.py --out DIR [--seed N]
 
@@ -95,7 +96,8 @@ def make_tokenizer(special=SPECIAL, characters=string.digits + "+=,}", markers=(
 
 
 def make_model(directory: Path, seed: int, tokenizer=None, experts: int = 0) -> None:
-    """Tokenizer and a small Qwen3 with random weights and tied embeddings; with experts, a token goes to two of them."""
+    """Tokenizer and a small Qwen3 with random weights and tied embeddings; with experts, a token goes to two of
+    them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
 """Files that somebody else may have written: opened without following links, read within limits.
 
 A run directory may lie where others can write, and its files are read by commands that must neither hang, nor fill the
-memory, nor do to one run what was meant for another.  Invariants: only regular files are opened, and never through a link
-in a file's own place; no more is read than was allowed; whatever a file holds, one of a few errors comes of it.
+memory, nor do to one run what was meant for another.  Invariants: only regular files are opened, and never through a
+link in a file's own place; no more is read than was allowed; whatever a file holds, one of a few errors comes of it.
 """
 
 from __future__ import annotations
@@ -105,14 +105,16 @@ def touch(path: Path) -> None:
 
 
 def make_parents(path: Path) -> None:
-    """Make the directories above `path` that are not there, such that nobody else can write to them whatever the umask.  OSError."""
+    """Make the directories above `path` that are not there, such that nobody else can write to them whatever the umask.
+    OSError."""
     missing = [parent for parent in path.parents if not parent.exists()]
     for parent in reversed(missing):
         parent.mkdir(mode=0o755, exist_ok=True)
 
 
 def swappable(path: Path) -> Path | None:
-    """The first directory from above in which every user may rename what leads to `path`, and put something else there; or None."""
+    """The first directory from above in which every user may rename what leads to `path`, and put something else there;
+    or None."""
     for parent in reversed(path.parents):
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -144,8 +146,9 @@ def _shared_group(number: int) -> str:
 def as_given(path: str | os.PathLike[str]) -> Path:
     """`path`, absolute and as the user says it, links on the way kept.
 
-    Where a link leads may be known to this machine alone, such as the place of a home directory on a login node.  The link of
-    another user, who could let it lead elsewhere later, is followed now, and so is whatever stands before a `..`.
+    Where a link leads may be known to this machine alone, such as the place of a home directory on a login node.  The
+    link of another user, who could let it lead elsewhere later, is followed now, and so is whatever stands before a
+    `..`.
     """
     whole = Path(path)
     whole = whole if whole.is_absolute() else _here() / whole

@@ -79,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(list(sys.argv[1:] if argv is None else argv))
     except HpcrlError as error:
-        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{strip_control(str(error), lines=True)}", file=sys.stderr)
+        print(
+            f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{strip_control(str(error), lines=True)}",
+            file=sys.stderr,
+        )
         return error.exit_code
     except KeyboardInterrupt:
         print("hpcrl: interrupted", file=sys.stderr)
@@ -206,7 +209,9 @@ def hostfile(argv: list[str]) -> int:
     parser.add_argument(
         "file", metavar="FILE", nargs="?", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`"
     )
-    parser.add_argument("--from", dest="job", metavar="SCHEDULER", help="the hosts of the job that this runs in: lsf, sge or pbs")
+    parser.add_argument(
+        "--from", dest="job", metavar="SCHEDULER", help="the hosts of the job that this runs in: lsf, sge or pbs"
+    )
     parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
     args = parser.parse_args(argv)
     from hpcrl.mpi.hostfile import parse_hostfile, read_hostfile, write_hostfile
@@ -231,7 +236,11 @@ def hostfile(argv: list[str]) -> int:
 # ---- hpcrl convert
 
 #: conversion -> the module whose main(argv) does it
-CONVERSIONS = {"to-torch-dist": "hpcrl.convert.to_torch_dist", "to-hf": "hpcrl.convert.to_hf", "to-fp8": "hpcrl.convert.to_fp8"}
+CONVERSIONS = {
+    "to-torch-dist": "hpcrl.convert.to_torch_dist",
+    "to-hf": "hpcrl.convert.to_hf",
+    "to-fp8": "hpcrl.convert.to_fp8",
+}
 
 
 def convert(argv: list[str]) -> int:

@@ -21,7 +21,8 @@ class HpcrlError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, hint: str = "") -> None:
-        self.what, self.hint = what, hint
+        self.what = what
+        self.hint = hint
         super().__init__(f"{what}; {hint}" if hint else what)
 
 
@@ -93,5 +94,6 @@ KINDS: dict[str, type[HpcrlError]] = {
 
 
 def kind_of(error: HpcrlError) -> str:
-    """The nearest of KINDS that `error` is one of: what lies in other rooms, such as an HTTP error, counts as what it derives from."""
+    """The nearest of KINDS that `error` is one of: what lies in other rooms, such as an HTTP error, counts as what it
+    derives from."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())

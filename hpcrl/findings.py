@@ -1,4 +1,5 @@
-"""What was found by looking before anything runs: one line each, for `hpcrl doctor` and for whoever refuses a run early.
+"""What was found by looking before anything runs: one line each, for `hpcrl doctor` and for whoever refuses a run
+early.
 
 Invariant: what is found is told, never raised: a check that cannot be made is a finding too, with its reason.
 """
@@ -14,7 +15,8 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report.  host: where it was seen, "" for the run as a whole; hint: what to do, "" where all is well."""
+    """One line of the report.  host: where it was seen, "" for the run as a whole; hint: what to do, "" where all is
+    well."""
 
     level: Level
     host: str

@@ -1,7 +1,7 @@
 """Which ranks form which parallel group: a pure function of the sizes, before any process is started.
 
-The order is Megatron-core's default, tp-cp-ep-dp-pp: tensor-parallel neighbours are consecutive ranks, pipeline stages lie
-farthest apart.  Experts have a layout of their own over the same ranks: etp-ep-edp-pp.
+The order is Megatron-core's default, tp-cp-ep-dp-pp: tensor-parallel neighbours are consecutive ranks, pipeline stages
+lie farthest apart.  Experts have a layout of their own over the same ranks: etp-ep-edp-pp.
 
 Invariant: the groups of one kind are a partition of all ranks, and equal those that Megatron-core builds.
 """
@@ -21,7 +21,8 @@ Groups = list[list[int]]
 
 
 def layout(world: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None) -> dict[str, Groups]:
-    """kind -> groups of ranks, for the kinds tp, cp, dp, dp-cp (one gradient reduction), pp, and ep, etp, edp with experts.
+    """kind -> groups of ranks, for the kinds tp, cp, dp, dp-cp (one gradient reduction), pp, and ep, etp, edp with
+    experts.
 
     etp None: the same as tp.  UsageError if the sizes do not divide the world.
     """
@@ -38,7 +39,9 @@ def _rest(world: int, sizes: Mapping[str, int]) -> int:
     product = math.prod(sizes.values())
     if world % product:
         spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UsageError(f"{world} ranks do not divide by {spelled} = {product}", "choose sizes whose product divides the ranks")
+        raise UsageError(
+            f"{world} ranks do not divide by {spelled} = {product}", "choose sizes whose product divides the ranks"
+        )
     return world // product
 
 
@@ -66,7 +69,8 @@ def planned(options: Options) -> dict[str, Groups]:
 
 
 def describe(options: Options, plan: Plan) -> str:
-    """The groups as text, a line each: kind, ranks, and the hosts that a group spans; then who sends weights to whom."""
+    """The groups as text, a line each: kind, ranks, and the hosts that a group spans; then who sends weights to
+    whom."""
     if options.debug_rollout_only:
         return "nothing is trained: no groups, and no weights are sent"
     found = planned(options)
@@ -82,7 +86,8 @@ def describe(options: Options, plan: Plan) -> str:
 
 
 def weight_groups(plan: Plan) -> list[str]:
-    """Who takes part in a weight update: rank 0, to which all others hand their parts, and every worker of every engine."""
+    """Who takes part in a weight update: rank 0, to which all others hand their parts, and every worker of every
+    engine."""
     sender = plan.trainers[0].host
     lines = []
     for number, engine in enumerate(plan.engines):

@@ -8,8 +8,9 @@
 
 Every role keeps its own copy (`HandOver`), tells it what happens, and refuses what is not its turn.
 
-Invariants: no request while the trainer has anything on the GPUs, or before the engines have its weights; the trainer takes
-the GPUs only from sleeping engines, and gives them back only after an update; pure functions of states and events.
+Invariants: no request while the trainer has anything on the GPUs, or before the engines have its weights; the trainer
+takes the GPUs only from sleeping engines, and gives them back only after an update; pure functions of states and
+events.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class HandOver:
     """A role's own copy of the state.  who: the role, as an error names it."""
 
     def __init__(self, who: str, at: Holding = Holding()) -> None:  # noqa: B008  (frozen)
-        self.who, self.at = who, at
+        self.who = who
+        self.at = at
 
     def tell(self, event: Event, count: int = 1) -> None:
         """Note what happens.  OutOfTurn, and nothing is changed, if it may not."""

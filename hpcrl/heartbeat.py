@@ -5,8 +5,9 @@
     pulse.silent(60.0)                          # -> those that were not heard of for so long
 
 A process that is stopped, or whose interpreter stands still, writes no number.  One that computes for minutes without
-letting Python go on, such as a compiler that holds the interpreter, writes none either, but uses its processor: it counts as
-alive as long as it does.  Invariants: nothing depends on the clocks of two hosts; a process that has ended is not silent.
+letting Python go on, such as a compiler that holds the interpreter, writes none either, but uses its processor: it
+counts as alive as long as it does.  Invariants: nothing depends on the clocks of two hosts; a process that has ended is
+not silent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Beating:
     """Writes FOLDER/NAME: the process id and a number that grows.  A context: leaving it takes the file away."""
 
     def __init__(self, folder: str | Path, name: str, every: float = EVERY) -> None:
-        self.path, self.every = Path(folder) / name, every
+        self.path = Path(folder) / name
+        self.every = every
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -70,7 +72,8 @@ def beating(name: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclass
 class Silent:
-    """A process that has not been heard of.  state: the system's word for it, such as `stopped`, if it is on this host."""
+    """A process that has not been heard of.  state: the system's word for it, such as `stopped`, if it is on this
+    host."""
 
     name: str
     pid: int
@@ -96,8 +99,13 @@ class Pulse:
     clock: seconds that never go back.
     """
 
-    def __init__(self, folder: Path, here: bool = True, look: float = LOOK, clock: Callable[[], float] = time.monotonic) -> None:
-        self.folder, self.here, self.look, self.clock = folder, here, look, clock
+    def __init__(
+        self, folder: Path, here: bool = True, look: float = LOOK, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.folder = folder
+        self.here = here
+        self.look = look
+        self.clock = clock
         self._heard: dict[str, _Heard] = {}
         self._looked = float("-inf")
 
@@ -109,7 +117,8 @@ class Pulse:
         if now - self._looked > 4 * self.look:  # we were asleep ourselves: everybody gets the time again
             for heard in self._heard.values():
                 heard.at = now
-        passed, self._looked = now - self._looked, now
+        passed = now - self._looked
+        self._looked = now
         found = []
         names = _names(self.folder)
         self._heard = {name: heard for name, heard in self._heard.items() if name in names}
@@ -126,7 +135,8 @@ class Pulse:
             return None  # being replaced, or gone
         heard = self._heard.setdefault(name, _Heard("", now))
         if text != heard.text:
-            heard.text, heard.at = text, now
+            heard.text = text
+            heard.at = now
             return None
         state, used = _at_work(pid) if self.here else ("", 0.0)
         busy = used - heard.used > BUSY * passed
@@ -142,7 +152,8 @@ STATES = {"T": "stopped", "t": "traced", "D": "waiting for a disk or a network f
 
 
 def _at_work(pid: int) -> tuple[str, float]:
-    """(the system's word for what a process does, "" if it is nothing special; seconds of processor that it has used)."""
+    """(the system's word for what a process does, "" if it is nothing special; seconds of processor that it has
+    used)."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

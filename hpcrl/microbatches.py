@@ -1,8 +1,8 @@
 """Which sample is trained on which rank in which micro-batch: a pure function of lengths.
 
-Invariants: every sample is in exactly one micro-batch; a micro-batch holds at most max_tokens_per_gpu x CP tokens, or one
-longer sample alone; in every optimizer step all data-parallel ranks have the same number of micro-batches, a multiple of
-what the pipeline asks for, none empty; the same lengths give the same schedule.
+Invariants: every sample is in exactly one micro-batch; a micro-batch holds at most max_tokens_per_gpu x CP tokens, or
+one longer sample alone; in every optimizer step all data-parallel ranks have the same number of micro-batches, a
+multiple of what the pipeline asks for, none empty; the same lengths give the same schedule.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def make_schedule(
 ) -> Schedule:
     """Schedule samples of `lengths` tokens: step i takes the i-th part of them, in order.
 
-    step_samples: how many each step takes, where that is not the same for all.
-    max_tokens_per_gpu None: micro-batches of micro_batch_size samples at most.  multiple: what divides the micro-batches
-    of a rank in a step (virtual pipeline stages need it).  balance False: samples go to the ranks in turn, whatever their
-    length, instead of so that all ranks have about as many tokens.
-    UsageError if the samples do not divide into steps, a step's samples into ranks, or a rank's samples by `multiple`.
+    step_samples: how many each step takes, where that is not the same for all. max_tokens_per_gpu None: micro-batches
+    of micro_batch_size samples at most.  multiple: what divides the micro-batches of a rank in a step (virtual pipeline
+    stages need it).  balance False: samples go to the ranks in turn, whatever their length, instead of so that all
+    ranks have about as many tokens. UsageError if the samples do not divide into steps, a step's samples into ranks, or
+    a rank's samples by `multiple`.
     """
     size = len(lengths) // num_steps
     counts = [size] * num_steps if step_samples is None else list(step_samples)
@@ -70,7 +70,8 @@ def make_schedule(
 
 
 def _fixed(sizes: Sequence[int], dp: int, most: int, multiple: int, balance: bool) -> list[list[list[int]]]:
-    """Ranks get as many samples each, in as few micro-batches as `most` samples in one allow, of as many samples or one less."""
+    """Ranks get as many samples each, in as few micro-batches as `most` samples in one allow, of as many samples or one
+    less."""
     each = len(sizes) // dp
     count = _up(-(-each // most), multiple)
     ranks = spread(sizes, dp, each) if balance else [list(range(rank, len(sizes), dp)) for rank in range(dp)]
@@ -90,7 +91,10 @@ def _packed(sizes: Sequence[int], dp: int, limit: int, multiple: int, balance: b
     most = len(sizes) // dp
     count = min(most, _up(max(-(-_first_try(sizes, part, limit) // over) for part in parts), multiple))
     while True:
-        bins = [_longest_first(sizes, part, count * over, limit) or _best_fit(sizes, part, count * over, limit) for part in parts]
+        bins = [
+            _longest_first(sizes, part, count * over, limit) or _best_fit(sizes, part, count * over, limit)
+            for part in parts
+        ]
         if all(found is not None for found in bins):
             break
         count = min(most, _up(max(count + 1, count * 101 // 100), multiple))
@@ -121,7 +125,8 @@ def _first_try(sizes: Sequence[int], order: Sequence[int], limit: int) -> int:
 
 
 def _least(sizes: Sequence[int], order: Sequence[int], limit: int) -> int:
-    """A number of micro-batches below which the samples of `order`, sorted by falling size, cannot be packed, at least 1.
+    """A number of micro-batches below which the samples of `order`, sorted by falling size, cannot be packed, at least
+    1.
 
     Their sum; how many of the smallest fit into one; and that of those larger than half the limit no two share one
     (Martello and Toth 1990, lower bounds for bin packing).
@@ -142,7 +147,8 @@ def _up(count: int, multiple: int) -> int:
 
 
 def _longest_first(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
-    """`order`, sorted by falling size, in `count` parts by longest processing time first; None if one exceeds the limit.
+    """`order`, sorted by falling size, in `count` parts by longest processing time first; None if one exceeds the
+    limit.
 
     A sample above the limit has a part of its own: no part may take another one.
     """
@@ -161,7 +167,8 @@ def _longest_first(sizes: Sequence[int], order: Sequence[int], count: int, limit
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
-    """`order`, sorted by falling size, in `count` parts, each sample into the fullest that can take it; None if one cannot.
+    """`order`, sorted by falling size, in `count` parts, each sample into the fullest that can take it; None if one
+    cannot.
 
     Less even than `_longest_first`, and now and then possible where that is not.
     """

@@ -1,7 +1,7 @@
 """Who runs where: a pure function of the options and an ordered list of hosts with slots.
 
-Invariants: rank order is host order, then slot; every slot has one role, or two (trainer and engine) with --colocate; the
-same inputs give the same Plan, whoever starts the processes (local processes, Slurm, mpirun).
+Invariants: rank order is host order, then slot; every slot has one role, or two (trainer and engine) with --colocate;
+the same inputs give the same Plan, whoever starts the processes (local processes, Slurm, mpirun).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where one process runs: the host and the slots (GPU numbers) that it owns there; address and interface as in Host.
+    """Where one process runs: the host and the slots (GPU numbers) that it owns there; address and interface as in
+    Host.
 
     also: an engine larger than a host owns these as well; its server sits on `host`.
     """
@@ -89,7 +90,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     def slots_on(self, host: str) -> int:
         """How many slots of a host there are, from 0 to the last that anything uses."""
-        places = (place for first in (*self.trainers, *self.engines) for place in (first, *first.also) if place.host == host)
+        places = (
+            place for first in (*self.trainers, *self.engines) for place in (first, *first.also) if place.host == host
+        )
         return 1 + max((slot for place in places for slot in place.slots), default=-1)
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
@@ -101,7 +104,9 @@ class Plan(msgspec.Struct, frozen=True):
         rows = [("role", "index", "host", "slots")]
         for host in self.trainer_hosts:
             ranks = self.ranks_on(host)
-            rows.append(("trainer", _range(ranks), host, _range([s for rank in ranks for s in self.trainers[rank].slots])))
+            rows.append(
+                ("trainer", _range(ranks), host, _range([s for rank in ranks for s in self.trainers[rank].slots]))
+            )
         for number, engine in enumerate(self.engines):
             for place in (engine, *engine.also):
                 rows.append(("engine", str(number), place.host, _range(place.slots)))
@@ -111,16 +116,18 @@ class Plan(msgspec.Struct, frozen=True):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def visible_devices(inherited: str | None, slots: tuple[int, ...], on_host: int, own: tuple[int, ...] | None = None) -> str:
+def visible_devices(
+    inherited: str | None, slots: tuple[int, ...], on_host: int, own: tuple[int, ...] | None = None
+) -> str:
     """CUDA_VISIBLE_DEVICES of a process that owns `slots` of its host.
 
-    inherited: the list that we were started with; None or empty: there is none.  on_host: how many slots the run has there,
-    counted from 0 to the last that anything uses.  own: in a task of one slot alone, the slots of what it starts; None in a
-    task of the whole host.
+    inherited: the list that we were started with; None or empty: there is none.  on_host: how many slots the run has
+    there, counted from 0 to the last that anything uses.  own: in a task of one slot alone, the slots of what it
+    starts; None in a task of the whole host.
 
-    A list of at least `on_host` names holds all GPUs of the run, and is counted by slot.  A shorter one can only be a task's
-    own, to which the scheduler has bound its GPUs (--gpus-per-task).  UsageError for any other: counting in it, or taking it
-    as it is, would put two processes on one GPU.
+    A list of at least `on_host` names holds all GPUs of the run, and is counted by slot.  A shorter one can only be a
+    task's own, to which the scheduler has bound its GPUs (--gpus-per-task).  UsageError for any other: counting in it,
+    or taking it as it is, would put two processes on one GPU.
     """
     if not inherited:
         return ",".join(map(str, slots))
@@ -167,7 +174,8 @@ def local_hosts(options: Options) -> list[Host]:
 
 
 def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0) -> Plan:
-    """Trainers first, engines in the slots that are left, the rollout process on a host without slots or beside engine 0.
+    """Trainers first, engines in the slots that are left, the rollout process on a host without slots or beside engine
+    0.
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
     may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each other.
@@ -182,7 +190,9 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     trainers = () if options.debug_rollout_only else _trainers(options, known, free)
     if options.colocate:
         free = {host.name: list(range(host.slots)) for host in hosts}
-    engines = tuple(_engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines))
+    engines = tuple(
+        _engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines)
+    )
     spare = next((host for host in hosts if host.slots == 0), None)
     rollout = _place(spare or known[(engines or trainers)[0].host], ())
     external = tuple(options.rollout_external_engine_addrs) if options.needs_engines else ()
@@ -195,12 +205,15 @@ def _place(host: Host, slots: Iterable[int], also: tuple[Place, ...] = ()) -> Pl
 
 def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Place, ...]:
     """One Place a rank; their slots are taken out of `free`."""
-    nodes, each = options.actor_num_nodes, options.actor_num_gpus_per_node
+    nodes = options.actor_num_nodes
+    each = options.actor_num_gpus_per_node
     rooms = [name for name in hosts if len(free[name]) >= each][:nodes]
     if len(rooms) < nodes and len([host for host in hosts.values() if host.slots]) == 1 and rooms:
         rooms = [rooms[0]] * nodes  # one machine stands for all nodes, as on a laptop
     if len(rooms) < nodes or any(len(free[name]) < each * rooms.count(name) for name in rooms):
-        raise _misfit(options, hosts, f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each} trainer ranks do not fit")
+        raise _misfit(
+            options, hosts, f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each} trainer ranks do not fit"
+        )
     return tuple(_place(hosts[name], (free[name].pop(0),)) for name in rooms for _ in range(each))
 
 
@@ -215,7 +228,11 @@ def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], optio
         while sum(hosts[name].slots for name in taken) < size and first + len(taken) < len(names):
             taken.append(names[first + len(taken)])
         whole = all(len(free[name]) == hosts[name].slots for name in taken)
-        if whole and sum(hosts[name].slots for name in taken) == size and len({hosts[name].slots for name in taken}) == 1:
+        if (
+            whole
+            and sum(hosts[name].slots for name in taken) == size
+            and len({hosts[name].slots for name in taken}) == 1
+        ):
             parts = [_place(hosts[name], free[name]) for name in taken]
             free.update({name: [] for name in taken})
             return _place(hosts[taken[0]], parts[0].slots, tuple(parts[1:]))

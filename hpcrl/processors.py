@@ -1,6 +1,7 @@
 """The processors that a process may use: how many cores they are, and which of them lie beside a device.
 
-Invariant: what the system does not say changes nothing: every processor is then a core of its own, and nothing is bound.
+Invariant: what the system does not say changes nothing: every processor is then a core of its own, and nothing is
+bound.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 SYSTEM = Path("/sys")
-GIVEN = "HPCRL_CPUS"  #: processors of this host that the scheduler gives the job, hardware threads as a rule (launch/task.sh)
+#: processors of this host that the scheduler gives the job, hardware threads as a rule (launch/task.sh)
+GIVEN = "HPCRL_CPUS"
 
 
 def cores(allowed: Collection[int], environment: Mapping[str, str], system: Path = SYSTEM) -> int:
-    """How many cores `allowed` (numbers of processors, as os.sched_getaffinity has them) are; hardware threads of one count once.
+    """How many cores `allowed` (numbers of processors, as os.sched_getaffinity has them) are; hardware threads of one
+    count once.
 
-    environment: a job that has a part of its host and is not bound to it may run anywhere; its share is what GIVEN says.
+    environment: a job that has a part of its host and is not bound to it may run anywhere; its share is what GIVEN
+    says.
     """
     found = len({_siblings(number, system) for number in allowed}) or 1
     given = environment.get(GIVEN, "")
@@ -42,9 +46,11 @@ def read_list(file: Path) -> frozenset[int]:
 
 
 def bind_beside(device: str, system: Path = SYSTEM) -> frozenset[int]:
-    """Keep all threads of this process, and what they start, on the processors of the NUMA node of a PCI device (`0000:3b:00.0`).
+    """Keep all threads of this process, and what they start, on the processors of the NUMA node of a PCI device
+    (`0000:3b:00.0`).
 
-    Returns these, or none if nothing was changed: the system does not say, they are all that it has, or it may use none of them.
+    Returns these, or none if nothing was changed: the system does not say, they are all that it has, or it may use none
+    of them.
     """
     allowed = os.sched_getaffinity(0)
     beside = read_list(system / "bus/pci/devices" / device / "local_cpulist") & allowed

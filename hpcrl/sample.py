@@ -14,13 +14,17 @@ import numpy as np
 
 from hpcrl.errors import DataError
 
-PENDING, COMPLETED, TRUNCATED, ABORTED = "pending", "completed", "truncated", "aborted"
+PENDING = "pending"
+COMPLETED = "completed"
+TRUNCATED = "truncated"
+ABORTED = "aborted"
 STATUSES = (PENDING, COMPLETED, TRUNCATED, ABORTED)
 
 
 class TokenColumn(NamedTuple):
-    """A column with one entry for each token: dtype of its numbers; of: the field of ROW that counts the tokens, "length"
-    (prompt and response) or "response_length"; dims: further dimensions of an entry, of the same size for all tokens."""
+    """A column with one entry for each token: dtype of its numbers; of: the field of ROW that counts the tokens,
+    "length" (prompt and response) or "response_length"; dims: further dimensions of an entry, of the same size for all
+    tokens."""
 
     dtype: np.dtype
     of: str
@@ -31,9 +35,9 @@ class TokenColumn(NamedTuple):
 OPTIONAL: dict[str, TokenColumn] = {
     # float32 [response]: log-probs of the sampled tokens under a teacher, at the sampling temperature
     "teacher_logprobs": TokenColumn(np.dtype("<f4"), "response_length"),
-    # uint8 [prompt + response, layers with experts, bytes]: the experts that the engine chose for each token that it read; a
-    # byte an expert, two (the lower first) in a model of more than 256; a token's are all 0 where the engine did not say, as of
-    # the last one, which it wrote and never read
+    # uint8 [prompt + response, layers with experts, bytes]: the experts that the engine chose for each token that it
+    # read; a byte an expert, two (the lower first) in a model of more than 256; a token's are all 0 where the engine
+    # did not say, as of the last one, which it wrote and never read
     "routed_experts": TokenColumn(np.dtype("u1"), "length", 2),
 }
 
@@ -45,10 +49,12 @@ class Sample:
     tokens: int32 [prompt + response]; loss_mask: uint8 [response]; logprobs: float32 [response], log-probabilities of
     the sampled tokens under the policy that sampled them, at the sampling temperature; versions: int32 [response], the
     policy version that each token was sampled under.  `group` numbers the prompt over the whole run, `index` the
-    response within its group.  baseline: the reward of the greedy response to the same prompt, NaN where none was asked for.
-    prompt, label and metadata are the prompt file's.  rewards: the parts of the reward by name, where it has several.
+    response within its group.  baseline: the reward of the greedy response to the same prompt, NaN where none was asked
+    for. prompt, label and metadata are the prompt file's.  rewards: the parts of the reward by name, where it has
+    several.
     grading: "" or how it failed, "timeout" or "error" (then the reward is 0); grading_error: the reason.
-    extra: columns of OPTIONAL, by name.  teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
+    extra: columns of OPTIONAL, by name.  teacher_error: "" or why a teacher gave no log-probs (then they are the
+    sample's own).
     remove_sample: it is out of the loss; its reward counts in its group.
     """
 
@@ -178,7 +184,9 @@ def _optional(samples: list[Sample]) -> list[str]:
     found = set(samples[0].extra) if samples else set()
     for sample in samples:
         if other := found.symmetric_difference(sample.extra):
-            raise DataError(f"some samples of a batch have {min(other)}, sample {sample.index} of group {sample.group} differs")
+            raise DataError(
+                f"some samples of a batch have {min(other)}, sample {sample.index} of group {sample.group} differs"
+            )
     return [name for name in OPTIONAL if name in found]
 
 

@@ -3,10 +3,11 @@
     POST /hpcrl/generate    GroupRequest                 -> frames, one a sample, in the order in which they finish
     POST /hpcrl/abort       the names of samples         -> nothing; those frames come early, with what was there
 
-Bodies are msgpack; a frame is its length (4 bytes, little-endian) and an Answer.  Both routes ask for the key of the run.
+Bodies are msgpack; a frame is its length (4 bytes, little-endian) and an Answer.  Both routes ask for the key of the
+run.
 
-Invariants: nothing here is text but names and errors, and no Python object exists for a token; what does not fit is a ValueError,
-never a wrong array.
+Invariants: nothing here is text but names and errors, and no Python object exists for a token; what does not fit is a
+ValueError, never a wrong array.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import msgspec
 import numpy as np
 
 GENERATE, ABORT = "/hpcrl/generate", "/hpcrl/abort"
-EXPERTS = "hpcrl_routed_experts"  #: among the extra_args of params: whether an answer is to hold the experts of its tokens
+EXPERTS = (
+    "hpcrl_routed_experts"  #: among the extra_args of params: whether an answer is to hold the experts of its tokens
+)
 LONGEST = 2**28  #: bytes of a frame
 _LENGTH = struct.Struct("<I")
 
@@ -27,8 +30,8 @@ _LENGTH = struct.Struct("<I")
 class GroupRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Some samples of one prompt.
 
-    names: of each sample, unlike all others in flight; seeds: of each, None: the engine's own noise; prompt: int32 token ids, little-
-    endian; params: vLLM's SamplingParams but for the seed, by their names.
+    names: of each sample, unlike all others in flight; seeds: of each, None: the engine's own noise; prompt: int32
+    token ids, little- endian; params: vLLM's SamplingParams but for the seed, by their names.
     """
 
     names: list[str]
@@ -40,9 +43,10 @@ class GroupRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """How sample number `index` of a request ended.
 
-    reason: vLLM's finish reason, or "error" with the error's text; tokens: int32 [n], logprobs: float32 [n] or empty where none were
-    asked for, both little-endian; spans: (weight version, start, end) over the tokens.  experts: uint8 [prompt + n - 1, *routing], the
-    experts of each token that was read, by layers and bytes of a layer, where they were asked for.
+    reason: vLLM's finish reason, or "error" with the error's text; tokens: int32 [n], logprobs: float32 [n] or empty
+    where none were asked for, both little-endian; spans: (weight version, start, end) over the tokens.  experts: uint8
+    [prompt + n - 1, *routing], the experts of each token that was read, by layers and bytes of a layer, where they were
+    asked for.
     """
 
     index: int
@@ -56,11 +60,14 @@ class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 tokens and float32 log-probs, writable.  ValueError if their bytes are no whole numbers."""
-        return np.frombuffer(self.tokens, "<i4").astype(np.int32), np.frombuffer(self.logprobs, "<f4").astype(np.float32)
+        return np.frombuffer(self.tokens, "<i4").astype(np.int32), np.frombuffer(self.logprobs, "<f4").astype(
+            np.float32
+        )
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUEST, _NAMES = msgspec.msgpack.Decoder(GroupRequest), msgspec.msgpack.Decoder(list[str])
+_REQUEST = msgspec.msgpack.Decoder(GroupRequest)
+_NAMES = msgspec.msgpack.Decoder(list[str])
 _ANSWER = msgspec.msgpack.Decoder(Answer)
 encode = _ENCODER.encode
 

@@ -13,11 +13,14 @@ import pytest
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 
-# Processes that tests start find `tests` from any directory.  The environment lends them `hpcrl` alone, as it does to users.
+# Processes that tests start find `tests` from any directory.  The environment lends them `hpcrl` alone, as it does to
+# users.
 REPO = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: torch's own threads would only be in each other's way
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # as many workers as cores: torch's own threads would only be in each other's way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:

@@ -81,7 +81,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
             ["run", "RECIPE", "--dry-run", "--recompute-granularity", "full"],
             ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
         ),
-        (["run", "RECIPE", "--dry-run", "--num-rolout", "3"], ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp")),
+        (
+            ["run", "RECIPE", "--dry-run", "--num-rolout", "3"],
+            ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
+        ),
     ],
     ids=["help", "run help", "dry run", "unknown flag"],
 )
@@ -180,7 +183,11 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
 
 @pytest.mark.parametrize(("said", "chosen"), [((), True), (("--rollout-num-gpus", "2"), False)])
 def test_without_a_gpu_an_evaluation_of_a_model_gets_one_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: tuple[str, ...], chosen: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    said: tuple[str, ...],
+    chosen: bool,
 ) -> None:
     monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: [])
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
@@ -202,7 +209,12 @@ def test_without_a_gpu_an_evaluation_of_a_model_gets_one_engine(
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_made(
-    words: str, message: str, more: list[str], recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    message: str,
+    more: list[str],
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(recipe.parent)
     assert main(["run", str(recipe), *words.split(), *more]) == 2
@@ -227,7 +239,12 @@ def test_what_cannot_run_is_refused_before_anything_is_made(
     ],
 )
 def test_a_wrong_command_line_is_one_line(
-    argv: list[str], status: int, message: str, recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    status: int,
+    message: str,
+    recipe: Path,
+    runner: list[tuple[Any, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([str(recipe) if word == "RECIPE" else word for word in argv]) == status
     line = said(capsys)
@@ -237,13 +254,22 @@ def test_a_wrong_command_line_is_one_line(
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (DataError("p.jsonl:3: no key label", "give --label-key"), 1, "hpcrl: error: p.jsonl:3: no key label; give --label-key"),
+        (
+            DataError("p.jsonl:3: no key label", "give --label-key"),
+            1,
+            "hpcrl: error: p.jsonl:3: no key label; give --label-key",
+        ),
         (Stopped("saved and stopped"), 143, "hpcrl: saved and stopped"),
         (KeyboardInterrupt(), 130, "hpcrl: interrupted"),
     ],
 )
 def test_errors_of_a_run_keep_their_exit_status(
-    error: BaseException, status: int, line: str, recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    status: int,
+    line: str,
+    recipe: Path,
+    runner: list[tuple[Any, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     sys.modules["hpcrl.launch.local"].error = error  # type: ignore[attr-defined]
     assert main(["run", str(recipe)]) == status

@@ -1,4 +1,5 @@
-"""The examples of docs/customise.md: every plugin point has a row and a function there, which loads and does what the page says."""
+"""The examples of docs/customise.md: every plugin point has a row and a function there, which loads and does what the
+page says."""
 
 from __future__ import annotations
 
@@ -128,7 +129,9 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
     "rm_type": ("examples_of_rewards.brief", lambda f: f(OPTIONS, sample("")) == 1),
     "dynamic_sampling_filter_path": (
         "examples_of_filters.not_too_easy",
-        lambda f: f(OPTIONS, [sample(reward=1.0), sample(reward=0.0)]).keep and f(OPTIONS, [sample()]).reason == "none_solved",
+        lambda f: (
+            f(OPTIONS, [sample(reward=1.0), sample(reward=0.0)]).keep and f(OPTIONS, [sample()]).reason == "none_solved"
+        ),
     ),
     "buffer_filter_path": (
         "examples_of_filters.longest_first",
@@ -136,8 +139,14 @@ CALLS: dict[str, tuple[str, Callable[[Callable[..., Any]], bool]]] = {
     ),
     "advantage_estimator": ("examples_of_algorithms.raw", lambda f: f(BATCH, OPTIONS).advantages.tolist() == [1, 3, 3]),
     "pg_loss_type": ("examples_of_algorithms.score", lambda f: f(TOKENS, OPTIONS).loss.tolist() == [1, -2]),
-    "custom_tis_function_path": ("examples_of_algorithms.half", lambda f: f(TOKENS, OPTIONS).weights.tolist() == [1, 0.5]),
-    "kl_loss_type": ("examples_of_algorithms.absolute", lambda f: f(torch.tensor([-2.0]), torch.ones(1)).tolist() == [2]),
+    "custom_tis_function_path": (
+        "examples_of_algorithms.half",
+        lambda f: f(TOKENS, OPTIONS).weights.tolist() == [1, 0.5],
+    ),
+    "kl_loss_type": (
+        "examples_of_algorithms.absolute",
+        lambda f: f(torch.tensor([-2.0]), torch.ones(1)).tolist() == [2],
+    ),
     "custom_loss_function_path": ("examples_of_algorithms.imitate", lambda f: f(TOKENS, OPTIONS).total.item() == 1.5),
     "custom_pg_loss_reducer_function_path": (
         "examples_of_algorithms.by_root",
@@ -212,7 +221,9 @@ def halves(function: Callable[..., Any]) -> bool:
 
 def sums(source: Callable[..., Any]) -> bool:
     one = source(OPTIONS)
-    first, state, second = one.take(2), one.state(), one.take(3)
+    first = one.take(2)
+    state = one.state()
+    second = one.take(3)
     other = source(OPTIONS)
     other.restore(state)
     right = all(sum(map(int, row["input"].rstrip("=").split("+"))) == int(row["label"]) for row in first + second)

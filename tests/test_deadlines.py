@@ -1,4 +1,5 @@
-"""Every wait has a deadline: the code is walked for calls that may wait for ever, and each of those left has a reason."""
+"""Every wait has a deadline: the code is walked for calls that may wait for ever, and each of those left has a
+reason."""
 
 from __future__ import annotations
 
@@ -66,12 +67,18 @@ def endless(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        function, given = node.func, {keyword.arg for keyword in node.keywords}
+        function = node.func
+        given = {keyword.arg for keyword in node.keywords}
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
         of = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else ""
         timed = bool(given & {"timeout", "seconds"})
         if (
-            (isinstance(function, ast.Attribute) and name in waits and not timed and (not node.args or name == "synchronize"))
+            (
+                isinstance(function, ast.Attribute)
+                and name in waits
+                and not timed
+                and (not node.args or name == "synchronize")
+            )
             or (name in TIMED and not timed)
             or (of == "subprocess" and name in RUNS and not timed)
         ):

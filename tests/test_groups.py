@@ -27,7 +27,14 @@ def test_each_kind_is_a_partition_into_groups_of_its_size(tp: int, pp: int, cp: 
 @pytest.mark.process  # Megatron's import takes seconds
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "cp", "ep", "etp"),
-    [(64, 8, 4, 2, 16, 1), (8, 2, 1, 2, 1, 2), (8, 2, 2, 1, 4, 1), (16, 2, 2, 2, 2, 2), (4, 1, 1, 1, 4, 1), (24, 2, 3, 2, 2, 1)],
+    [
+        (64, 8, 4, 2, 16, 1),
+        (8, 2, 1, 2, 1, 2),
+        (8, 2, 2, 1, 4, 1),
+        (16, 2, 2, 2, 2, 2),
+        (4, 1, 1, 1, 4, 1),
+        (24, 2, 3, 2, 2, 1),
+    ],
 )
 def test_they_are_megatrons(world: int, tp: int, pp: int, cp: int, ep: int, etp: int) -> None:
     from megatron.core.parallel_state import RankGenerator
@@ -38,7 +45,9 @@ def test_they_are_megatrons(world: int, tp: int, pp: int, cp: int, ep: int, etp:
     wanted = {kind: dense.get_ranks(kind) for kind in ("tp", "cp", "dp", "pp", "dp-cp")}
     if ep > 1:
         wanted |= {"ep": experts.get_ranks("ep"), "etp": experts.get_ranks("tp"), "edp": experts.get_ranks("dp")}
-    assert {kind: sorted(groups) for kind, groups in found.items()} == {kind: sorted(groups) for kind, groups in wanted.items()}
+    assert {kind: sorted(groups) for kind, groups in found.items()} == {
+        kind: sorted(groups) for kind, groups in wanted.items()
+    }
 
 
 def test_what_does_not_divide_is_refused() -> None:

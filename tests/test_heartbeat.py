@@ -68,7 +68,9 @@ def looks(pulse: Pulse, seconds: float, limit: float) -> list[str]:
 
 
 @pytest.mark.process
-def test_a_stopped_process_is_found_and_one_that_lives_is_not(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
+def test_a_stopped_process_is_found_and_one_that_lives_is_not(
+    tmp_path: Path, children: list[subprocess.Popen[bytes]]
+) -> None:
     children += [start(tmp_path, "trainer-0", "time.sleep(60)"), start(tmp_path, "trainer-1", "time.sleep(60)")]
     pulse = Pulse(tmp_path, look=0.1)
     assert looks(pulse, 1.0, 0.8) == []
@@ -134,7 +136,9 @@ def test_a_process_that_ended_is_not_silent(tmp_path: Path) -> None:
         assert pulse.silent(10) == []
 
 
-@pytest.mark.parametrize(("name", "role"), [("trainer-3", "trainer"), ("torchrun-3", "trainer"), ("rollout-0", "rollout")])
+@pytest.mark.parametrize(
+    ("name", "role"), [("trainer-3", "trainer"), ("torchrun-3", "trainer"), ("rollout-0", "rollout")]
+)
 def test_the_host_names_who_hangs(tmp_path: Path, name: str, role: str) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
@@ -145,7 +149,9 @@ def test_the_host_names_who_hangs(tmp_path: Path, name: str, role: str) -> None:
     for clock.now in range(0, 61, 5):
         check_alive(pulse, 60, rundir, "node2")
     clock.now = 65.0
-    with pytest.raises(PeerError, match=rf"on node2: {name} gives no sign of life for 65 s \(process 1\).*--hang-timeout"):
+    with pytest.raises(
+        PeerError, match=rf"on node2: {name} gives no sign of life for 65 s \(process 1\).*--hang-timeout"
+    ):
         check_alive(pulse, 60, rundir, "node2")
     assert rundir.failure().role == role
     assert rundir.failure().index == int(name[-1])

@@ -13,7 +13,12 @@ from hpcrl.errors import UsageError
 from hpcrl.microbatches import make_schedule
 
 SHAPES = st.tuples(
-    st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(1, 2), st.integers(8, 400), st.integers(0, 2**32)
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(1, 2),
+    st.integers(8, 400),
+    st.integers(0, 2**32),
 )
 
 
@@ -22,7 +27,13 @@ def test_a_schedule_keeps_its_promises(shape: tuple, packed: bool, micro: int, m
     dp, steps, groups, cp, limit, seed = shape
     rng, each = random.Random(seed), groups * multiple
     lengths = [int(rng.lognormvariate(4, 1)) + 1 for _ in range(dp * steps * each)]
-    args = {"dp": dp, "cp": cp, "num_steps": steps, "max_tokens_per_gpu": limit if packed else None, "micro_batch_size": micro}
+    args = {
+        "dp": dp,
+        "cp": cp,
+        "num_steps": steps,
+        "max_tokens_per_gpu": limit if packed else None,
+        "micro_batch_size": micro,
+    }
     args |= {"multiple": multiple, "balance": balance}
     found = make_schedule(lengths, **args)
     assert found == make_schedule(lengths, **args)

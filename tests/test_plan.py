@@ -64,7 +64,9 @@ def test_every_slot_has_one_role_or_two_when_colocated(shape: tuple) -> None:
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4))
 def test_tensor_parallel_groups_stay_inside_a_host_where_they_can(tp: int, pp: int, cp: int, nodes: int) -> None:
-    o = options(8, 0, nodes=nodes, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp)
+    o = options(
+        8, 0, nodes=nodes, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+    )
     plan = make_plan(o, [Host(f"n{i}", 8) for i in range(nodes)], "r")
     if (8 * nodes) % (tp * pp * cp):
         with pytest.raises(UsageError, match="do not divide"):
@@ -146,7 +148,12 @@ def test_visible_devices_count_in_what_was_inherited(
         ("0,1", (2, 3), None, "CUDA_VISIBLE_DEVICES=0,1 holds 2 GPUs, the plan uses 4 slots of this host; unset it"),
         ("0,1", (0, 1), None, "holds 2 GPUs, the plan uses 4 slots"),
         ("0", (0, 1), None, "holds 1 GPUs"),
-        ("0", (2, 3), (2, 3), "holds 1 GPUs bound to this task, 2 are needed: slots 2-3 of the plan; let each task see all GPUs"),
+        (
+            "0",
+            (2, 3),
+            (2, 3),
+            "holds 1 GPUs bound to this task, 2 are needed: slots 2-3 of the plan; let each task see all GPUs",
+        ),
     ],
 )
 def test_no_process_takes_the_gpus_of_another(

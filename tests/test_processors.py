@@ -17,7 +17,8 @@ GPU = "0000:3b:00.0"
 
 
 def machine(root: Path, count: int, threads: int) -> Path:
-    """A /sys of `count` cores, of which the hardware threads are numbered as Linux does on x86: all first ones, all second ones."""
+    """A /sys of `count` cores, of which the hardware threads are numbered as Linux does on x86: all first ones, all
+    second ones."""
     for number in range(count * threads):
         topology = root / f"devices/system/cpu/cpu{number}/topology"
         topology.mkdir(parents=True)

@@ -2,8 +2,8 @@
 
     python bench/end_to_end_roles/trl_side.py '{"model": ..., "data": ..., "steps": ..., "groups": ..., "each": ..., "longest": ..., "lr": ...}'
 
-Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list, of every step: seconds since the
-first one's end, and the mean reward.
+Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list, of every
+step: seconds since the first one's end, and the mean reward.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main() -> None:
             disable_tqdm=True,
         )
         data = load_dataset("json", data_files=work["data"], split="train", cache_dir=scratch)
-        trainer = GRPOTrainer(model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[Clock()])
+        trainer = GRPOTrainer(
+            model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[Clock()]
+        )
         trainer.train()
     print(json.dumps([(end - ENDS[0], reward) for end, reward in zip(ENDS, REWARDS, strict=True)]))
 

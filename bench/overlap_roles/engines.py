@@ -1,7 +1,7 @@
 """Simulated engines: each answers as many requests at once as it may, as long as a recorded trace says.
 
-Invariants: a request takes its recorded time, longer by as much as engines were paused meanwhile; each token has the policy version that
-the engines had when it was due.
+Invariants: a request takes its recorded time, longer by as much as engines were paused meanwhile; each token has the
+policy version that the engines had when it was due.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         found = json.loads(path.read_text())
-        self.tokens, self.seconds, self.group = found["tokens"], found["seconds"], found["group"]
+        self.tokens = found["tokens"]
+        self.seconds = found["seconds"]
+        self.group = found["group"]
         self.mean = sum(self.seconds) / len(self.seconds)
         self.about = {name: value for name, value in found.items() if name not in ("tokens", "seconds")}
 
@@ -42,13 +44,18 @@ class Trace:
 
 
 class Engines:
-    """A fleet, and the sampler that asks it: what goes between a rollout's making and real engines is not simulated here.
+    """A fleet, and the sampler that asks it: what goes between a rollout's making and real engines is not simulated
+    here.
 
-    foresees: of the requests that wait, those of the group with the longest response go first, which nobody can know; else the first.
+    foresees: of the requests that wait, those of the group with the longest response go first, which nobody can know;
+    else the first.
     """
 
     def __init__(self, count: int, each: int, trace: Trace, foresees: bool = False) -> None:
-        self._loop, self._each, self._trace, self._foresees = asyncio.get_running_loop(), each, trace, foresees
+        self._loop = asyncio.get_running_loop()
+        self._each = each
+        self._trace = trace
+        self._foresees = foresees
         self.occupancy = Occupancy(each, lambda: int(self._loop.time() * 1e6))
         self._loads = Loads(self.occupancy)
         for number in range(count):
@@ -58,7 +65,9 @@ class Engines:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._paused = self._paused_at = 0.0
-        self._at, self._versions = [0.0], [0]  # when which policy came
+        # when which policy came
+        self._at = [0.0]
+        self._versions = [0]
 
     # ---- weights
 
@@ -90,8 +99,11 @@ class Engines:
         """A response, as a sampler makes it."""
         tokens, seconds = self._trace.of(asked.group.number, asked.index)
         while self._loads[engine := self._loads.least()] >= self._each:
-            turn, self._came = self._loop.create_future(), self._came + 1
-            bisect.insort(self._waiting, (-self._trace.longest(asked.group.number) if self._foresees else 0.0, self._came, turn))
+            turn = self._loop.create_future()
+            self._came = self._came + 1
+            bisect.insort(
+                self._waiting, (-self._trace.longest(asked.group.number) if self._foresees else 0.0, self._came, turn)
+            )
             await turn
         self._loads.move(engine, 1)
         begun = self._loop.time()

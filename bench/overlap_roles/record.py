@@ -2,10 +2,11 @@
 
     python bench/overlap_roles/record.py [--samples 640] [--in-flight 64] [--model DIRECTORY]
 
-vLLM with the tests' tiny model (or the one in --model) answers groups of 8 samples at temperature 1, so many at a time that --in-flight
-are in flight: as soon as a group is done, the next is asked for, as a rollout process does that never waits.  A response ends with the
-model's own end-of-sequence token, or after 768 tokens.  Of each, the number of its tokens and the seconds until it was there are kept,
-in the order in which they were asked for, in bench/overlap_trace.json.  The first 10 % fill the engine and are left out.
+vLLM with the tests' tiny model (or the one in --model) answers groups of 8 samples at temperature 1, so many at a time
+that --in-flight are in flight: as soon as a group is done, the next is asked for, as a rollout process does that never
+waits.  A response ends with the model's own end-of-sequence token, or after 768 tokens.  Of each, the number of its
+tokens and the seconds until it was there are kept, in the order in which they were asked for, in
+bench/overlap_trace.json.  The first 10 % fill the engine and are left out.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def main() -> None:
         groups = -(-args.samples // EACH)
         found, version = asyncio.run(record(root, model, groups + groups // 10, args.in_flight))
     kept = found[EACH * (groups // 10) :]
-    tokens, seconds = np.asarray([n for n, _ in kept]), np.asarray([s for _, s in kept])
+    tokens = np.asarray([n for n, _ in kept])
+    seconds = np.asarray([s for _, s in kept])
     about = {
         "engine": f"vLLM {version}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "model": "the tests' tiny model" if args.model is None else args.model.name,

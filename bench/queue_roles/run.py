@@ -1,7 +1,7 @@
 """One process of a measurement: `python -m bench.queue_roles.run TRANSPORT ROLE WARM TIMED BATCHES SCRATCH CONTROL_FD`.
 
-ROLE is produce or consume (joined by the socket CONTROL_FD), or alone.  Prints one JSON object: seconds of each timed pass
-(null from a producer), and this process's CPU seconds of all timed passes (null where others do the work).
+ROLE is produce or consume (joined by the socket CONTROL_FD), or alone.  Prints one JSON object: seconds of each timed
+pass (null from a producer), and this process's CPU seconds of all timed passes (null where others do the work).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ ALONE: dict[str, Any] = {
 def main() -> None:
     name, role, warm, timed, batches, scratch, fd = sys.argv[1:]
     die_with_parent()
-    passes, directory = Passes(int(warm), int(timed), int(batches)), Path(scratch)
+    passes = Passes(int(warm), int(timed), int(batches))
+    directory = Path(scratch)
     if role == "alone":
         control = Control(None)
         seconds = ALONE[name](control, passes, directory)

@@ -1,8 +1,8 @@
 """What is sent: the samples of a rollout batch; and how it is checked that the consumer has read them.
 
-256 samples a batch, lengths lognormal between 2048 and 8192 tokens, 256 of them prompt.  Every transport begins with the
-same arrays, one set a sample (ids int32, loss mask uint8, log-probs float32, and for ours policy versions int32), and
-ends when the consumer has added up all ids and masks.
+256 samples a batch, lengths lognormal between 2048 and 8192 tokens, 256 of them prompt.  Every transport begins with
+the same arrays, one set a sample (ids int32, loss mask uint8, log-probs float32, and for ours policy versions int32),
+and ends when the consumer has added up all ids and masks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import numpy as np
 
 from hpcrl.sample import COMPLETED, Sample
 
-SAMPLES, GROUP, PROMPT, DIFFERENT = 256, 8, 256, 4
+SAMPLES = 256
+GROUP = 8
+PROMPT = 256
+DIFFERENT = 4
 GO, END = "go", "end"
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How much one process pair transports: `warm` passes that are not counted, then `timed` ones, of `batches` each."""
+    """How much one process pair transports: `warm` passes that are not counted, then `timed` ones, of `batches`
+    each."""
 
     warm: int
     timed: int
@@ -64,7 +68,8 @@ class Control:
 
 
 def batches() -> list[list[Sample]]:
-    """Batches that differ, the same in every process; they are sent in turn, so that no cache holds what is sent next."""
+    """Batches that differ, the same in every process; they are sent in turn, so that no cache holds what is sent
+    next."""
     rng = np.random.default_rng(1)
     return [[_sample(rng, number) for number in range(SAMPLES)] for _ in range(DIFFERENT)]
 
@@ -115,7 +120,8 @@ def bytes_of(batch: list[Sample]) -> int:
 
 
 def timed(control: Control, passes: Passes, receive: Callable[[int], int]) -> list[float]:
-    """Seconds of each timed pass.  receive(number of the batch) -> what `read` found; it is compared with what was sent."""
+    """Seconds of each timed pass.  receive(number of the batch) -> what `read` found; it is compared with what was
+    sent."""
     expected = [sum(read(s.tokens, s.loss_mask) for s in batch) for batch in batches()]
     seconds, number = [], 0
     for count in range(passes.warm + passes.timed):

@@ -1,4 +1,5 @@
-"""The engine role, with a server that can be given work from within: what its engine's client costs when nobody speaks HTTP.
+"""The engine role, with a server that can be given work from within: what its engine's client costs when nobody speaks
+HTTP.
 
 POST /bench/own     [groups, samples of a group, tokens of a prompt, tokens of a response]
 """
@@ -27,7 +28,8 @@ class OwnRoute(LeanRoute):
 
 
 async def own(client: Any, receive: Receive, send: Send) -> None:
-    """As vLLM's own code has it: `AsyncLLM.generate` for each sample, with the same parameters, and nothing made of the outputs."""
+    """As vLLM's own code has it: `AsyncLLM.generate` for each sample, with the same parameters, and nothing made of the
+    outputs."""
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 

@@ -1,9 +1,10 @@
-"""Simulated engines: one process that listens on many ports and answers both routes at once, at next to no cost of its own.
+"""Simulated engines: one process that listens on many ports and answers both routes at once, at next to no cost of its
+own.
 
     python -m bench.rollout_roles.simulated COUNT TOKENS        prints the ports as one JSON line; ends with its stdin
 
-Every sample gets TOKENS tokens; the samples of a group come in as many pieces as there are samples, one a turn of the event loop,
-as from an engine whose samples end one after another.
+Every sample gets TOKENS tokens; the samples of a group come in as many pieces as there are samples, one a turn of the
+event loop, as from an engine whose samples end one after another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Engine(asyncio.Protocol):
     json = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport, self.rest = transport, b""
+        self.transport = transport
+        self.rest = b""
 
     def data_received(self, data: bytes) -> None:
         self.rest += data
@@ -42,13 +44,15 @@ class Engine(asyncio.Protocol):
             length = int(head[at : head.find(b"\r\n", at) if head.find(b"\r\n", at) >= 0 else None])
             if len(self.rest) < end + 4 + length:
                 return
-            body, self.rest = self.rest[end + 4 : end + 4 + length], self.rest[end + 4 + length :]
+            body = self.rest[end + 4 : end + 4 + length]
+            self.rest = self.rest[end + 4 + length :]
             self.answer(head, body)
 
     def answer(self, head: bytes, body: bytes) -> None:
         if GENERATE.encode() not in head:
             self.transport.write(
-                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(self.json) + self.json
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(self.json)
+                + self.json
             )
             return
         request, _ = read_request(body)
@@ -68,8 +72,10 @@ class Engine(asyncio.Protocol):
 
 def prepare(tokens: int) -> None:
     """The answers: the same to everybody."""
-    ids, logprobs = [5 + i % 90 for i in range(tokens)], [-1.5 - i % 7 for i in range(tokens)]
-    Engine.tokens, Engine.logprobs = np.asarray(ids, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
+    ids = [5 + i % 90 for i in range(tokens)]
+    logprobs = [-1.5 - i % 7 for i in range(tokens)]
+    Engine.tokens = np.asarray(ids, "<i4").tobytes()
+    Engine.logprobs = np.asarray(logprobs, "<f4").tobytes()
     content = [
         {"token": f"token_id:{i}", "token_id": i, "logprob": p, "rank": 1, "bytes": None, "top_logprobs": []}
         for i, p in zip(ids, logprobs, strict=True)

@@ -4,8 +4,8 @@
     hosts = [Host(i, rate) for i in range(6)]
     hosts[2].enter()                      # in a forked process: from now on its connections are those of host 2
 
-Root, `ip` and `tc` are needed.  Invariant: nothing is named in this machine's own namespaces, so that nothing is left behind when
-the processes end.
+Root, `ip` and `tc` are needed.  Invariant: nothing is named in this machine's own namespaces, so that nothing is left
+behind when the processes end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def _do(command: str) -> None:
 def switch() -> None:
     """A network of its own for this process, with a bridge in it."""
     _call("unshare", NEWNET)
-    for command in ("link set lo up", "link add br0 type bridge forward_delay 0 stp_state 0", f"addr add {BRIDGE}/24 dev br0"):
+    for command in (
+        "link set lo up",
+        "link add br0 type bridge forward_delay 0 stp_state 0",
+        f"addr add {BRIDGE}/24 dev br0",
+    ):
         _do(f"ip {command}")
     _do("ip link set br0 up")
 

@@ -1,7 +1,9 @@
-"""Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one thread.
+"""Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one
+thread.
 
-They are the real outbox and inbox of --weight-update resharded and delta, and for gathered what rank 0 and the receivers do with
-shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies its part of what it got into its parameters, as they do.
+They are the real outbox and inbox of --weight-update resharded and delta, and for gathered what rank 0 and the
+receivers do with shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies its part of what it
+got into its parameters, as they do.
 
 Invariant: after the last update every worker holds exactly what the ranks had.
 """
@@ -31,7 +33,11 @@ from hpcrl.weights.pieces.planning import inboxes, pieces_of, to_bytes
 from hpcrl.weights.pieces.post import Post
 from hpcrl.weights.shared_memory import Region, open_region
 
-RANKS, ROWS, COLUMNS, BYTES = 4, 1024, 4096, 2  #: BYTES of bf16
+#: BYTES of bf16
+RANKS = 4
+ROWS = 1024
+COLUMNS = 4096
+BYTES = 2
 TP = 2  #: of an engine
 HALF = COLUMNS // TP
 LIMIT = 300.0  #: seconds of any wait
@@ -42,8 +48,8 @@ CHANGED = 100  #: one of so many elements changes from update to update
 class Stage:
     """What all processes of one way share.
 
-    near: ranks and workers on one host map each other's memory; hosts: of each member, ranks first, or none for all on this
-    machine; ports: of the stores where the members, and those of the broadcasts, meet.
+    near: ranks and workers on one host map each other's memory; hosts: of each member, ranks first, or none for all on
+    this machine; ports: of the stores where the members, and those of the broadcasts, meet.
     """
 
     way: str
@@ -94,7 +100,8 @@ def join(stage: Stage, me: int) -> Post:
 
 
 def join_broadcasts(stage: Stage, me: int) -> gloo_group.GlooGroup:
-    rank, keys = (0 if me == 0 else me - RANKS + 1), ClientKeys(*stage.keys)
+    rank = 0 if me == 0 else me - RANKS + 1
+    keys = ClientKeys(*stage.keys)
     return gloo_group.join(stage.store, stage.ports[1], keys, rank, 1 + stage.workers, stage.address(me), LIMIT)
 
 
@@ -110,8 +117,11 @@ def change(parts: list[torch.Tensor], turn: int) -> None:
         part.view(-1)[turn % CHANGED :: CHANGED] += 1
 
 
-def timed(stage: Stage, me: int, work: Callable[[], float | None], before: Callable[[int], None] = lambda _: None) -> None:
-    """All rounds; rank 0 reports (seconds, those in which engines stand still) of each, and everybody the processor's seconds.
+def timed(
+    stage: Stage, me: int, work: Callable[[], float | None], before: Callable[[int], None] = lambda _: None
+) -> None:
+    """All rounds; rank 0 reports (seconds, those in which engines stand still) of each, and everybody the processor's
+    seconds.
 
     work: returns the time from which on engines stand still, or None: from its begin.
     """
@@ -148,7 +158,9 @@ def member(stage: Stage, me: int) -> None:
     if stage.hosts:
         stage.hosts[me if me < RANKS else RANKS + (me - RANKS) // TP].enter()
     gathered = stage.way == "gathered"
-    role = (gathered_rank if gathered else pieces_rank) if me < RANKS else (gathered_worker if gathered else pieces_worker)
+    role = (
+        (gathered_rank if gathered else pieces_rank) if me < RANKS else (gathered_worker if gathered else pieces_worker)
+    )
     role(stage, me)
 
 

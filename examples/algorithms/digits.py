@@ -3,8 +3,8 @@ weights are rewarded from the first step on.
 
     python examples/algorithms/digits.py --out DIR [--seed N]
 
-Writes DIR/pairs.jsonl, {"prompt": ..., "better": "4071", "worse": "=+,+"}: what `dpo.toml` prefers.  Prompts and model are the
-quick start's (`examples/arithmetic.py`).
+Writes DIR/pairs.jsonl, {"prompt": ..., "better": "4071", "worse": "=+,+"}: what `dpo.toml` prefers.  Prompts and model
+are the quick start's (`examples/arithmetic.py`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     --custom-generate-function-path examples.tools.calculator.Generate        (started in the repository's root)
 
-A turn that calls is followed by the tool's answer, at most CALLS times; the first turn that does not call is the answer.  What the
-tool said is not learned from (loss mask 0).  The calculator is a process of its own, which holds little memory, opens no file, starts
-no process, and is killed when one answer takes longer than SECONDS.
+A turn that calls is followed by the tool's answer, at most CALLS times; the first turn that does not call is the
+answer.  What the tool said is not learned from (loss mask 0).  The calculator is a process of its own, which holds
+little memory, opens no file, starts no process, and is killed when one answer takes longer than SECONDS.
 
     python examples/tools/calculator.py             (the calculator: a line with an expression in, a line with its value out)
 """
@@ -73,7 +73,9 @@ class Calculator:
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", __file__, stdin=pipe, stdout=pipe)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", __file__, stdin=pipe, stdout=pipe
+        )
         return self._process
 
 

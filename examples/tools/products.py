@@ -52,7 +52,10 @@ def shown(pair: Pair, rng: random.Random) -> dict[str, object]:
     if kind == 1:
         return line | {"response": f"\\boxed{{{rng.randrange(100, 9802)}}}"}
     told = [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": call}]
-    return line | {"prompt": [*told, {"role": "tool", "content": line["label"]}], "response": f"\\boxed{{{line['label']}}}"}
+    return line | {
+        "prompt": [*told, {"role": "tool", "content": line["label"]}],
+        "response": f"\\boxed{{{line['label']}}}",
+    }
 
 
 def write_prompts(directory: Path, seed: int) -> None:

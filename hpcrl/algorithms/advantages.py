@@ -1,6 +1,7 @@
 """Advantages of a rollout: shaping by length, KL in the reward, the estimator, KL to a teacher, whitening.
 
-Invariant: the result depends on the samples alone, not on which rank has which; sums over ranks go through `batch.total`.
+Invariant: the result depends on the samples alone, not on which rank has which; sums over ranks go through
+`batch.total`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def compute_advantages(batch: RolloutBatch, options: Options) -> Advantages:
     """Advantages (and a critic's returns), float64 [t], of the own tokens; 0 where the mask is.
 
     In order: shaping by length, KL in the reward (off the response's reward, or left to an estimator of tokens), the
-    estimator of --advantage-estimator, the KL to a teacher, --normalize-advantages.  Collective over data-parallel ranks through `batch.total`.
-    UsageError if the batch lacks what the options need; HpcrlError if an estimator returns something else than [t].
+    estimator of --advantage-estimator, the KL to a teacher, --normalize-advantages.  Collective over data-parallel
+    ranks through `batch.total`. UsageError if the batch lacks what the options need; HpcrlError if an estimator returns
+    something else than [t].
     """
     name = options.advantage_estimator
     estimate = find("estimators", name, "--advantage-estimator")
@@ -34,7 +36,9 @@ def compute_advantages(batch: RolloutBatch, options: Options) -> Advantages:
     for what, values in found._asdict().items():
         if values is not None and values.shape != batch.mask.shape:
             shape = tuple(values.shape)
-            raise HpcrlError(f"--advantage-estimator {name} returns {what} of shape {shape} for {len(batch.mask)} tokens")
+            raise HpcrlError(
+                f"--advantage-estimator {name} returns {what} of shape {shape} for {len(batch.mask)} tokens"
+            )
     advantages, returns = (None if x is None else x.double().where(batch.mask, 0.0) for x in found)
     if options.use_opd and options.opd_kl_type == "sampled":
         advantages = advantages - options.opd_kl_coef * teacher_kl(batch).where(batch.mask, 0.0)
@@ -78,11 +82,11 @@ def _with_kl(batch: RolloutBatch, options: Options, name: str) -> RolloutBatch:
 
 
 def teacher_kl(batch: RolloutBatch) -> Tensor:
-    """float64 [t]: log p_old - log p_teacher of each sampled token, an estimate of the reverse KL; --opd-kl-coef times that is
-    taken off its advantage.
+    """float64 [t]: log p_old - log p_teacher of each sampled token, an estimate of the reverse KL; --opd-kl-coef times
+    that is taken off its advantage.
 
-    Source: Lu and Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation; as slime's --use-opd.
-    UsageError without the log-probs of both.
+    Source: Lu and Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation; as slime's
+    --use-opd. UsageError without the log-probs of both.
     """
     if batch.old is None or batch.teacher is None:
         raise UsageError("--use-opd needs the log-probs of old policy and teacher, here are none", "give --opd-type")

@@ -1,7 +1,8 @@
 """What estimators, losses and corrections get and give.
 
 Invariant: every tensor here is of samples or of tokens, never of packed rows; so a formula is the same in every layout.
-Letters of shapes: n samples of the whole rollout, m samples at hand, t tokens of whole responses, r tokens that are trained.
+Letters of shapes: n samples of the whole rollout, m samples at hand, t tokens of whole responses, r tokens that are
+trained.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class RolloutBatch:
 
     @property
     def last(self) -> Tensor:
-        """bool [t]: the last trained token of each own response, where its reward is paid; none where nothing is trained."""
+        """bool [t]: the last trained token of each own response, where its reward is paid; none where nothing is
+        trained."""
         owner = torch.repeat_interleave(torch.arange(len(self.own), device=self.mask.device), self.lengths)[self.mask]
         places = self.mask.nonzero()[:, 0]
         ends = torch.cat([owner[1:] != owner[:-1], owner.new_ones(min(1, len(owner)), dtype=torch.bool)])
@@ -113,7 +115,8 @@ class RolloutBatch:
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns: advantages [t], and where there is a critic the returns [t] that it learns, else None."""
+    """What an estimator returns: advantages [t], and where there is a critic the returns [t] that it learns, else
+    None."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -175,7 +178,8 @@ class TokenBatch:
 
 
 class Terms(NamedTuple):
-    """What a policy loss returns of each token [r]: the loss, with its gradient, and 1.0 where clipping took effect, else 0."""
+    """What a policy loss returns of each token [r]: the loss, with its gradient, and 1.0 where clipping took effect,
+    else 0."""
 
     loss: Tensor
     clipped: Tensor
@@ -184,8 +188,8 @@ class Terms(NamedTuple):
 class Correction(NamedTuple):
     """What a correction returns of each token.
 
-    weights: [r], detached, factors of the policy-gradient term.  kept: [r] of 1.0 and 0.0; a token of 0 counts in no term,
-    but stays in the divisor.  report: name -> [r], logged as means that count as the loss does.
+    weights: [r], detached, factors of the policy-gradient term.  kept: [r] of 1.0 and 0.0; a token of 0 counts in no
+    term, but stays in the divisor.  report: name -> [r], logged as means that count as the loss does.
     """
 
     weights: Tensor

@@ -1,7 +1,7 @@
 """The loss of a micro-batch by --loss-type, and a critic's.
 
-Invariant: a loss is a sum over tokens of weight x term, where a term depends on its sample alone (dpo: its pair); divided by
-a count over the whole step, it depends neither on micro-batches nor on TP, PP, CP or DP.
+Invariant: a loss is a sum over tokens of weight x term, where a term depends on its sample alone (dpo: its pair);
+divided by a count over the whole step, it depends neither on micro-batches nor on TP, PP, CP or DP.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ Found = TypeVar("Found", Terms, Correction)
 def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
     """The loss of --loss-type; see `policy_loss`, `sft_loss`, `preference.dpo_loss`.
 
-    custom_loss: function(tokens, options) -> Loss of --custom-loss-function-path; HpcrlError if it returns something else.
+    custom_loss: function(tokens, options) -> Loss of --custom-loss-function-path; HpcrlError if it returns something
+    else.
     """
     if options.loss_type == "custom_loss":
         path = str(options.custom_loss_function_path)
         own = load_own("custom_loss_function_path", path)
         found = guarded(own, f"--custom-loss-function-path {path}")(tokens, options)
         if not isinstance(found, Loss) or found.total.ndim:
-            raise HpcrlError(f"--custom-loss-function-path {path} returns no Loss of a scalar", "see hpcrl.algorithms.interface")
+            raise HpcrlError(
+                f"--custom-loss-function-path {path} returns no Loss of a scalar", "see hpcrl.algorithms.interface"
+            )
         return found
     losses: dict[str, Callable[[TokenBatch, Options], Loss]] = {
         "policy_loss": policy_loss,
@@ -47,12 +50,14 @@ def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
 
 
 def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
-    """Policy gradient - entropy_coef x entropy + kl_loss_coef x KL (+ opd_kl_coef x KL to the teacher); tokens needs old, trainer, rollout and advantages.
+    """Policy gradient - entropy_coef x entropy + kl_loss_coef x KL (+ opd_kl_coef x KL to the teacher); tokens needs
+    old, trainer, rollout and advantages.
 
-    Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss; opd_reverse_kl or
-    opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; where trainer and engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
-    (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum.
-    UsageError if --use-kl-loss finds no reference.
+    Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss;
+    opd_reverse_kl or opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; where trainer and
+    engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
+    (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum. UsageError if
+    --use-kl-loss finds no reference.
     """
     name = policy_loss_name(options)
     terms = _of_tokens(Terms, find("losses", name, "--pg-loss-type")(tokens, options), tokens, f"--pg-loss-type {name}")
@@ -67,7 +72,8 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         which = options.custom_tis_function_path or "tis"
         found = find("corrections", which, "--custom-tis-function-path")(tokens, options)
         correction = _of_tokens(Correction, found, tokens, f"--custom-tis-function-path {which}")
-        gradient, kept = gradient * correction.weights.detach(), correction.kept.detach()
+        gradient = gradient * correction.weights.detach()
+        kept = correction.kept.detach()
         importance |= correction.report
     if tokens.comparable:
         report |= {"ois": (tokens.logprobs - tokens.old).detach().exp()} | importance | mismatch_report(tokens)
@@ -92,18 +98,21 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
 
 
 def _of_tokens(kind: type[Found], found: Any, tokens: TokenBatch, where: str) -> Found:
-    """What an estimator of terms returned, if it is a `kind` whose tensors are [r]; HpcrlError names the option otherwise."""
+    """What an estimator of terms returned, if it is a `kind` whose tensors are [r]; HpcrlError names the option
+    otherwise."""
     parts = [value for value in found if isinstance(value, Tensor)] if isinstance(found, kind) else []
     if not isinstance(found, kind) or any(part.shape != tokens.weights.shape for part in parts):
-        raise HpcrlError(f"{where} returns no {kind.__name__} of {len(tokens.weights)} tokens", "see hpcrl.algorithms.interface")
+        raise HpcrlError(
+            f"{where} returns no {kind.__name__} of {len(tokens.weights)} tokens", "see hpcrl.algorithms.interface"
+        )
     return found
 
 
 def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
     """[r]: the KL estimate of --kl-loss-type between policy and reference, with its gradient.
 
-    With --use-unbiased-kl (or the estimator unbiased) weighted by the ratio to the old policy, with the ratio's gradient
-    (DeepSeek-V3.2, arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
+    With --use-unbiased-kl (or the estimator unbiased) weighted by the ratio to the old policy, with the ratio's
+    gradient (DeepSeek-V3.2, arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
     """
     if tokens.reference is None:
         raise UsageError("--use-kl-loss needs the log-probs of the reference, here are none", "give --ref-load")
@@ -123,9 +132,9 @@ def sft_loss(tokens: TokenBatch, options: Options) -> Loss:
 def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, options: Options) -> Loss:
     """A critic's loss, max((v - R)^2, (v_old + clip(v - v_old, -value_clip, value_clip) - R)^2); all [r].
 
-    values: the critic's, with a gradient; old_values: before the update; returns: of the estimator.  Report: value_loss,
-    value_clipfrac.  Source: Schulman et al. 2017's implementation; Engstrom et al. 2020, arXiv:2005.12729, 2; without the factor
-    1/2, as slime.
+    values: the critic's, with a gradient; old_values: before the update; returns: of the estimator.  Report:
+    value_loss, value_clipfrac.  Source: Schulman et al. 2017's implementation; Engstrom et al. 2020, arXiv:2005.12729,
+    2; without the factor 1/2, as slime.
     """
     change = values - old_values
     clipped = old_values + change.clamp(-options.value_clip, options.value_clip)
@@ -133,7 +142,8 @@ def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weig
     total = (terms * weights).sum()
     outside = (change.detach().abs() > options.value_clip).to(weights.dtype)
     return Loss(
-        total, Report(means={"value_loss": total.detach().double(), "value_clipfrac": (outside * weights).sum().double()})
+        total,
+        Report(means={"value_loss": total.detach().double(), "value_clipfrac": (outside * weights).sum().double()}),
     )
 
 

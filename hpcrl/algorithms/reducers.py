@@ -35,7 +35,9 @@ def policy_token_weights(counts: Tensor, options: Options) -> Tensor | None:
         own = load_own("custom_pg_loss_reducer_function_path", path)
         weights = guarded(own, f"--custom-pg-loss-reducer-function-path {path}")(counts, options)
         if not isinstance(weights, Tensor) or weights.shape != counts.shape:
-            raise HpcrlError(f"--custom-pg-loss-reducer-function-path {path} returns no tensor of {len(counts)} weights")
+            raise HpcrlError(
+                f"--custom-pg-loss-reducer-function-path {path} returns no tensor of {len(counts)} weights"
+            )
         return weights
     if options.pg_loss_divisor is not None:
         return torch.full(counts.shape, 1 / options.pg_loss_divisor, device=counts.device)

@@ -3,8 +3,8 @@
 On the login node: the scheduler, run directory, packages, model.  With --nodes a short job of the same shape as the run
 looks at the nodes as well (hpcrl/doctor/all_nodes.py).
 
-Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays behind
-but what the user asked for.
+Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays
+behind but what the user asked for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ LIMIT = "15:00"  #: the short job's time limit
 
 @dataclass(frozen=True)
 class Case:
-    """What is looked at.  stages: resolved options of each stage, none without a recipe; directory: of the run to be."""
+    """What is looked at.  stages: resolved options of each stage, none without a recipe; directory: of the run to
+    be."""
 
     site: Site
     stages: tuple[Options, ...]
@@ -105,7 +106,8 @@ def main(argv: Sequence[str]) -> int:
     overrides, given, words = parse_flags(argv, OWN)
     if len(words) > 1:
         raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
-    site, recipe = from_flags(given), load_recipe(words[0]) if words else None
+    site = from_flags(given)
+    recipe = load_recipe(words[0]) if words else None
     case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides), recipe)
     findings = []
     for finding in login(case, find_profile(given.get("site") or os.environ.get("HPCRL_SITE") or "default")):
@@ -184,7 +186,8 @@ def _begins_with(case: Case) -> Iterator[Finding]:
 
 
 def _scheduler(case: Case, request: Request) -> Iterator[Finding]:
-    """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, GPU types."""
+    """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, GPU
+    types."""
     scheduler = case.scheduler
     found = list(scheduler.responds())
     if not failed(found):
@@ -235,7 +238,9 @@ def job(case: Case, directory: Path) -> str:
     request = msgspec.structs.replace(case.request(), margin=60)
     interface = next((options.interface for options in case.stages if options.interface), case.site.interface)
     steps = [
-        NodeStep(part.name, part.nodes, part.slots, gpus=0 if getattr(case.site, part.name).gpus_per_node == 0 else None)
+        NodeStep(
+            part.name, part.nodes, part.slots, gpus=0 if getattr(case.site, part.name).gpus_per_node == 0 else None
+        )
         for part in request.components
     ]
     todo = NodesJob(
@@ -293,8 +298,11 @@ def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> 
             log = directory / "job.log"
             if not log.exists():
                 hint = "choose a --run-dir on a file system that all nodes share"
-                return [Finding("fail", "", f"job {job.job_id} ended, and nothing of it is in {directory.parent}", hint)]
-            said, hint = last_line(end_of_text(log)), "see setup, modules and python of the site"
+                return [
+                    Finding("fail", "", f"job {job.job_id} ended, and nothing of it is in {directory.parent}", hint)
+                ]
+            said = last_line(end_of_text(log))
+            hint = "see setup, modules and python of the site"
             return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
         if time.monotonic() > end:
             state = " ".join(filter(None, (word.word, word.reason))) if word else answer.note

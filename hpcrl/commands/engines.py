@@ -1,6 +1,8 @@
-"""`hpcrl engines`: the engines of a run: which there are and how they are, one less, more of them; and engines of no run.
+"""`hpcrl engines`: the engines of a run: which there are and how they are, one less, more of them; and engines of no
+run.
 
-Invariant: the run itself is touched by nothing but marks in its directory; it does what they wish, and says when it has.
+Invariant: the run itself is touched by nothing but marks in its directory; it does what they wish, and says when it
+has.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def _of(run: Run) -> tuple[StageFiles, EngineViews]:
 
 def _add(argv: list[str]) -> int:
     parser = Parser(
-        "engines add", "Start engines that join a run which is under way: on this machine, or (--site) in a job of their own."
+        "engines add",
+        "Start engines that join a run which is under way: on this machine, or (--site) in a job of their own.",
     )
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
     parser.add_argument("--engines", type=_positive, default=1, metavar="K", help="engines a node (default 1)")
@@ -90,7 +93,9 @@ def _add(argv: list[str]) -> int:
     assert stage.attempt is not None
     rundir = RunDir(stage.root, stage.attempt)
     if read_options(rundir).takes_turns:
-        raise UsageError(f"{name} has its engines on the trainer's GPUs (--colocate)", "only a run without it takes more of them")
+        raise UsageError(
+            f"{name} has its engines on the trainer's GPUs (--colocate)", "only a run without it takes more of them"
+        )
     site = _site(args, run)
     if site is None:
         taken = read_plan(rundir)
@@ -132,7 +137,9 @@ def _site(args: argparse.Namespace, run: Run) -> Site | None:
 
 
 def _remove(argv: list[str]) -> int:
-    parser = Parser("engines remove", "Give an engine no new requests, let it finish those it has, and end it for this attempt.")
+    parser = Parser(
+        "engines remove", "Give an engine no new requests, let it finish those it has, and end it for this attempt."
+    )
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
     parser.add_argument("index", metavar="INDEX", type=int, help="its number, as hpcrl engines RUN lists it")
     args = parser.parse_args(argv)
@@ -144,7 +151,9 @@ def _remove(argv: list[str]) -> int:
     if args.index not in there:
         raise UsageError(f"{name} has no engine {args.index}", f"it has {', '.join(map(str, sorted(there))) or 'none'}")
     if not any(view.state != "draining" for index, view in there.items() if index != args.index):
-        raise UsageError(f"engine {args.index} is the last one of {name}", "add another before, or end the run: hpcrl stop")
+        raise UsageError(
+            f"engine {args.index} is the last one of {name}", "add another before, or end the run: hpcrl stop"
+        )
     assert stage.attempt is not None
     wish_removed(RunDir(stage.root, stage.attempt), args.index)
     print(f"asked engine {args.index} of {name} to finish and end; hpcrl engines {name} shows when it has")

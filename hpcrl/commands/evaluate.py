@@ -1,7 +1,9 @@
-"""`hpcrl eval`: held-out sets of a recipe, of a checkpoint or of a Hugging Face model, as a run of its own that trains nothing.
+"""`hpcrl eval`: held-out sets of a recipe, of a checkpoint or of a Hugging Face model, as a run of its own that trains
+nothing.
 
-Invariant: the run is an ordinary one, of a recipe with num_rollout = 0 that lies in its directory: it is watched, stopped, resumed
-and submitted like any other.  What the recipe says of training is left out, and what a flag says is not.
+Invariant: the run is an ordinary one, of a recipe with num_rollout = 0 that lies in its directory: it is watched,
+stopped, resumed and submitted like any other.  What the recipe says of training is left out, and what a flag says is
+not.
 """
 
 from __future__ import annotations
@@ -48,7 +50,16 @@ evaluates is taken, of a run the last that has begun."""
 #: options of the sections that say how to train, and what else makes no sense without training
 _TRAINING = {
     *(name for section in (AlgorithmOptions, OffPolicyOptions, OptimizerOptions) for name in section.__annotations__),
-    *["num_rollout", "num_epoch", "prompt_data", "skip_eval_before_train", "run_dir", "name", "rejected_key", "rollout_shuffle"],
+    *[
+        "num_rollout",
+        "num_epoch",
+        "prompt_data",
+        "skip_eval_before_train",
+        "run_dir",
+        "name",
+        "rejected_key",
+        "rollout_shuffle",
+    ],
     "data_source_path",
     *["save", "save_interval", "async_save", "save_retain_interval", "save_keep_last", "ref_load"],
 }
@@ -63,7 +74,8 @@ def evaluate(argv: list[str]) -> int:
     overrides, own, words = parse_flags(argv, SUBMIT | {"submit": Kind("bool")})
     if len(words) != 1:
         raise UsageError(
-            f"{len(words)} things to evaluate", "name one: hpcrl eval RECIPE.toml, a checkpoint or a Hugging Face directory"
+            f"{len(words)} things to evaluate",
+            "name one: hpcrl eval RECIPE.toml, a checkpoint or a Hugging Face directory",
         )
     if "print" in own:
         raise UsageError("--print has no effect here", f"see hpcrl submit --help:\n{SUBMIT_USAGE}")
@@ -90,7 +102,11 @@ def found(root: Path) -> list[str]:
         return []
     lines = []
     for name in sorted({key.split("/")[1] for key in rows[-1] if key.startswith("eval/")}):
-        values = {key.removeprefix(f"eval/{name}/"): value for key, value in rows[-1].items() if key.startswith(f"eval/{name}/")}
+        values = {
+            key.removeprefix(f"eval/{name}/"): value
+            for key, value in rows[-1].items()
+            if key.startswith(f"eval/{name}/")
+        }
         more = [f"{key} {values[key]:.3f}" for key in sorted(values, key=_order) if "@" in key]
         ci = f"({values['ci_low']:.3f} to {values['ci_high']:.3f})" if values.get("ci_low") is not None else ""
         parts = [f"{values['accuracy']:.3f} {ci}".strip()] if "accuracy" in values else []
@@ -117,9 +133,13 @@ def recipe_for(what: Path, overrides: Mapping[str, Any]) -> tuple[Recipe, dict[s
         overrides = _flags_for(recipe, stage, overrides)
         return _of_recipe(recipe, stage, overrides), overrides
     if not what.is_dir():
-        raise UsageError(f"{what} is neither a recipe (.toml) nor a directory", "name a recipe, a checkpoint or a model")
+        raise UsageError(
+            f"{what} is neither a recipe (.toml) nor a directory", "name a recipe, a checkpoint or a model"
+        )
     if (what / "config.json").is_file():
-        return _recipe(as_given(what).name, what, (), {"hf_checkpoint": str(as_given(what))}, overrides), dict(overrides)
+        return _recipe(as_given(what).name, what, (), {"hf_checkpoint": str(as_given(what))}, overrides), dict(
+            overrides
+        )
     return _of_checkpoint(as_given(what), overrides), dict(overrides)
 
 
@@ -130,12 +150,15 @@ def _stage_of(recipe: Recipe) -> Stage:
 
 
 def _flags_for(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags as those of a recipe of this stage alone: plain ones count in it.  UsageError for those of another stage."""
+    """The flags as those of a recipe of this stage alone: plain ones count in it.  UsageError for those of another
+    stage."""
     of_stages = {name: value for name, value in overrides.items() if split_name(name)[0]}
     for name in recipe.placed(of_stages):
         if split_name(name)[0] != stage.name:
             shown = stage_flag(*split_name(name))
-            raise UsageError(f"{shown} has no effect here: stage {stage.name} of {recipe.path.name} is evaluated", "leave it out")
+            raise UsageError(
+                f"{shown} has no effect here: stage {stage.name} of {recipe.path.name} is evaluated", "leave it out"
+            )
     return flags_of(overrides, stage.name)
 
 

@@ -28,7 +28,9 @@ from hpcrl.run.registry import known
 if TYPE_CHECKING:
     import psutil
 
-ASK, PATIENCE = 15.0, 5.0  #: seconds between questions to a scheduler; seconds until an end is believed
+#: seconds between questions to a scheduler; seconds until an end is believed
+ASK = 15.0
+PATIENCE = 5.0
 MISSING = "name a run directory, its last part, or its job's number; hpcrl status lists the runs"
 
 
@@ -95,7 +97,9 @@ def look_at_runs(runs: Sequence[Run]) -> tuple[list[Status], str]:
     """(the statuses, those at work first and then the newest first; what a scheduler did not tell)."""
     jobs = Jobs(runs)
     now = time.time()
-    found = [(judge_run(run, now, jobs.word(run), alive(run), jobs.title(run), brief=True), _touched(run)) for run in runs]
+    found = [
+        (judge_run(run, now, jobs.word(run), alive(run), jobs.title(run), brief=True), _touched(run)) for run in runs
+    ]
     found.sort(key=lambda pair: (pair[0].phase in OVER or pair[0].phase == "lost", -pair[1]))
     return [status for status, _ in found], jobs.note
 
@@ -111,8 +115,8 @@ def _touched(run: Run) -> float:
 
 
 class Ending:
-    """Tells a run that has ended from one that is about to be queued again: in a scheduler's job, its launcher says that it
-    stopped, then requeues the job.  A silent run gets the same while to speak up.
+    """Tells a run that has ended from one that is about to be queued again: in a scheduler's job, its launcher says
+    that it stopped, then requeues the job.  A silent run gets the same while to speak up.
     """
 
     def __init__(self) -> None:
@@ -192,8 +196,8 @@ def alive(run: Run) -> bool | None:
 
 
 def owner(root: Path) -> psutil.Process | None:
-    """The launcher that holds the run directory, if it lives on this host: the process that root/lock names and that has
-    this very file open.  A number that was given to another process since is not taken for it.
+    """The launcher that holds the run directory, if it lives on this host: the process that root/lock names and that
+    has this very file open.  A number that was given to another process since is not taken for it.
     """
     import psutil
 

@@ -47,7 +47,9 @@ def import_script(argv: list[str]) -> int:
         if words:
             raise UsageError(f"both a script and arguments: {words[0]}", "give one of them")
         program, given = split_program(arguments)
-        return _write(translate(given, program), name_of(given), "The arguments of train.py, translated by hpcrl import.", ())
+        return _write(
+            translate(given, program), name_of(given), "The arguments of train.py, translated by hpcrl import.", ()
+        )
     if not words:
         raise UsageError("no script given", "name it first: hpcrl import SCRIPT.sh > RECIPE.toml")
     variables = dict(map(_variable, words[1:]))

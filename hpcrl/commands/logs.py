@@ -3,8 +3,8 @@
     RUN/logs/*.out, *.log                  the job itself (role job): the batch script, prepare commands
     STAGE/logs/attempt-N/ROLE-I.log        the roles; other names there (a host's process, srun) count as job too
 
-Invariants: a log is read from its end, and only as far as was asked for; each line is shown once, whole, behind the role,
-number and host that wrote it, and can do nothing to the terminal.
+Invariants: a log is read from its end, and only as far as was asked for; each line is shown once, whole, behind the
+role, number and host that wrote it, and can do nothing to the terminal.
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ class RoleLog:
 
 def logs(argv: list[str]) -> int:
     """`hpcrl logs`: the last lines of every log of the run's last attempt, and with -f what comes."""
-    parser = Parser("logs", "What the processes of a run have said: the last attempt of its last stage, and the job's own log.")
+    parser = Parser(
+        "logs", "What the processes of a run have said: the last attempt of its last stage, and the job's own log."
+    )
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
     parser.add_argument("--role", help=f"only of this role: {', '.join(ROLES)}")
     parser.add_argument("--host", help="only of the processes on this host")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on, over attempts and stages, until the run ends")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on, over attempts and stages, until the run ends"
+    )
     parser.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"last lines of each file ({LINES})")
     args = parser.parse_args(argv)
     if args.lines < 0:
@@ -61,7 +65,9 @@ def logs(argv: list[str]) -> int:
     every = logs_of(run)
     shown = chosen(latest(every), args.role, args.host)
     if args.host is not None and args.host not in (hosts := hosts_of(run, every)):
-        raise UsageError(f"--host {args.host}: no process of the run is there", f"there are {', '.join(hosts) or 'none yet'}")
+        raise UsageError(
+            f"--host {args.host}: no process of the run is there", f"there are {', '.join(hosts) or 'none yet'}"
+        )
     width = max((len(log.label) for log in shown), default=0)
     tails = {log.path: FileTail(log.path) for log in shown}
     for log in shown:
@@ -103,13 +109,17 @@ def _roles(stage: StageFiles, attempt: int, launcher: str) -> Iterator[RoleLog]:
     found = []
     for name in entries(folder):
         if match := _NAME.match(name):
-            role, index, part = match[1], int(match[2]), int(match[3] or 0)
+            role = match[1]
+            index = int(match[2])
+            part = int(match[3] or 0)
             host = _host(plan, role, index, part)
             log = RoleLog(folder / name, role, _label(name[:-4], host), host, (stage.name, attempt))
             found.append((ROLES.index(role), (index, part), log))
         elif name.endswith((".log", ".out", ".err")):
             label = _label(name.rsplit(".", 1)[0], launcher)
-            found.append((ROLES.index("job"), (0, 0), RoleLog(folder / name, "job", label, launcher, (stage.name, attempt))))
+            found.append(
+                (ROLES.index("job"), (0, 0), RoleLog(folder / name, "job", label, launcher, (stage.name, attempt)))
+            )
     yield from (log for _, _, log in sorted(found, key=lambda item: (item[0], item[1], item[2].path.name)))
 
 

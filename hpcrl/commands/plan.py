@@ -1,7 +1,7 @@
 """`hpcrl plan`, and what `--dry-run` prints on this machine: who would run where, and which ranks form which group.
 
-Invariant: nothing is written and nothing is started.  What the run would refuse is refused here, by the same checks; but a plan may be made
-where the files of the run are not, so what `plan` does not find is a note.
+Invariant: nothing is written and nothing is started.  What the run would refuse is refused here, by the same checks;
+but a plan may be made where the files of the run are not, so what `plan` does not find is a note.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ RUN = "a run directory, its last part, or its job's number"
 
 def report(argv: list[str]) -> int:
     """`hpcrl report`: one HTML file with curves, timeline, costs and samples, which needs no network."""
-    parser = Parser("report", "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network.")
+    parser = Parser(
+        "report", "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network."
+    )
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (RUN/report.html); - for stdout")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """`hpcrl resume`: go on with a run the way that it was started.
 
-Invariant: a run goes on with the options that it began with, in the allocation that it was started in; what this command
-cannot start names the command that can.
+Invariant: a run goes on with the options that it began with, in the allocation that it was started in; what this
+command cannot start names the command that can.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ def resume(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    flags = {"time": Kind("str"), "set": Kind("str", many=True), "chain": Kind("int", bounds=">= 1"), "help": Kind("bool")}
+    flags = {
+        "time": Kind("str"),
+        "set": Kind("str", many=True),
+        "chain": Kind("int", bounds=">= 1"),
+        "help": Kind("bool"),
+    }
     overrides, own, words = parse_flags(argv, flags)
     if len(words) != 1 or overrides.keys() - {"num_rollout", "ckpt_step"}:
         raise UsageError(
@@ -61,7 +66,9 @@ def resume(argv: list[str]) -> int:
     if starter not in UNQUEUED:
         if record.site is None:
             give = f"give it to {load_scheduler(starter).submit_command} again"
-            raise UsageError(f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}")
+            raise UsageError(
+                f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}"
+            )
         say_submitted(*submit_again(root, record, own, own.get("chain", 1)))
         return 0
     if own:

@@ -1,6 +1,7 @@
 """`hpcrl runs`: which run directories there are, and the removal of those that never trained.
 
-Invariant: only a run that has ended and holds neither a checkpoint nor a step's metrics is ever removed, and only on --yes.
+Invariant: only a run that has ended and holds neither a checkpoint nor a step's metrics is ever removed, and only on
+--yes.
 """
 
 from __future__ import annotations
@@ -42,5 +43,7 @@ def runs(argv: list[str]) -> int:
 
 
 def _empty(status: Status, root: Path) -> bool:
-    trained = any(path.stat().st_size for path in root.glob("**/metrics.jsonl")) or any(root.glob("**/latest_checkpointed_*"))
+    trained = any(path.stat().st_size for path in root.glob("**/metrics.jsonl")) or any(
+        root.glob("**/latest_checkpointed_*")
+    )
     return status.phase in ENDED and not trained

@@ -66,9 +66,14 @@ def samples(argv: list[str]) -> int:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser("samples", "Prompts, responses, rewards; advantage, and the log-probs of trainer and engine.")
-    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number; or a stage's directory")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of this step, counted from 0; with --eval after so many steps; default: the last"
+        "run", metavar="RUN", help="a run directory, its last part, or its job's number; or a stage's directory"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="of this step, counted from 0; with --eval after so many steps; default: the last",
     )
     parser.add_argument(
         "--eval", metavar="NAME", help="of an evaluation of this held-out set, after --step steps (0: before the first)"
@@ -121,7 +126,9 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     every = sorted({number for steps in found.values() for number in steps})
     if held_out is not None and not every:
         sets = sorted({name for stage in stages for name in held_out_sets(stage.root)})
-        raise UsageError(f"{shown} has no samples of an evaluation {held_out}", f"there are {', '.join(sets) or 'none yet'}")
+        raise UsageError(
+            f"{shown} has no samples of an evaluation {held_out}", f"there are {', '.join(sets) or 'none yet'}"
+        )
     if not every:
         raise UsageError(f"{shown} has no samples yet", "hpcrl status says what it is doing")
     from hpcrl.report.sample_view import numbers
@@ -143,7 +150,13 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
     which: Which = args.which
     found = choose(place.looks(reading), which, args.count, args.group)
     if not found:
-        what = f"group {args.group}" if args.group is not None else "truncated samples" if which == "truncated" else "samples"
+        what = (
+            f"group {args.group}"
+            if args.group is not None
+            else "truncated samples"
+            if which == "truncated"
+            else "samples"
+        )
         yield (Word(f"{place.title} has no {what}"),)
     for look in found:
         yield from sample_lines(look, f"{place.title}, ")

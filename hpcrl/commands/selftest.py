@@ -1,7 +1,7 @@
 """`hpcrl selftest`: the checks that the tests make, on the user's own hardware, before it is trusted with a run.
 
-Here, or with --site in a job of one node or several (hpcrl/selftest/job.py).  Invariant: one table, with a reason for all that
-was not checked; nothing outlives it but its directory, which says what is known.
+Here, or with --site in a job of one node or several (hpcrl/selftest/job.py).  Invariant: one table, with a reason for
+all that was not checked; nothing outlives it but its directory, which says what is known.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ OWN = {
     "list": Kind("bool"),
     "help": Kind("bool"),
 }
-WAIT, LIMIT, POLL = 3600.0, "30:00", 2.0
+WAIT = 3600.0
+LIMIT = "30:00"
+POLL = 2.0
 
 
 def selftest(argv: Sequence[str]) -> int:
@@ -114,7 +116,10 @@ def _directory(own: dict[str, Any]) -> Path:
 def _here(chosen: dict[str, Check], results: Results, ranks: int) -> None:
     adopt_orphans()
     found = results.read()
-    print("\n".join(f"hpcrl: {name} is known already" for name in chosen if name in found) or f"hpcrl: in {results.directory}")
+    print(
+        "\n".join(f"hpcrl: {name} is known already" for name in chosen if name in found)
+        or f"hpcrl: in {results.directory}"
+    )
     try:
         run_here(chosen, results, ranks, lambda name: print(_line(chosen, results, name), flush=True))
     finally:
@@ -140,7 +145,9 @@ def _tell(chosen: dict[str, Check], results: Results, file: str | None) -> int:
 
 def _in_a_job(site: Site, own: dict[str, Any], results: Results) -> None:
     """Submit it, wait for its end, telling of results as they come."""
-    scheduler, hosts, directory = load_scheduler(site.scheduler), own.get("hosts", 1), results.directory
+    scheduler = load_scheduler(site.scheduler)
+    hosts = own.get("hosts", 1)
+    directory = results.directory
     wish = site.trainer
     slots = wish.gpus_per_node if wish.gpus_per_node is not None else own.get("ranks", 1)
     ranks = own.get("ranks") or slots or CPU_RANKS

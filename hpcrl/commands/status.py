@@ -29,7 +29,9 @@ def status(argv: list[str]) -> int:
     """`hpcrl status`: all runs as a table, or one in full."""
     parser = Parser("status", "What runs are doing: all that are known here and those in ./runs, or one in full.")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run directory, its last part, or its job's number")
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object (a list of them without RUN)")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: one JSON object (a list of them without RUN)"
+    )
     args = parser.parse_args(argv)
     if args.run:
         found = look_at_run(find_run(args.run))
@@ -72,7 +74,9 @@ def watch(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
     root = find_run(parser.parse_args(argv).run).root
     with _view() as view:
-        jobs, asked, ending = Jobs([Run(root)]), time.monotonic(), Ending()
+        jobs = Jobs([Run(root)])
+        asked = time.monotonic()
+        ending = Ending()
         while True:
             now = time.monotonic()
             if now - asked > (60.0 if jobs.note else ending.interval):
@@ -96,7 +100,8 @@ class Lines:
     """A line for each change, where there is no terminal; at the end, where the log is.  A context."""
 
     def __init__(self) -> None:
-        self.last, self.log = "", ""
+        self.last = ""
+        self.log = ""
 
     def __enter__(self) -> Lines:
         return self
@@ -107,7 +112,8 @@ class Lines:
 
     def show(self, found: Status) -> None:
         """Print the line, unless it would say the same again."""
-        text, self.log = line(found), strip_control(found.log or "")
+        text = line(found)
+        self.log = strip_control(found.log or "")
         what = text if found.phase != "lost" else "lost"  # whose message grows older every second
         if what != self.last:
             print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)

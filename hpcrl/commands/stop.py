@@ -53,7 +53,9 @@ def stop(argv: list[str]) -> int:
         raise HpcrlError(f"{name} is not running: it is {_spell(found)}", _instead(found, name, jobs, run))
     if run.state is None:  # a launcher that says nothing of itself may not look for the file either
         if (process := owner(run.root)) is None:
-            raise HpcrlError(f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}")
+            raise HpcrlError(
+                f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}"
+            )
         process.send_signal(signal.SIGTERM)
     else:
         try:
@@ -123,7 +125,9 @@ def _cancel_job(run: Run) -> int:
 def _record(run: Run, message: str) -> None:
     """The last word on a run whose launcher never was, or is gone, and could not know that it was cancelled."""
     last = run.state or JobState("cancelled", 0.0)
-    write_state(run.root, msgspec.structs.replace(last, phase="cancelled", message=message, time=time.time(), ends=None))
+    write_state(
+        run.root, msgspec.structs.replace(last, phase="cancelled", message=message, time=time.time(), ends=None)
+    )
 
 
 def _end_process(run: Run) -> int:
@@ -148,7 +152,9 @@ def _end_process(run: Run) -> int:
     except psutil.AccessDenied as error:
         raise HpcrlError(f"process {process.pid} of {name} is not yours", "ask whoever started it") from error
     except psutil.TimeoutExpired as error:
-        raise HpcrlError(f"process {process.pid} of {name} did not end within {GRACE:.0f} s", f"see hpcrl logs {name}") from error
+        raise HpcrlError(
+            f"process {process.pid} of {name} did not end within {GRACE:.0f} s", f"see hpcrl logs {name}"
+        ) from error
     after = Run(run.root)
     if after.state and after.state.pid == process.pid and after.state.phase not in ("finished", "stopped"):
         _record(after, CANCELLED)

@@ -71,10 +71,13 @@ def submit(argv: list[str]) -> int:
     overrides, own, words = parse_flags(before, OWN)
     if len(words) + (arguments is not None) != 1:
         raise UsageError(
-            f"{len(words) + (arguments is not None)} recipes given", "name one: hpcrl submit RECIPE.toml [--option value ...]"
+            f"{len(words) + (arguments is not None)} recipes given",
+            "name one: hpcrl submit RECIPE.toml [--option value ...]",
         )
     if arguments is not None and own.get("print"):
-        raise UsageError("--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first")
+        raise UsageError(
+            "--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first"
+        )
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if "after" in own:
@@ -86,7 +89,8 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     """Submit a recipe, or show what would be, as this command's own flags say; word: how the recipe was named."""
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
-    overrides, chain = site.options(recipe, overrides), own.get("chain", 1)
+    overrides = site.options(recipe, overrides)
+    chain = own.get("chain", 1)
     if chain > 1 and own.get("print"):
         raise UsageError("--print writes the script of one job, and --chain submits several", "leave one of them out")
     site = chained(site, chain)

@@ -1,4 +1,5 @@
-"""Which estimators, losses, corrections and KL estimators there are, and what each says of itself; without importing them.
+"""Which estimators, losses, corrections and KL estimators there are, and what each says of itself; without importing
+them.
 
 Each is one file of `hpcrl/algorithms/<kind>/`; its name is the option's value.  Besides its function it may declare, as
 literals that are read here:
@@ -57,8 +58,8 @@ def is_path(name: str) -> bool:
 def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
     """What `name` declares.
 
-    None for the dotted path of an own function, of which nothing is known before it is imported, and for a name that there is not:
-    one rule refuses it (`config/rules/algorithm_rules.py`).
+    None for the dotted path of an own function, of which nothing is known before it is imported, and for a name that
+    there is not: one rule refuses it (`config/rules/algorithm_rules.py`).
     """
     return algorithm_files(kind).get(name)
 

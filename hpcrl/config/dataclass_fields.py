@@ -16,7 +16,15 @@ from typing import Any
 
 from hpcrl.config.value_types import Kind, union
 
-_PLAIN = {"bool": "bool", "int": "int", "float": "float", "str": "str", "Any": "any", "dict": "object", "Dict": "object"}
+_PLAIN = {
+    "bool": "bool",
+    "int": "int",
+    "float": "float",
+    "str": "str",
+    "Any": "any",
+    "dict": "object",
+    "Dict": "object",
+}
 _LISTS = {"list", "List", "set", "Set", "tuple", "Tuple", "Sequence"}
 _OPEN, _UNWRITABLE = Kind("any"), Kind("none")
 
@@ -213,7 +221,11 @@ def _literal(module: _Module | None, parts: list[ast.expr]) -> Kind:
         else:
             return _OPEN
     whole = all(isinstance(v, int) for v in values)
-    return Kind("int" if whole else "str", choices=tuple(values)) if whole or all(isinstance(v, str) for v in values) else _OPEN
+    return (
+        Kind("int" if whole else "str", choices=tuple(values))
+        if whole or all(isinstance(v, str) for v in values)
+        else _OPEN
+    )
 
 
 def _named(module: _Module | None, name: str) -> Kind:
@@ -229,7 +241,9 @@ def _named(module: _Module | None, name: str) -> Kind:
         case (where, ast.AnnAssign(value=ast.expr() as value)):
             return kind_of(where, value)
         case (where, ast.ClassDef() as cls) if _is_enum(cls):
-            members = [n.targets[0].id for n in cls.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
+            members = [
+                n.targets[0].id for n in cls.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+            ]
             return Kind("str", choices=tuple(m for m in members if not m.startswith("_")))
     return _OPEN
 

@@ -1,10 +1,11 @@
 """Functions and classes of the user's, by dotted path: found, and checked before anything is asked of them.
 
-`--custom-rm-path my_rewards.brief` names the function `brief` of the module my_rewards.py, in the directory where the run was
-started or in one of PYTHONPATH.  Built-ins of slime and vime are taken as ours where they are the same (`BUILT_INS`).
+`--custom-rm-path my_rewards.brief` names the function `brief` of the module my_rewards.py, in the directory where the
+run was started or in one of PYTHONPATH.  Built-ins of slime and vime are taken as ours where they are the same
+(`BUILT_INS`).
 
-Invariant: whatever is wrong with a path, its module or a signature is one UsageError that names the option; what the user's code
-raises when it runs is one HpcrlError that names it, with its traceback in the log.
+Invariant: whatever is wrong with a path, its module or a signature is one UsageError that names the option; what the
+user's code raises when it runs is one HpcrlError that names it, with its traceback in the log.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from hpcrl.errors import HpcrlError, UsageError
 
 T = TypeVar("T")
 
-#: a built-in of slime's and vime's, without its first word -> what to give here; "": what is done without the option anyway
+#: a built-in of slime's and vime's, without its first word -> what to give here; "": what is done without the option
+#: anyway
 BUILT_INS = {
     "backends.megatron_utils.loss.icepop_function": "icepop",
     "rollout.data_source.RolloutDataSource": "",
@@ -66,11 +68,14 @@ def ours(path: str, flag: str) -> str:
 # ---- finding
 
 
-def load_function(path: str, flag: str, parameters: Sequence[str] = (), keywords: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function `path` of the option `flag`; an object that can be called will do, of a class that takes nothing one is made.
+def load_function(
+    path: str, flag: str, parameters: Sequence[str] = (), keywords: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """The function `path` of the option `flag`; an object that can be called will do, of a class that takes nothing one
+    is made.
 
-    parameters: what it is called with, in order; keywords: what it is given by name besides.  UsageError if there is no such
-    function, or if it cannot be called with these.
+    parameters: what it is called with, in order; keywords: what it is given by name besides.  UsageError if there is no
+    such function, or if it cannot be called with these.
     """
     found = load_object(path, flag)
     if not callable(found):
@@ -80,7 +85,9 @@ def load_function(path: str, flag: str, parameters: Sequence[str] = (), keywords
     return function
 
 
-def load_class(path: str, flag: str, parameters: Sequence[str], methods: Mapping[str, Sequence[str]]) -> Callable[..., Any]:
+def load_class(
+    path: str, flag: str, parameters: Sequence[str], methods: Mapping[str, Sequence[str]]
+) -> Callable[..., Any]:
     """The class `path` of the option `flag`, or a function that makes its objects.
 
     parameters: what it is made with; methods: name -> what that is called with.  UsageError as `load_function`.
@@ -92,7 +99,9 @@ def load_class(path: str, flag: str, parameters: Sequence[str], methods: Mapping
     if inspect.isclass(found):
         for name, takes in methods.items():
             if not callable(getattr(found, name, None)):
-                raise UsageError(f"{flag} {path} has no method {name}", f"declare it: def {name}(self, {', '.join(takes)})")
+                raise UsageError(
+                    f"{flag} {path} has no method {name}", f"declare it: def {name}(self, {', '.join(takes)})"
+                )
             if not isinstance(inspect.getattr_static(found, name), staticmethod | classmethod):
                 takes = ("self", *takes)
             check_signature(getattr(found, name), f"{flag} {path}.{name}", takes)
@@ -114,15 +123,23 @@ def load_object(path: str, flag: str) -> Any:
             raise UsageError(f"{shown} cannot be imported: {error}", searched()) from None
         if isinstance(error, AttributeError) and module in sys.modules and not hasattr(sys.modules[module], name):
             raise UsageError(f"{shown}: {module} has no {name}", f"it has {_functions(sys.modules[module])}") from None
-        raise UsageError(f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}") from error
+        raise UsageError(
+            f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}"
+        ) from error
 
 
 def _functions(module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    own = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
     return listed(own)
 
 
-def check_signature(function: Callable[..., Any], shown: str, parameters: Sequence[str], keywords: Sequence[str] = ()) -> None:
+def check_signature(
+    function: Callable[..., Any], shown: str, parameters: Sequence[str], keywords: Sequence[str] = ()
+) -> None:
     """UsageError, which calls it `shown`, unless `function` can be called with these."""
     try:
         signature = inspect.signature(function)
@@ -150,7 +167,8 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives something to wait for."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(type(function), "__call__", None))  # noqa: B004
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 # ---- calling
@@ -158,7 +176,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @contextmanager
 def named(shown: str) -> Iterator[None]:
-    """Within, whatever the user's code raises becomes an HpcrlError that begins with `shown`; its traceback goes to stderr.
+    """Within, whatever the user's code raises becomes an HpcrlError that begins with `shown`; its traceback goes to
+    stderr.
 
     shown: the option and its value, such as "--custom-rm-path my.f"; what is an HpcrlError already passes.
     """

@@ -17,7 +17,9 @@ from hpcrl.errors import UsageError, raise_together
 _NUMBER = re.compile(r"-\.?\d")
 
 
-def parse_flags(argv: Sequence[str], extra: Mapping[str, Kind] | None = None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def parse_flags(
+    argv: Sequence[str], extra: Mapping[str, Kind] | None = None
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A command line -> (options that flags set, the command's own flags named in `extra`, the other words).
 
     Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; those of one stage (--grpo.lr) as
@@ -41,7 +43,9 @@ def parse_flags(argv: Sequence[str], extra: Mapping[str, Kind] | None = None) ->
             while words and not _is_flag(words[0]):  # whatever its values were
                 words.pop(0)
     raise_together(wrong)
-    found = {f"{stage}.{name}" if stage else name: value for stage in by_stage for name, value in by_stage[stage].items()}
+    found = {
+        f"{stage}.{name}" if stage else name: value for stage in by_stage for name, value in by_stage[stage].items()
+    }
     return found, command, rest
 
 

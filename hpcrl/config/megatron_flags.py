@@ -1,7 +1,7 @@
 """Megatron's settings that have no place in hpcrl: arguments of its training script, and fields of Megatron-core's own.
 
-They steer what hpcrl does not have, or does in one way only.  Invariant: each is refused with what to use instead, or with why
-there is nothing to set; none is taken and ignored.
+They steer what hpcrl does not have, or does in one way only.  Invariant: each is refused with what to use instead, or
+with why there is nothing to set; none is taken and ignored.
 """
 
 from __future__ import annotations

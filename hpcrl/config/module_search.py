@@ -1,9 +1,10 @@
 """Where a user's module lies and what it defines, found without importing it or the packages around it.
 
-A role starts as `python -m hpcrl...` in the directory where the run was started, so that directory comes before everything else;
-then PYTHONPATH and the installed packages, as in `sys.path`.
+A role starts as `python -m hpcrl...` in the directory where the run was started, so that directory comes before
+everything else; then PYTHONPATH and the installed packages, as in `sys.path`.
 
-Invariant: none of the user's code runs here.  `importlib.util.find_spec` would run it: it imports the packages above a module.
+Invariant: none of the user's code runs here.  `importlib.util.find_spec` would run it: it imports the packages above a
+module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SHOWN = 10  #: names that a hint lists at most
 
 
 def missing(path: str) -> tuple[str, str]:
-    """Why there can be nothing at the dotted path `module.name`, and what to do; two empty texts where files do not tell."""
+    """Why there can be nothing at the dotted path `module.name`, and what to do; two empty texts where files do not
+    tell."""
     if "/" in path or path.endswith(".py"):
         module = Path(path).stem
         return (
@@ -31,7 +33,9 @@ def missing(path: str) -> tuple[str, str]:
     module, _, name = path.rpartition(".")
     if not module or module.partition(".")[0] in sys.stdlib_module_names:
         return "", ""
-    parts, where, spec = module.split("."), search_path(), None
+    parts = module.split(".")
+    where = search_path()
+    spec = None
     for depth in range(1, len(parts) + 1):
         full = ".".join(parts[:depth])
         spec = find_module(full, where, top=depth == 1)
@@ -57,7 +61,8 @@ def search_path() -> list[str]:
 def find_module(name: str, entries: Sequence[str], top: bool) -> ModuleSpec | None:
     """The module with this full name in the directories `entries`, or None.
 
-    top: whether it is a top-level module, for which the other finders of this interpreter (editable installs) are asked as well.
+    top: whether it is a top-level module, for which the other finders of this interpreter (editable installs) are asked
+    as well.
     """
     portions: list[str] = []
     for entry in entries:
@@ -87,8 +92,10 @@ def searched() -> str:
 
 
 def _shadowed(top: str) -> str:
-    """The hint for a module that is missing in the package `top`: another package of that name may hide the user's directory."""
-    spec, own = find_module(top, search_path(), top=True), Path.cwd() / top
+    """The hint for a module that is missing in the package `top`: another package of that name may hide the user's
+    directory."""
+    spec = find_module(top, search_path(), top=True)
+    own = Path.cwd() / top
     if spec is not None and spec.origin and own.is_dir() and Path(spec.origin).parent != own:
         return f"{top} is the package in {Path(spec.origin).parent}, which hides {own}: put an __init__.py there"
     return searched()

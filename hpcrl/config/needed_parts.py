@@ -1,4 +1,5 @@
-"""Which settings of Megatron-core's need CUDA and which packages beside it; data, for the trainer and for whoever looks before it starts.
+"""Which settings of Megatron-core's need CUDA and which packages beside it; data, for the trainer and for whoever looks
+before it starts.
 
 Invariant: nothing is imported here, torch least of all.
 """

@@ -77,7 +77,8 @@ class Options(
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What divides the micro-batches of a rank in one optimizer step: Megatron's groups where there are virtual stages."""
+        """What divides the micro-batches of a rank in one optimizer step: Megatron's groups where there are virtual
+        stages."""
         stages = self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
         if not stages and not self.megatron.get("pipeline_model_parallel_layout"):
             return 1
@@ -90,7 +91,8 @@ class Options(
 
     @property
     def learns_labels(self) -> bool:
-        """Whether the responses come from the prompt file: supervised fine-tuning, and preferences that are written there."""
+        """Whether the responses come from the prompt file: supervised fine-tuning, and preferences that are written
+        there."""
         return self.loss_type == "sft_loss" or (self.loss_type == "dpo_loss" and self.rejected_key is not None)
 
     @property
@@ -201,7 +203,9 @@ class Options(
     @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps of one rollout."""
-        return self.num_steps_per_rollout or self.samples_per_rollout // (self.global_batch_size or self.samples_per_rollout)
+        return self.num_steps_per_rollout or self.samples_per_rollout // (
+            self.global_batch_size or self.samples_per_rollout
+        )
 
     @property
     def step_batch_size(self) -> int:

@@ -94,7 +94,9 @@ def run_help(width: int = 110) -> str:
             facts = [f"default {default(field)}"] if default(field) else []
             facts += [_source(field)] if _source(field) != "hpcrl" else []
             aside = f" [{'; '.join(facts)}]" if facts else ""
-            lines += _entry(f"--{dashed(name)} {kind_of_field(field).metavar}".rstrip(), field.description + aside, width)
+            lines += _entry(
+                f"--{dashed(name)} {kind_of_field(field).metavar}".rstrip(), field.description + aside, width
+            )
     return "\n".join(lines)
 
 

@@ -38,7 +38,8 @@ CLASSES: dict[Table, tuple[tuple[str, str], ...]] = {
     ),
 }
 
-#: what a user may say of the model beside TransformerConfig: arguments of Megatron's GPTModel, compared with config.json
+#: what a user may say of the model beside TransformerConfig: arguments of Megatron's GPTModel, compared with
+#: config.json
 MODEL_ARGUMENTS: dict[str, Kind] = {
     "group_query_attention": Kind("bool"),
     "max_position_embeddings": Kind("int"),
@@ -54,7 +55,8 @@ MODEL_ARGUMENTS: dict[str, Kind] = {
     "vocab_size": Kind("int"),
 }
 
-#: Megatron's flags that do not follow from a field's name -> (field, the value they stand for; None: the flag's own value)
+#: Megatron's flags that do not follow from a field's name -> (field, the value they stand for; None: the flag's own
+#: value)
 IRREGULAR: dict[str, tuple[str, Any]] = {
     **megatron_flags.IRREGULAR,
     "accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
@@ -188,14 +190,17 @@ def spellings(table: Table) -> dict[str, Target]:
             found |= _megatron_flags(setting)
     if table == "megatron" and found:
         found |= {
-            flag: _irregular(flag, found.get(dashed(field))) for flag, (field, _) in IRREGULAR.items() if dashed(field) in found
+            flag: _irregular(flag, found.get(dashed(field)))
+            for flag, (field, _) in IRREGULAR.items()
+            if dashed(field) in found
         }
     return found
 
 
 @cache
 def _preferred() -> dict[tuple[str, bool | None], str]:
-    """(Megatron's field, the value of a switch or None) -> the flag of Megatron-LM's that says it, where just one other does."""
+    """(Megatron's field, the value of a switch or None) -> the flag of Megatron-LM's that says it, where just one other
+    does."""
     found: dict[tuple[str, bool | None], list[str]] = {}
     for flag, target in spellings("megatron").items():
         regular = dashed(target.field)
@@ -217,7 +222,8 @@ def as_flag(field: str, value: Any) -> str:
 
 
 def _irregular(flag: str, regular: Target | None) -> Target:
-    """Where an irregular flag leads, given where the regular one of its field does (None: the package is not installed)."""
+    """Where an irregular flag leads, given where the regular one of its field does (None: the package is not
+    installed)."""
     field, value = IRREGULAR[flag]
     if value is None:
         return Target("megatron", field, regular.kind if regular else UNCHECKED)
@@ -225,7 +231,8 @@ def _irregular(flag: str, regular: Target | None) -> Target:
 
 
 def _megatron_flags(setting: Setting) -> dict[str, Target]:
-    """Megatron's rule: --x; a switch that is on is turned off by --no-x or --disable-x, or by the name that it declares."""
+    """Megatron's rule: --x; a switch that is on is turned off by --no-x or --disable-x, or by the name that it
+    declares."""
     name = dashed(setting.name)
     if setting.kind.base != "bool" or setting.kind.many:
         return {flag: Target("megatron", setting.name, setting.kind) for flag in (name, *setting.spellings)}
@@ -246,7 +253,8 @@ def _vllm_flags(setting: Setting) -> dict[str, Target]:
 
 
 def refuse_owned(table: Table, flag: str, shown: str) -> None:
-    """UsageError if `flag` (with vLLM's prefix, if it has one) is hpcrl's to decide; `shown` is how the user wrote it."""
+    """UsageError if `flag` (with vLLM's prefix, if it has one) is hpcrl's to decide; `shown` is how the user wrote
+    it."""
     target = spellings(table).get(flag)
     plain = flag.removeprefix("vllm-") if table == "vllm" else flag
     for name in (target.field if target else "", plain.replace("-", "_"), plain.removeprefix("no-").replace("-", "_")):
@@ -265,7 +273,9 @@ def find_setting(table: Table, flag: str, shown: str) -> Target | None:
             return _irregular(flag, None)
         name = flag.removeprefix("vllm-")
         off = table == "vllm" and name.startswith("no-")
-        return Target(table, name.removeprefix("no-" if off else "").replace("-", "_"), UNCHECKED, False if off else None)
+        return Target(
+            table, name.removeprefix("no-" if off else "").replace("-", "_"), UNCHECKED, False if off else None
+        )
     target = spellings(table).get(flag)
     if target and target.kind.base == "none":
         raise UsageError(f"{shown} cannot be set: it is no value that can be written", "leave it out")

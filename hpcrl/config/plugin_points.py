@@ -1,8 +1,8 @@
 """Every plugin point: which option takes the dotted path of an own function, who calls it, and with what.
 
-Invariant: this table is the one place that says how an own function is called; each role loads all of its points when it starts
-(`load_points`), so a wrong path or signature ends the run before any engine is waited for.  docs/customise.md has a row and a
-tested example for each.
+Invariant: this table is the one place that says how an own function is called; each role loads all of its points when
+it starts (`load_points`), so a wrong path or signature ends the run before any engine is waited for.  docs/customise.md
+has a row and a tested example for each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Role = Literal["rollout", "grading", "generating", "trainer"]
 
 @dataclass(frozen=True)
 class Point:
-    """role: whose process calls it; parameters: with what, in order; keywords: by name besides; methods: of a class, with theirs.
+    """role: whose process calls it; parameters: with what, in order; keywords: by name besides; methods: of a class,
+    with theirs.
     own: the option takes nothing but dotted paths, no names of hpcrl's."""
 
     role: Role
@@ -53,7 +54,9 @@ POINTS: dict[str, Point] = {
     "rollout_sample_hook_path": Point("rollout", ("options", "sample"), ("rollout_id", "evaluation"), own=True),
     "rollout_sample_filter_path": Point("rollout", ("options", "groups"), own=True),
     "rollout_all_samples_process_path": Point("rollout", ("options", "groups", "data_source"), own=True),
-    "custom_rollout_log_function_path": Point("rollout", ("rollout_id", "options", "samples", "metrics", "seconds"), own=True),
+    "custom_rollout_log_function_path": Point(
+        "rollout", ("rollout_id", "options", "samples", "metrics", "seconds"), own=True
+    ),
     "custom_eval_rollout_log_function_path": Point("rollout", ("rollout_id", "options", "data", "metrics"), own=True),
     "custom_reward_post_process_path": Point("rollout", ("options", "samples"), own=True),
     "custom_convert_samples_to_train_data_path": Point("rollout", ("options", "samples"), own=True),
@@ -103,7 +106,8 @@ def load_own(name: str, path: str) -> Callable[..., Any]:
 
 
 def load_points(options: Options, role: Role) -> dict[str, list[Callable[..., Any]]]:
-    """Option -> its functions, of every point of a role that is in use.  UsageError for the first that cannot be used."""
+    """Option -> its functions, of every point of a role that is in use.  UsageError for the first that cannot be
+    used."""
     return {
         name: [load_own(name, path) for path in paths_of(options, name)]
         for name, point in POINTS.items()

@@ -7,10 +7,10 @@
     name = "sft"
     loss_type = "sft_loss"
 
-A flag goes before the stage's table, which goes before the top of the recipe; `rules/stage_flags.py` says in which stages it
-counts.  Placeholders in text: {prepared} is RUN/prepared, {recipe} the recipe's directory, {run} the run directory,
-{python} this interpreter; in `prepare` also any option by its name, such as {seed}.  Invariant: pure functions; whatever
-they return has been checked as a whole.
+A flag goes before the stage's table, which goes before the top of the recipe; `rules/stage_flags.py` says in which
+stages it counts.  Placeholders in text: {prepared} is RUN/prepared, {recipe} the recipe's directory, {run} the run
+directory, {python} this interpreter; in `prepare` also any option by its name, such as {seed}.  Invariant: pure
+functions; whatever they return has been checked as a whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ from hpcrl.shipped_files import copy_hint
 
 _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are no options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
-_TAKEN = {"prepared", "keys", "attempts", "logs", "checkpoints", "samples", "tensorboard"}  #: names inside a run directory
+_TAKEN = {
+    "prepared",
+    "keys",
+    "attempts",
+    "logs",
+    "checkpoints",
+    "samples",
+    "tensorboard",
+}  #: names inside a run directory
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ class Recipe:
         return [[_fill(word, places) for word in command] for command in self.prepare]
 
     def placed(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags under the stages that they count in; UsageError for those that no stage, or more than one, can be meant by."""
+        """The flags under the stages that they count in; UsageError for those that no stage, or more than one, can be
+        meant by."""
         return place_flags(flags, self._tables(), self.path.name)
 
     def spread(self, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +90,11 @@ class Recipe:
 
     def said(self, flags: Mapping[str, Any]) -> set[str]:
         """The options that recipe or flags set, for whichever stage."""
-        return {*self.values, *(split_name(name)[1] for name in flags), *(key for stage in self.stages for key in stage.values)}
+        return {
+            *self.values,
+            *(split_name(name)[1] for name in flags),
+            *(key for stage in self.stages for key in stage.values),
+        }
 
     def _tables(self) -> dict[str, dict[str, Any]]:
         return {stage.name: stage.values for stage in self.stages}
@@ -103,7 +116,9 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     try:
         document = tomllib.loads(read_given(file))
     except OSError as error:
-        raise UsageError(f"cannot read the recipe {file}: {error.strerror}", _neighbour(file) or copy_hint(file)) from error
+        raise UsageError(
+            f"cannot read the recipe {file}: {error.strerror}", _neighbour(file) or copy_hint(file)
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}
@@ -129,7 +144,9 @@ def _prepare(value: Any, where: str) -> Iterator[tuple[str, ...]]:
     """A command, or a list of commands."""
     commands = [value] if isinstance(value, list) and value and isinstance(value[0], str) else value
     if not isinstance(commands, list):
-        raise UsageError(f"{where}: prepare = {spell(value)}: expected a command, or a list of commands, each a list of words")
+        raise UsageError(
+            f"{where}: prepare = {spell(value)}: expected a command, or a list of commands, each a list of words"
+        )
     for command in commands:
         if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
             raise UsageError(f"{where}: prepare: {spell(command)} is no command", "write it as a list of words")
@@ -145,12 +162,14 @@ def _stages(value: Any, where: str) -> Iterator[Stage]:
         if not isinstance(name, str) or not _STAGE_NAME.match(name) or name in _TAKEN or name in seen:
             shown = "has no name" if name is None else f"cannot be named {spell(name)}"
             raise UsageError(
-                f"{where}: stage {number} {shown}", "every stage needs a name of its own, good for a directory of the run"
+                f"{where}: stage {number} {shown}",
+                "every stage needs a name of its own, good for a directory of the run",
             )
         seen.add(name)
         if "run_dir" in table:
             raise UsageError(
-                f"{where}: stage {name}: run_dir has no effect", "a stage lies in the run's directory, under its own name"
+                f"{where}: stage {name}: run_dir has no effect",
+                "a stage lies in the run's directory, under its own name",
             )
         yield Stage(name, gather({k: v for k, v in table.items() if k != "name"}, f"{where}: stage {name}"))
 
@@ -161,9 +180,9 @@ def _stages(value: Any, where: str) -> Iterator[Stage]:
 def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, str]) -> tuple[Options, ...]:
     """The options of every stage, checked, with placeholders filled in.
 
-    overrides: what the flags set; places: values of {run} and {prepared}.  An option that has no effect is an error if a
-    stage itself sets it, or a flag for this stage does, or if it is set for all stages and has an effect in none of them.
-    UsageError names the stage.
+    overrides: what the flags set; places: values of {run} and {prepared}.  An option that has no effect is an error if
+    a stage itself sets it, or a flag for this stage does, or if it is set for all stages and has an effect in none of
+    them. UsageError names the stage.
     """
     everywhere, placed = recipe.places(places), recipe.placed(overrides)
     built = tuple(_build(recipe, stage, placed, everywhere) for stage in recipe.stages)
@@ -181,7 +200,8 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
 
 
 def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapping[str, str]) -> Options:
-    """Merge and validate, without looking at what options say together; placed: flags, under the stages that they count in."""
+    """Merge and validate, without looking at what options say together; placed: flags, under the stages that they count
+    in."""
     merged: dict[str, Any] = {"name": recipe.name}
     for values in (recipe.values, stage.values, flags_of(placed, stage.name)):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}

@@ -3,8 +3,8 @@
 A word of --rm-type is NAME, boxed_NAME or module.function, each with an optional weight behind a colon: `math`,
 `boxed_gpqa`, `math:1.0 my_rewards.brief:0.1`.  A name is a file of hpcrl/rollout/rewards/.
 
-Invariant: names and what is needed to check options come from the files' text alone, nothing is imported, so a login node
-without the packages of the rollout process refuses what that process would refuse.
+Invariant: names and what is needed to check options come from the files' text alone, nothing is imported, so a login
+node without the packages of the rollout process refuses what that process would refuse.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ def declared(name: str) -> dict[str, object]:
 
 
 def read_words(rm_type: str | Sequence[str] | None) -> tuple[RewardWord, ...]:
-    """The rewards of --rm-type.  UsageError for an unknown name (with the nearest), a bad weight, a name given twice."""
+    """The rewards of --rm-type.  UsageError for an unknown name (with the nearest), a bad weight, a name given
+    twice."""
     words = [rm_type] if isinstance(rm_type, str) else list(rm_type or ())
     found = tuple(_read(word) for word in words)
     for number, item in enumerate(found):
         if item.name in (other.name for other in found[:number]):
-            raise UsageError(f"--rm-type {' '.join(words)} names {item.name} twice", "give each reward once, with its weight")
+            raise UsageError(
+                f"--rm-type {' '.join(words)} names {item.name} twice", "give each reward once, with its weight"
+            )
     return found
 
 
@@ -102,7 +105,9 @@ def _hint(name: str) -> str:
     known = reward_names()
     prefix = BOXED if name.startswith(BOXED) else ""
     near = difflib.get_close_matches(name.removeprefix(BOXED), known, n=1, cutoff=0.5)
-    return f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(known)}; an own one is module.function"
+    return (
+        f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(known)}; an own one is module.function"
+    )
 
 
 def needing_labels(words: Sequence[RewardWord]) -> list[str]:

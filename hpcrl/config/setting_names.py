@@ -1,7 +1,7 @@
 """Every name that a flag or a key of a recipe may have, and where it leads.
 
-Invariant: a name that leads nowhere is an error, with a hint where one is to be had; hpcrl's own names come before Megatron's,
-so no setting can be reached in two places.
+Invariant: a name that leads nowhere is an error, with a hint where one is to be had; hpcrl's own names come before
+Megatron's, so no setting can be reached in two places.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _BOUNDS = {
 
 def kind_of_field(field: FieldInfo) -> Kind:
     """The kind of one of hpcrl's own options, with its bounds."""
-    bounds = [(sign, getattr(m, attr)) for m in field.metadata for cls, (attr, sign) in _BOUNDS.items() if isinstance(m, cls)]
+    bounds = [
+        (sign, getattr(m, attr)) for m in field.metadata for cls, (attr, sign) in _BOUNDS.items() if isinstance(m, cls)
+    ]
     return replace(kind_of(field.annotation), bounds=" and ".join(f"{sign} {value:g}" for sign, value in bounds))
 
 
@@ -51,7 +53,8 @@ def own() -> dict[str, Target]:
     """hpcrl's own flags, without the leading dashes: --x for every option, and --no-x for a switch."""
     found: dict[str, Target] = {}
     for name in (name for _, names in sections() for name in names):
-        kind, flag = kind_of_field(Options.model_fields[name]), dashed(name)
+        kind = kind_of_field(Options.model_fields[name])
+        flag = dashed(name)
         switch = kind.base == "bool"
         found[flag] = Target("", name, kind, True if switch else None)
         if switch:
@@ -62,7 +65,10 @@ def own() -> dict[str, Target]:
 def _foreign(*tables: passthrough.Table) -> list[str]:
     """Flags of these packages that may be given: those that an error may propose."""
     return [
-        flag for table in tables for flag, to in passthrough.spellings(table).items() if to.field not in passthrough.OWNED[table]
+        flag
+        for table in tables
+        for flag, to in passthrough.spellings(table).items()
+        if to.field not in passthrough.OWNED[table]
     ]
 
 
@@ -76,7 +82,9 @@ def find_flag(flag: str, extra: Iterable[str] = (), stage: str = "") -> Target:
         return target
     table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
     mine = [*own(), *extra]
-    if (_taken_for_ours(flag, table, mine) is False) and (target := passthrough.find_setting(table, flag, f"{dashes}{flag}")):
+    if (_taken_for_ours(flag, table, mine) is False) and (
+        target := passthrough.find_setting(table, flag, f"{dashes}{flag}")
+    ):
         return target
     raise UsageError(
         f"{dashes}{flag} is an unknown option",
@@ -96,7 +104,9 @@ def find_key(key: str, where: str, extra: Iterable[str] = ()) -> Target:
     mine = [*keys, *extra]
     if "-" not in key and flag not in own():
         table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
-        if not _taken_for_ours(flag, table, mine) and (target := passthrough.find_setting(table, flag, f"{where}: {key}")):
+        if not _taken_for_ours(flag, table, mine) and (
+            target := passthrough.find_setting(table, flag, f"{where}: {key}")
+        ):
             return target
     unknown = f"{where}: {key} is an unknown option"
     if flag in own() and "-" not in key:
@@ -106,7 +116,8 @@ def find_key(key: str, where: str, extra: Iterable[str] = ()) -> Target:
 
 def find_in(table: passthrough.Table, key: str, where: str) -> Target:
     """Where a key inside [megatron] or [vllm] leads: a field's name, or Megatron's flag spelled with underscores."""
-    shown, flag = f"{where}: {key}", ("vllm-" if table == "vllm" else "") + dashed(key)
+    shown = f"{where}: {key}"
+    flag = ("vllm-" if table == "vllm" else "") + dashed(key)
     if table == "megatron" and (mine := own().get(flag)):
         raise UsageError(f"{shown} is an option of hpcrl's own", f"write {mine.field} outside the table")
     if "-" not in key and (target := passthrough.find_setting(table, flag, shown)):
@@ -121,7 +132,11 @@ def _as_key(flag: str) -> str:
 
 def _taken_for_ours(flag: str, table: passthrough.Table, mine: Collection[str]) -> bool:
     """Whether an unknown name must be a slip, although the package is not installed here that could tell."""
-    return table == "megatron" and passthrough.settings(table) is None and bool(nearest(flag, mine) or elsewhere(flag, mine))
+    return (
+        table == "megatron"
+        and passthrough.settings(table) is None
+        and bool(nearest(flag, mine) or elsewhere(flag, mine))
+    )
 
 
 def settle_value(target: Target, value: Any, shown: str) -> Any:
@@ -143,7 +158,8 @@ def spell(value: Any) -> str:
 def gather(values: Mapping[str, Any], where: str, extra: Iterable[str] = ()) -> dict[str, Any]:
     """Keys and values of a file -> own options by name, and the tables "megatron" and "vllm" by field; all checked.
 
-    Bounds, and what options say together, are left to `recipe.resolve_stages`.  UsageError: all that is wrong with them.
+    Bounds, and what options say together, are left to `recipe.resolve_stages`.  UsageError: all that is wrong with
+    them.
     """
     found: dict[str, Any] = {}
     wrong: list[UsageError] = []

@@ -1,6 +1,7 @@
 """What may have been meant by a name that no option has: another trainer's word for one, or a slip of the fingers.
 
-Invariant: a hint names only what there is, and none is given where nothing is alike enough: a wrong one costs more than none.
+Invariant: a hint names only what there is, and none is given where nothing is alike enough: a wrong one costs more than
+none.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ WORD = 0.65  #: and those words themselves
 def advice(flag: str, known: Collection[str], spell: Callable[[str], str]) -> str:
     """What to do about the unknown name `flag`.
 
-    flag, known: names as flags have them, without dashes in front; spell: how a name is written where the user wrote it.
+    flag, known: names as flags have them, without dashes in front; spell: how a name is written where the user wrote
+    it.
     """
     if hint := elsewhere(flag, known, spell):
         return hint
@@ -147,7 +149,8 @@ def elsewhere(flag: str, known: Collection[str], spell: Callable[[str], str] = s
 
 
 def nearest(flag: str, known: Iterable[str]) -> str | None:
-    """The known name that `flag` is a slip of, or None: the same words, some of them misspelt or left out, or almost the same letters."""
+    """The known name that `flag` is a slip of, or None: the same words, some of them misspelt or left out, or almost
+    the same letters."""
     name, names = flag.replace("_", "-").strip("-"), list(known)
     if name in names:
         return name

@@ -40,8 +40,10 @@ _PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str",
 class Kind:
     """The type of an option's value.
 
-    base: "object" is a JSON object, "any" is left open, "none" cannot be written at all (functions, tensors' dtypes ...);
-    many: a list of it; lone: one that may also be written without the list; choices: the only values allowed; optional: null is allowed; bounds: as text, such as ">= 1";
+    base: "object" is a JSON object, "any" is left open, "none" cannot be written at all (functions, tensors' dtypes
+    ...);
+    many: a list of it; lone: one that may also be written without the list; choices: the only values allowed; optional:
+    null is allowed; bounds: as text, such as ">= 1";
     bare: the flag may stand without a value and then means true (only where nothing is known of the type).
     """
 
@@ -94,7 +96,9 @@ class Kind:
         if value is None:
             return self.optional
         if self.many and not (self.lone and not isinstance(value, list)):
-            return isinstance(value, list) and all(replace(self, many=False, optional=False).fits(item) for item in value)
+            return isinstance(value, list) and all(
+                replace(self, many=False, optional=False).fits(item) for item in value
+            )
         if self.choices and value not in self.choices:
             return False
         return isinstance(value, _PYTHON[self.base]) and (self.base in ("bool", "any") or not isinstance(value, bool))
@@ -150,7 +154,8 @@ def union(kinds: Iterable[Kind]) -> Kind:
 
 def kind_of(annotation: Any) -> Kind:
     """The kind of a Python type annotation, as options.py declares them."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         parts = [kind_of(a) for a in args if a is not type(None)]
         if len(parts) == 2 and parts[1] == replace(parts[0], many=True):

@@ -2,8 +2,8 @@
 
     convert(Path("Qwen3-4B"), Path("Qwen3-4B-FP8"), Scheme("block", (128, 128)))
 
-Matrices of linear layers become float8_e4m3fn with scales (weights/fp8.py says how); embeddings, heads, norms, biases and
-routers stay.  Layout and config.json are those of published checkpoints:
+Matrices of linear layers become float8_e4m3fn with scales (weights/fp8.py says how); embeddings, heads, norms, biases
+and routers stay.  Layout and config.json are those of published checkpoints:
 
     block      weight_scale_inv; quantization_config with quant_method "fp8", as DeepSeek-V3 and Qwen3-FP8 have it
     channel    weight_scale, one for each row; "compressed-tensors", as GLM-4.5-FP8 has it
@@ -89,7 +89,9 @@ def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Sche
     plan = [tensor for name, entry in entries.items() for tensor in _outcome(name, entry, scheme)]
     plan.sort(key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     head = header(plan)
-    places = dict(zip((tensor.name for tensor in plan), accumulate((t.size for t in plan), initial=len(head)), strict=False))
+    places = dict(
+        zip((tensor.name for tensor in plan), accumulate((t.size for t in plan), initial=len(head)), strict=False)
+    )
     with output.open("wb") as out:
         out.write(head)
         for name, tensor in quantized(_tensors(source, entries.keys()), scheme):
@@ -146,7 +148,8 @@ def left(held: Mapping[str, Entry], taken: Set[str]) -> list[str]:
 
 
 def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
-    """What config.json says to readers: the fields and values of published checkpoints, and the modules left as they are."""
+    """What config.json says to readers: the fields and values of published checkpoints, and the modules left as they
+    are."""
     if scheme.strategy == "block":
         fields: dict[str, Any] = {
             "activation_scheme": "dynamic",
@@ -181,8 +184,12 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory with safetensors in bf16")
     found.add_argument("--save-dir", type=Path, required=True, help="where the FP8 checkpoint goes")
-    found.add_argument("--strategy", choices=("block", "channel", "tensor"), default="block", help="what shares a scale")
-    found.add_argument("--block-size", type=int, nargs=2, default=(128, 128), metavar="N", help="rows and columns of a block")
+    found.add_argument(
+        "--strategy", choices=("block", "channel", "tensor"), default="block", help="what shares a scale"
+    )
+    found.add_argument(
+        "--block-size", type=int, nargs=2, default=(128, 128), metavar="N", help="rows and columns of a block"
+    )
     found.add_argument(
         "--max-workers", type=int, default=1, help="files that are converted at once; each takes the memory of one"
     )
@@ -199,7 +206,9 @@ def main(argv: Sequence[str]) -> int:
     if args.max_workers < 1:
         raise UsageError(f"--max-workers {args.max_workers}", "give a positive number")
     if args.scale_fmt and args.strategy != "block":
-        raise UsageError(f"--scale-fmt {args.scale_fmt} with --strategy {args.strategy}", "it goes with --strategy block")
+        raise UsageError(
+            f"--scale-fmt {args.scale_fmt} with --strategy {args.strategy}", "it goes with --strategy block"
+        )
     if args.save_dir.resolve() == args.model_dir.resolve():
         raise UsageError("--save-dir is --model-dir itself", "name another directory")
     scheme = Scheme(args.strategy, tuple(args.block_size), args.scale_fmt == "ue8m0")

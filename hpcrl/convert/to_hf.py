@@ -1,4 +1,5 @@
-"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at a time.
+"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at
+a time.
 
     hpcrl convert to-hf RUN                               # a run's last checkpoint -> RUN/hf
     hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
@@ -39,7 +40,9 @@ from hpcrl.run.rundir import TRACKER, RunDir
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
-_EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+?)|(linear_fc[12])\.(weight|bias)(\d+))")
+_EXPERT = re.compile(
+    r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+?)|(linear_fc[12])\.(weight|bias)(\d+))"
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ def convert(
 ) -> None:
     """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
 
-    add_missing: tensors of the origin that the checkpoint has none for are copied.  save_workers: files that are written at once, each by a
-    thread that holds one tensor; load_workers: those of them that read at once.  DataError, UsageError: see above.
+    add_missing: tensors of the origin that the checkpoint has none for are copied.  save_workers: files that are
+    written at once, each by a thread that holds one tensor; load_workers: those of them that read at once.  DataError,
+    UsageError: see above.
     """
     config = read_config(origin, "--origin-hf-dir")
     family = find_family(config, origin)
@@ -89,8 +93,11 @@ class StoredTensors:
     """The tensors of jobs, for several threads: `at_once` of them read at a time."""
 
     def __init__(self, stored: TorchDist, files: Files | None, shapes: Shapes, at_once: int) -> None:
-        self.stored, self.files, self.shapes = stored, files, shapes
-        self.turn, self.opening = BoundedSemaphore(at_once), Lock()
+        self.stored = stored
+        self.files = files
+        self.shapes = shapes
+        self.turn = BoundedSemaphore(at_once)
+        self.opening = Lock()
 
     def of_thread(self) -> StoredTensors:
         """The same for one thread: what it keeps of the last tensor is its own."""
@@ -121,7 +128,11 @@ def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWri
                 with count:
                     meter.add(tensor.size)
 
-    with writer, Meter("to Hugging Face", total, "B", size=True) as meter, ThreadPoolExecutor(max_workers=workers) as pool:
+    with (
+        writer,
+        Meter("to Hugging Face", total, "B", size=True) as meter,
+        ThreadPoolExecutor(max_workers=workers) as pool,
+    ):
         try:
             for done in as_completed([pool.submit(write, file) for file in writer.plan]):
                 done.result()
@@ -135,7 +146,10 @@ def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWri
 
 def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
     """What to read and what it becomes, in the order of the model.  DataError names tensors that do not fit."""
-    shapes, jobs, used, written = _shapes(config, family), [], set(), set()
+    shapes = _shapes(config, family)
+    jobs = []
+    used = set()
+    written = set()
     for name, rule in family.tensors(config):
         place = _place(stored, name)
         if place is None or written.issuperset(rule.hf):  # a name of the other kind of layer, or a tied copy
@@ -144,7 +158,9 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
         key, at = place
         found = stored.tensors[key]
         full = CUTS[rule.kind].full(found.shape[len(at) :], shapes)
-        jobs.append(Conversion(key, at, rule, tuple(Tensor(n, found.dtype, s) for n, s in zip(rule.hf, full, strict=True))))
+        jobs.append(
+            Conversion(key, at, rule, tuple(Tensor(n, found.dtype, s) for n, s in zip(rule.hf, full, strict=True)))
+        )
         _check_rows(stored, key, rule, found.shape[len(at) :], shapes)
         used.add(key)
         written.update(rule.hf)
@@ -169,7 +185,10 @@ def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
     for ours, theirs in torch_dist.SANDWICH.items():
         name = name.replace(ours, theirs)
     if expert := _EXPERT.fullmatch(name):
-        head, number, module, what = expert[1], expert[2] or expert[7], expert[3] or expert[5], expert[4] or expert[6]
+        head = expert[1]
+        number = expert[2] or expert[7]
+        module = expert[3] or expert[5]
+        what = expert[4] or expert[6]
         name, at = f"{head}.experts.{module}.{what}", (int(number),)
     if name in stored.tensors:
         return name, at
@@ -206,7 +225,8 @@ def _shapes(config: Config, family: Family) -> Shapes:
 
 
 def _missing(files: Files, jobs: list[Conversion], config: Config) -> list[Conversion]:
-    """Tensors of the origin to copy: all that the checkpoint does not give, but for scales of FP8 weights that it does."""
+    """Tensors of the origin to copy: all that the checkpoint does not give, but for scales of FP8 weights that it
+    does."""
     made = {tensor.name for job in jobs for tensor in job.tensors}
     found = []
     for name in sorted(files.where.keys() - made):
@@ -234,7 +254,9 @@ def main(argv: Sequence[str]) -> int:
     """The command line; errors are HpcrlErrors."""
     parser = _Parser(prog="hpcrl convert to-hf", description="A torch_dist checkpoint -> a Hugging Face directory.")
     parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory: says the three that follow")
-    parser.add_argument("--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints")
+    parser.add_argument(
+        "--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints"
+    )
     parser.add_argument("--output-dir", type=Path, help="where to; RUN/hf")
     parser.add_argument(
         "--origin-hf-dir",
@@ -243,9 +265,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--model-name", help="checked against the origin's model type; may be left out")
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir")
-    parser.add_argument("-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained")
+    parser.add_argument(
+        "-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained"
+    )
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of one file (default 5 GiB)")
-    parser.add_argument("--save-max-workers", type=int, help="files written at once, each with a tensor in memory (default 1)")
+    parser.add_argument(
+        "--save-max-workers", type=int, help="files written at once, each with a tensor in memory (default 1)"
+    )
     parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default all)")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
@@ -302,7 +328,13 @@ def _begun(stage: Path) -> float:
 
 def _check_flags(args: Any, config: Config) -> None:
     if args.vocab_size not in (None, config.get("vocab_size")):
-        raise UsageError(f"--vocab-size {args.vocab_size}: config.json says {config.get('vocab_size')}", "leave the flag out")
-    asked, found = (re.sub(r"[^a-z0-9]|config$", "", str(x).lower()) for x in (args.model_name, config.get("model_type")))
+        raise UsageError(
+            f"--vocab-size {args.vocab_size}: config.json says {config.get('vocab_size')}", "leave the flag out"
+        )
+    asked, found = (
+        re.sub(r"[^a-z0-9]|config$", "", str(x).lower()) for x in (args.model_name, config.get("model_type"))
+    )
     if args.model_name is not None and asked != found:
-        raise UsageError(f"--model-name {args.model_name}: config.json says {config.get('model_type')}", "leave the flag out")
+        raise UsageError(
+            f"--model-name {args.model_name}: config.json says {config.get('model_type')}", "leave the flag out"
+        )

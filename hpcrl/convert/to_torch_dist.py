@@ -1,11 +1,12 @@
-"""A Hugging Face directory -> a torch_dist checkpoint that hpcrl, slime and Megatron-LM load: DIR/release and its tracker.
+"""A Hugging Face directory -> a torch_dist checkpoint that hpcrl, slime and Megatron-LM load: DIR/release and its
+tracker.
 
     hpcrl convert to-torch-dist --hf-checkpoint MODEL --save DIR
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save DIR    # over nodes alike
 
 Runs on the CPU, also where GPUs are.  Each rank holds its shard of the weights and at most one tensor more.  The layout
-says only who converts what: the checkpoint loads into any other.  Invariants: tensors keep the dtype of the files, so the
-way back is bit for bit the same; the tracker is written last.
+says only who converts what: the checkpoint loads into any other.  Invariants: tensors keep the dtype of the files, so
+the way back is bit for bit the same; the tracker is written last.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def read_options(argv: Sequence[str], world: int) -> Options:
     if words:
         raise UsageError(f"{words[0]}: a value without a flag", "see hpcrl convert to-torch-dist --help")
     if extra.get("custom-model-provider-path"):
-        raise UsageError("--custom-model-provider-path is not supported", "a model is a family, one file in hpcrl/models")
+        raise UsageError(
+            "--custom-model-provider-path is not supported", "a model is a family, one file in hpcrl/models"
+        )
     for name in ("hf_checkpoint", "save"):
         if name not in values:
             raise UsageError(f"--{name.replace('_', '-')} is not given", "see hpcrl convert to-torch-dist --help")

@@ -39,8 +39,8 @@ SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file sy
 
 
 class NodeStep(msgspec.Struct, frozen=True):
-    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and slots on each; gpus: that a node must have for
-    them, None for as many.
+    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and slots on each; gpus: that a node
+    must have for them, None for as many.
 
     command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
     """
@@ -78,7 +78,9 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     running = [_start(step, job, directory, expected) for step in job.steps]
     end = time.monotonic() + seconds
     over = lambda: all(process.poll() is not None for process in running)  # noqa: E731
-    sharing = threading.Thread(target=share_cards, args=(directory, expected, min(job.seconds, seconds), over), daemon=True)
+    sharing = threading.Thread(
+        target=share_cards, args=(directory, expected, min(job.seconds, seconds), over), daemon=True
+    )
     sharing.start()
     with ThreadPoolExecutor(len(running)) as pool:
         texts = list(pool.map(lambda process: _output(process, end), running))
@@ -92,7 +94,12 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
         if process.returncode or (count < step.nodes and not unseen):
             how = how_it_ended(process.returncode) if process.returncode else f"brought {count} of {step.nodes} reports"
             findings.append(
-                Finding("fail", "", f"the step on the {step.role} nodes {how}: {_telling(err or out, job.echoes)}", "see above")
+                Finding(
+                    "fail",
+                    "",
+                    f"the step on the {step.role} nodes {how}: {_telling(err or out, job.echoes)}",
+                    "see above",
+                )
             )
     reports += [NodeReport(Report(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
     wanted = {step.role: step.slots if step.gpus is None else step.gpus for step in job.steps} if job.gpus else {}
@@ -109,12 +116,15 @@ def without_directory(text: str) -> list[str]:
     """The hosts that say so among the lines of a step's output."""
     before, after = UNSEEN.split("{host}")
     return [
-        line.removeprefix(before).partition(after)[0] for line in text.splitlines() if line.startswith(before) and after in line
+        line.removeprefix(before).partition(after)[0]
+        for line in text.splitlines()
+        if line.startswith(before) and after in line
     ]
 
 
 def gather(directory: Path, expected: int, end: float) -> list[NodeReport]:
-    """The reports in the directory, in the order of their files' names; waits until `end` (monotonic) for `expected` of them.
+    """The reports in the directory, in the order of their files' names; waits until `end` (monotonic) for `expected` of
+    them.
 
     A network file system may show what another host has written a minute late.  A file that is no report is none.
     """

@@ -1,8 +1,8 @@
 """How the hosts of a job tell one another of themselves, through a directory that they share.
 
-Each leaves a card; whoever started them puts all cards into one file as soon as the last has come (`share_cards`), and that is what
-each host reads.  Invariants: a file is put there whole and read once; what a host does does not grow with the number of hosts,
-but for the length of one listing and one file.
+Each leaves a card; whoever started them puts all cards into one file as soon as the last has come (`share_cards`), and
+that is what each host reads.  Invariants: a file is put there whole and read once; what a host does does not grow with
+the number of hosts, but for the length of one listing and one file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from hpcrl.run.rundir import listed, write_atomic
 
 ALL = "all.cards"  #: what everybody waits for
 LATE = 10.0  #: seconds that it may take beyond the time in which the cards had to come
-WAIT_PER_NODE, LONGEST_WAIT = 0.01, 2.0  #: seconds between two looks into the directory, for each node in it, and at most
+WAIT_PER_NODE, LONGEST_WAIT = (
+    0.01,
+    2.0,
+)  #: seconds between two looks into the directory, for each node in it, and at most
 LONGEST = 1 << 20  #: bytes of a card that we read
 LARGEST = 1 << 28  #: bytes of all of them
 
@@ -35,7 +38,8 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def pause(expect: int) -> float:
-    """Seconds between two looks into a directory that `expect` nodes share: together they make some 100 calls a second."""
+    """Seconds between two looks into a directory that `expect` nodes share: together they make some 100 calls a
+    second."""
     return min(max(WAIT_PER_NODE * expect, 0.05), LONGEST_WAIT)
 
 
@@ -59,13 +63,16 @@ class Cards:
         return self.found
 
 
-def leave_card(directory: Path, host: str, ranks: int, base: Report | None = None, ports: dict[str, int] | None = None) -> None:
+def leave_card(
+    directory: Path, host: str, ranks: int, base: Report | None = None, ports: dict[str, int] | None = None
+) -> None:
     """Tell the other hosts of this one."""
     write_atomic(directory / f"{host}.json", msgspec.json.encode(Card(base or report(host), ports or {}, ranks)), 0o600)
 
 
 def share_cards(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
-    """Once `expect` cards are there, or `seconds` have passed, or it is `over`: all cards that are there, in one file."""
+    """Once `expect` cards are there, or `seconds` have passed, or it is `over`: all cards that are there, in one
+    file."""
     cards, end = Cards(directory), time.monotonic() + seconds
     while len(cards.look()) < expect and time.monotonic() < end and not over():
         time.sleep(pause(expect))

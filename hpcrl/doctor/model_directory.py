@@ -1,7 +1,7 @@
 """The model's directory: are its files whole, and does its tokenizer load.
 
-Invariant: no weights are read, only the headers of their files; the tokenizer is loaded in a process of its own, so that
-a package that hangs or crashes costs a deadline and a line.
+Invariant: no weights are read, only the headers of their files; the tokenizer is loaded in a process of its own, so
+that a package that hangs or crashes costs a deadline and a line.
 """
 
 from __future__ import annotations

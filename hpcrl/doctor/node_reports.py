@@ -46,11 +46,13 @@ class NodeReport(msgspec.Struct, frozen=True):
     """What one node found.
 
     base: host, networks, memory; wrote: why its file could not be written, "" if it could; seen: hosts whose files it
-    saw; tried: host -> "" or why it could not be reached; offsets: host -> (its clock minus ours, give or take), seconds;
+    saw; tried: host -> "" or why it could not be reached; offsets: host -> (its clock minus ours, give or take),
+    seconds;
     gpus: None where no driver answers, with `devices` then counted from /dev; visible: CUDA_VISIBLE_DEVICES; shm: bytes
     free in /dev/shm; port: why no port could be bound, "" if it could; imports: module -> "" or why it does not import;
     locked: bytes that a process may lock, None for no limit where that matters;
-    ranks: of the all-reduce that it was to take part in; total: of the host of trainer rank 0, what hpcrl.trainer.start.network_speed said; broken: why the all-reduce failed here.
+    ranks: of the all-reduce that it was to take part in; total: of the host of trainer rank 0, what
+    hpcrl.trainer.start.network_speed said; broken: why the all-reduce failed here.
     """
 
     base: Report
@@ -77,7 +79,8 @@ class NodeReport(msgspec.Struct, frozen=True):
 
     @property
     def gpu_count(self) -> int:
-        """GPUs that a process here would get: those that Slurm made visible, else those of the driver, else those of /dev."""
+        """GPUs that a process here would get: those that Slurm made visible, else those of the driver, else those of
+        /dev."""
         if self.visible is not None:
             return len([name for name in self.visible.split(",") if name and name != "NoDevFiles"])
         return len(self.gpus) if self.gpus is not None else self.devices
@@ -105,8 +108,8 @@ def judge_reports(
 ) -> list[Finding]:
     """What the reports say.
 
-    wanted: GPUs a node, by role; interface: as the site names it; window: our clock (Unix seconds) when the first node was
-    asked and when the last had answered; expected: how many nodes were asked.
+    wanted: GPUs a node, by role; interface: as the site names it; window: our clock (Unix seconds) when the first node
+    was asked and when the last had answered; expected: how many nodes were asked.
     """
     if not reports:
         return [Finding("fail", "", f"none of {expected or 'the'} nodes reported", "see the step's log")]
@@ -145,15 +148,20 @@ def _shown(report: NodeReport) -> str:
 def _answered(reports: Sequence[NodeReport], expected: int | None) -> Iterator[Finding]:
     for host, times in Counter(report.host for report in reports).items():
         if times > 1:
-            yield Finding("fail", host, f"{times} reports came from it", "one task a node: see the site's srun and launcher")
+            yield Finding(
+                "fail", host, f"{times} reports came from it", "one task a node: see the site's srun and launcher"
+            )
     if expected is not None and len(reports) < expected:
         came = ", ".join(report.host for report in reports)
-        yield Finding("fail", "", f"{len(reports)} of {expected} nodes reported ({came})", "see the step's log for the others")
+        yield Finding(
+            "fail", "", f"{len(reports)} of {expected} nodes reported ({came})", "see the step's log for the others"
+        )
 
 
 def _directory(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Each node saw our token, wrote its own file, and saw everybody's."""
-    hosts, fine = {report.host for report in reports if report.base.sees and not report.wrote}, True
+    hosts = {report.host for report in reports if report.base.sees and not report.wrote}
+    fine = True
     hint = "choose a --run-dir on a file system that all nodes share"
     for report in reports:
         missing = sorted(hosts - {*report.seen})
@@ -162,7 +170,9 @@ def _directory(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         elif report.wrote:
             yield Finding("fail", report.host, f"it cannot write to the run directory: {report.wrote}", hint)
         elif missing:
-            yield Finding("fail", report.host, f"in the run directory it does not see the file of {', '.join(missing)}", hint)
+            yield Finding(
+                "fail", report.host, f"in the run directory it does not see the file of {', '.join(missing)}", hint
+            )
         else:
             continue
         fine = False
@@ -182,11 +192,15 @@ def _network(reports: Sequence[NodeReport], interface: str | None) -> Iterator[F
             yield Finding("fail", host, "its address is the loopback's", "name the site's network: interface =")
         elif addresses[network.address] > 1:
             same = ", ".join(other for other, n in chosen.items() if n.address == network.address and other != host)
-            yield Finding("fail", host, f"{same} has its address {network.address} too", "name another network: interface =")
+            yield Finding(
+                "fail", host, f"{same} has its address {network.address} too", "name another network: interface ="
+            )
     speeds = {host: network.speed for host, network in chosen.items() if network.speed}
     if speeds and len(set(speeds.values())) > 1:
         slow = min(speeds, key=lambda host: speeds[host])
-        yield Finding("warn", slow, f"{chosen[slow].interface} runs at {speeds[slow]} Mbit/s, others at {max(speeds.values())}")
+        yield Finding(
+            "warn", slow, f"{chosen[slow].interface} runs at {speeds[slow]} Mbit/s, others at {max(speeds.values())}"
+        )
     first = next(iter(chosen.values()))
     speed = f", {first.speed} Mbit/s" if first.speed else ""
     yield Finding("ok", "", f"the network is {first.interface} ({first.subnet}{speed})")
@@ -198,7 +212,9 @@ def _reach(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     for report in reports:
         if report.port:
             fine = False
-            yield Finding("fail", report.host, f"no port can be bound: {report.port}", "is the address this node's own?")
+            yield Finding(
+                "fail", report.host, f"no port can be bound: {report.port}", "is the address this node's own?"
+            )
         broken = {host: why for host, why in sorted(report.tried.items()) if why}
         if broken:
             fine = False
@@ -237,7 +253,9 @@ def _clocks(reports: Sequence[NodeReport], window: tuple[float, float] | None) -
         for report in reports:
             off = max(window[0] - report.base.time, report.base.time - window[1], 0.0)
             if off > SKEW:
-                yield Finding("fail", report.host, f"its clock differs by at least {off:.1f} s from the login node's", hint)
+                yield Finding(
+                    "fail", report.host, f"its clock differs by at least {off:.1f} s from the login node's", hint
+                )
                 worst = max(worst, off)
     if worst <= SKEW:
         yield Finding("ok", "", "the clocks agree within a second")
@@ -253,7 +271,9 @@ def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             if (found := report.versions.get(package, "")) != usual:
                 fine = False
                 what = f"{package} is {found or 'absent'}, on most nodes {usual or 'absent'}"
-                yield Finding("fail", report.host, what, "one environment for all nodes: see python and container of the site")
+                yield Finding(
+                    "fail", report.host, what, "one environment for all nodes: see python and container of the site"
+                )
     shown = ", ".join(f"{name} {number}" for name, number in sorted(reports[0].versions.items()))
     if fine and shown:
         yield Finding("ok", "", f"versions agree: {shown}")
@@ -267,16 +287,23 @@ def _gpus(reports: Sequence[NodeReport], wanted: Mapping[str, int]) -> Iterator[
             yield Finding("fail", report.host, f"{report.gpu_count} GPUs for {report.role}, {want} are needed", hint)
         elif want and report.gpus is None:
             yield Finding(
-                "warn", report.host, f"{report.gpu_count} GPUs, but nvidia-smi does not answer", "free memory is not known"
+                "warn",
+                report.host,
+                f"{report.gpu_count} GPUs, but nvidia-smi does not answer",
+                "free memory is not known",
             )
         for gpu in report.gpus or ():
             if want and gpu.free < FREE * gpu.total:
                 what = f"GPU {gpu.index} has {gpu.free} of {gpu.total} MiB free: something else runs there"
-                yield Finding("warn", report.host, what, "see nvidia-smi there; ask for whole nodes with exclusive = true")
+                yield Finding(
+                    "warn", report.host, what, "see nvidia-smi there; ask for whole nodes with exclusive = true"
+                )
     names = Counter(gpu.name for report in reports if report.role == "trainer" for gpu in report.gpus or ())
     if len(names) > 1:
         mixed = ", ".join(f"{count} {name}" for name, count in names.items())
-        yield Finding("warn", "", f"the trainers have different GPUs: {mixed}", "set trainer.gpu_type or trainer.constraint")
+        yield Finding(
+            "warn", "", f"the trainers have different GPUs: {mixed}", "set trainer.gpu_type or trainer.constraint"
+        )
 
 
 def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
@@ -290,7 +317,10 @@ def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
         for module, why in report.imports.items():
             if why:
                 yield Finding(
-                    "fail", report.host, f"{module} does not import: {why}", "see docs/install.md, and the site's modules"
+                    "fail",
+                    report.host,
+                    f"{module} does not import: {why}",
+                    "see docs/install.md, and the site's modules",
                 )
 
 

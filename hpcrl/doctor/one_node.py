@@ -2,13 +2,13 @@
 
     python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
-DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for those of all
-(hpcrl/doctor/cards.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it needs nobody's port any more,
-and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of its own (`UNSEEN`): a launcher's output may
-be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
+DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for
+those of all (hpcrl/doctor/cards.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it
+needs nobody's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of its own
+(`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
 
-Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are bound
-on the node's own addresses only; what other nodes say is JSON of a bounded size.
+Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are
+bound on the node's own addresses only; what other nodes say is JSON of a bounded size.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def look_at_node(host: str, role: str, directory: Path) -> NodeReport:
 
 
 def locked_memory() -> int | None:
-    """Bytes that a process here may lock, where there is InfiniBand (or RoCE), whose drivers lock what they send; None for no limit,
-    or no such network."""
+    """Bytes that a process here may lock, where there is InfiniBand (or RoCE), whose drivers lock what they send; None
+    for no limit, or no such network."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY or not INFINIBAND.is_dir() else limit
 
@@ -112,7 +112,8 @@ class Ports:
     """A port on every address, each greeting whoever connects, until closed."""
 
     def __init__(self, host: str, addresses: list[str]) -> None:
-        self.host, self.error = host, ""
+        self.host = host
+        self.error = ""
         self.ports: dict[str, int] = {}
         self._poll = selectors.DefaultSelector()
         self._wake, waker = socket.socketpair()
@@ -179,7 +180,9 @@ def wait_until(done: Callable[[], bool], end: float, every: float = 0.05) -> boo
     return True
 
 
-def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0) -> NodeReport:
+def meet(
+    mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0
+) -> NodeReport:
     """`mine` with what came of meeting the others, within twice `seconds`; `ranks`: to take part in an all-reduce."""
     addresses = [network.address for network in mine.base.networks] or ["127.0.0.1"]
     if (expect == 1 or interface == "lo") and "127.0.0.1" not in addresses:
@@ -208,7 +211,8 @@ def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, 
 
 
 def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """(host -> why it was not reached, host -> clock) of `peers_of` us, or of ourselves if alone, on the network of all."""
+    """(host -> why it was not reached, host -> clock) of `peers_of` us, or of ourselves if alone, on the network of
+    all."""
     try:
         chosen = choose({host: found[host].base for host in sorted(found)}, interface)
     except UsageError:
@@ -229,14 +233,18 @@ def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dic
 
 
 def rank_environments(found: dict[str, Card], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
-    """The variables of each of this host's ranks in one group over the hosts that have any, in the order of their names."""
+    """The variables of each of this host's ranks in one group over the hosts that have any, in the order of their
+    names."""
     hosts = [host for host in sorted(found) if found[host].ranks]
     first = sum(found[host].ranks for host in hosts[: hosts.index(me)])
     shared = {
         "WORLD_SIZE": str(sum(found[host].ranks for host in hosts)),
         "MASTER_ADDR": network[hosts[0]].address,
         "MASTER_PORT": "0",
-        **{name: os.environ.get(name, value) for name, value in socket_names(Place(me, (), "", network[me].interface)).items()},
+        **{
+            name: os.environ.get(name, value)
+            for name, value in socket_names(Place(me, (), "", network[me].interface)).items()
+        },
     }
     return [shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(found[me].ranks)]
 
@@ -291,7 +299,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--role", default="")
     parser.add_argument("--interface")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other nodes")
-    parser.add_argument("--ranks", type=int, default=0, help="trainer ranks here, for an all-reduce (one where no GPU is)")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="trainer ranks here, for an all-reduce (one where no GPU is)"
+    )
     parser.add_argument("--import", dest="modules", action="append", default=[], help="a module to try to import")
     parser.add_argument("--import-deadline", type=float, default=300.0)
     args = parser.parse_args(argv)

@@ -51,7 +51,9 @@ def check_packages(
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        yield Finding("warn", "", "the package packaging is not installed: versions were not compared", "pip install packaging")
+        yield Finding(
+            "warn", "", "the package packaging is not installed: versions were not compared", "pip install packaging"
+        )
         return
     parsed = [Requirement(line) for line in (requirements() if lines is None else lines)]
     torch = installed("torch")
@@ -69,7 +71,9 @@ def check_packages(
             state = f"is {found}" if found else "is not installed"
             yield Finding("warn" if extra else "fail", "", f"{need.name} {state}, {need.specifier} is needed", MEND)
     if not wrong:
-        shown = ", ".join(f"{name} {found}" for name in ("torch", "vllm", "megatron-core") if (found := installed(name)))
+        shown = ", ".join(
+            f"{name} {found}" for name in ("torch", "vllm", "megatron-core") if (found := installed(name))
+        )
         yield Finding("ok", "", f"packages fit pyproject.toml{f' ({shown})' if shown and roles else ''}")
 
 

@@ -1,4 +1,5 @@
-"""Where the run directory will lie: writable, on a file system that every node sees, with room, and with the same clock.
+"""Where the run directory will lie: writable, on a file system that every node sees, with room, and with the same
+clock.
 
 Invariant: nothing stays behind: the one file that is written to try is removed at once.
 """
@@ -42,7 +43,9 @@ def check_storage(directory: Path, several: bool, model_bytes: int = 0) -> Itera
     # a file's time may be as coarse as a tick of the kernel's clock, 10 ms
     ahead = max(before - 0.02 - stamp, stamp - after, 0.0)
     if ahead > SKEW:
-        yield Finding("warn", "", f"the clock here and the file server's differ by {ahead:.1f} s", "ask the site to look at NTP")
+        yield Finding(
+            "warn", "", f"the clock here and the file server's differ by {ahead:.1f} s", "ask the site to look at NTP"
+        )
 
 
 def file_system(directory: Path, mounts: str, several: bool) -> Finding:
@@ -52,10 +55,15 @@ def file_system(directory: Path, mounts: str, several: bool) -> Finding:
     if not several:
         return Finding("ok", "", shown)
     if kind in LOCAL:
-        return Finding("warn", "", f"{shown}, which other nodes may not see", "choose a --run-dir on the shared file system")
+        return Finding(
+            "warn", "", f"{shown}, which other nodes may not see", "choose a --run-dir on the shared file system"
+        )
     if directory.resolve().parts[:2] in (("/", "tmp"), ("/", "dev")):
         return Finding(
-            "warn", "", f"{directory} is each node's own on most systems", "choose a --run-dir on the shared file system"
+            "warn",
+            "",
+            f"{directory} is each node's own on most systems",
+            "choose a --run-dir on the shared file system",
         )
     return Finding("ok", "", shown)
 

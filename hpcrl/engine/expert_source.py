@@ -1,4 +1,5 @@
-"""Where our route finds which experts the tokens of a request went to: in vLLM's own answer, or in its worker (`routed_experts.py`).
+"""Where our route finds which experts the tokens of a request went to: in vLLM's own answer, or in its worker
+(`routed_experts.py`).
 
 Invariant: what a worker keeps of a request is taken or forgotten when the request ends, however it does.
 """
@@ -29,7 +30,8 @@ class ExpertSource:
         self._open = False
 
     async def open(self, client: AsyncLLM) -> None:
-        """Have them kept from now on; to be called before a request that asks for them.  ValueError if they cannot be seen."""
+        """Have them kept from now on; to be called before a request that asks for them.  ValueError if they cannot be
+        seen."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if not self._open and not native(client):
@@ -46,10 +48,13 @@ class Experts:
     """Those of the samples of one prompt, of `prompt` tokens."""
 
     def __init__(self, source: ExpertSource, client: AsyncLLM, prompt: int) -> None:
-        self._source, self._client, self._prompt = source, client, prompt
+        self._source = source
+        self._client = client
+        self._prompt = prompt
 
     async def of(self, request: str, output: CompletionOutput) -> tuple[tuple[int, int], bytes]:
-        """((layers, bytes of each), the table [tokens, layers, bytes]) of a finished request: every token but the last was read."""
+        """((layers, bytes of each), the table [tokens, layers, bytes]) of a finished request: every token but the last
+        was read."""
         read = self._prompt + len(output.token_ids) - 1
         if not native(self._client):
             layers, width, table = (await self._client.collective_rpc("hpcrl_take_experts", args=(request, read)))[0]

@@ -47,15 +47,19 @@ def read_key() -> bytes:
     except OSError as error:
         raise UsageError(f"cannot read the HTTP key of the run in {path}: {error.strerror}") from error
     if len(key) < 32:
-        raise UsageError(f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run")
+        raise UsageError(
+            f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run"
+        )
     return key_of_engine(key, os.environ.get(ENGINE, "0.0")).encode()
 
 
 class RunKeyGuard:
-    """Pure ASGI middleware: 401 for HTTP, close code 1008 for websockets, unless the one Authorization header is right."""
+    """Pure ASGI middleware: 401 for HTTP, close code 1008 for websockets, unless the one Authorization header is
+    right."""
 
     def __init__(self, app: App) -> None:
-        self.app, self._expected = app, b"Bearer " + read_key()
+        self.app = app
+        self._expected = b"Bearer " + read_key()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._admits(scope):
@@ -77,7 +81,8 @@ class RunKeyGuard:
 
 
 def impatient_protocol(seconds: float = IDLE) -> type[Any]:
-    """uvicorn's HTTP, for its option `http`: it closes a connection on which no request has come for `seconds` to twice that.
+    """uvicorn's HTTP, for its option `http`: it closes a connection on which no request has come for `seconds` to twice
+    that.
 
     By itself it waits for ever for the first byte of a request and for its last, whoever asks.
     """
@@ -86,7 +91,8 @@ def impatient_protocol(seconds: float = IDLE) -> type[Any]:
     class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._last, self._looks = None, 0
+            self._last = None
+            self._looks = 0
             self._look()
 
         def _look(self) -> None:

@@ -1,10 +1,11 @@
-"""Our own route beside vLLM's (`hpcrl.token_frames`): the samples of a group in one request, raw arrays as each of them finishes.
+"""Our own route beside vLLM's (`hpcrl.token_frames`): the samples of a group in one request, raw arrays as each of them
+finishes.
 
-It stands between the guard of the run's key and vLLM's application, and speaks to the same engine client as vLLM's own routes do:
-what is sampled, and under which weights, is theirs.
+It stands between the guard of the run's key and vLLM's application, and speaks to the same engine client as vLLM's own
+routes do: what is sampled, and under which weights, is theirs.
 
-Invariants: every sample is a request of its own to the engine, with its own seed, so it does not matter with what it came; a
-client that goes away takes its samples with it; a sample that is ended early is answered with what was there.
+Invariants: every sample is a request of its own to the engine, with its own seed, so it does not matter with what it
+came; a client that goes away takes its samples with it; a sample that is ended early is answered with what was there.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
     except BaseException:
         await _end(client, queues)
         raise
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]}
+    )
     return await Stream(client, queues, send, experts).run(receive)
 
 
@@ -119,7 +122,10 @@ class Stream:
     def __init__(
         self, client: AsyncLLM, queues: list[RequestOutputCollector], send: Send, experts: Experts | None = None
     ) -> None:
-        self._client, self._queues, self._send, self._experts = client, queues, send, experts
+        self._client = client
+        self._queues = queues
+        self._send = send
+        self._experts = experts
         self._ready: list[bytes] = []
         self._more = asyncio.Event()
         self._gone = False
@@ -133,7 +139,8 @@ class Stream:
             while left and not self._gone:
                 await self._more.wait()
                 self._more.clear()
-                ready, self._ready = self._ready, []
+                ready = self._ready
+                self._ready = []
                 left -= len(ready)
                 if ready and not self._gone:
                     await self._send({"type": "http.response.body", "body": b"".join(ready), "more_body": left > 0})
@@ -167,7 +174,8 @@ class Stream:
 
 
 def answer_of(index: int, output: CompletionOutput) -> Answer:
-    """A finished sample as it goes over the wire; its log-probs are those of the sampled tokens, which vLLM puts first."""
+    """A finished sample as it goes over the wire; its log-probs are those of the sampled tokens, which vLLM puts
+    first."""
     logprobs: Any = output.logprobs
     values = b""
     if logprobs is not None:

@@ -2,10 +2,10 @@
 
     python -m hpcrl.engine.main RUN --attempt N --index I [--life K]
 
-Invariants: an engine that does not come up, dies, hangs or stops answering ends this process with a non-zero status and one
-message that says why (`run/engines/lives.py`: whoever keeps it starts it again, or it is the attempt's error), whatever exit code
-vLLM had (it has 0 after its engine core died); when this process ends, however, nothing that it started is left.  No torch is
-imported here.
+Invariants: an engine that does not come up, dies, hangs or stops answering ends this process with a non-zero status and
+one message that says why (`run/engines/lives.py`: whoever keeps it starts it again, or it is the attempt's error),
+whatever exit code vLLM had (it has 0 after its engine core died); when this process ends, however, nothing that it
+started is left.  No torch is imported here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class EngineSupervisor:
     """One server of this host, from its socket to its end."""
 
     def __init__(self, context: RoleContext) -> None:
-        self.context, self.place = context, context.plan.engines[context.index]
+        self.context = context
+        self.place = context.plan.engines[context.index]
         self.found = build()
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
@@ -65,8 +66,10 @@ class EngineSupervisor:
         os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.life}"}
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
-        self.scratch, self.memory = self.made.path, MemoryWatch()
-        self.stopped, self.standing = threading.Event(), Stopped()
+        self.scratch = self.made.path
+        self.memory = MemoryWatch()
+        self.stopped = threading.Event()
+        self.standing = Stopped()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -93,7 +96,10 @@ class EngineSupervisor:
         """Start the server of part `node` of the engine.  also: of its environment; fds: that it gets from us."""
         base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
         base |= compile_caches(base, spare=self.scratch)
-        options, plan, index, rundir = self.context.options, self.context.plan, self.context.index, self.context.rundir
+        options = self.context.options
+        plan = self.context.plan
+        index = self.context.index
+        rundir = self.context.rundir
         for line in overruled(gpu_wishes(options, plan, index, self.found, node), base):
             say(line)
         command = [
@@ -123,7 +129,9 @@ class EngineSupervisor:
         try:
             return bound_socket(self.place.at, 0)
         except OSError as error:
-            raise UsageError(f"{self.name} cannot bind a port of its host: {error}", "does the plan name this host?") from error
+            raise UsageError(
+                f"{self.name} cannot bind a port of its host: {error}", "does the plan name this host?"
+            ) from error
 
     def wait_until_up(self) -> None:
         """Return when /health answers 200.  DeadlineError after --engine-start-timeout."""
@@ -165,8 +173,10 @@ class EngineSupervisor:
                 ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
-        """Return when told to stop; PeerError as soon as the server has died, answers no more, or its engine core does not."""
-        silent_since, patience = None, self.context.options.engine_hang_timeout
+        """Return when told to stop; PeerError as soon as the server has died, answers no more, or its engine core does
+        not."""
+        silent_since = None
+        patience = self.context.options.engine_hang_timeout
         pulse = Pulse(self.address, patience)
         while not self.stopped.wait(POLL):
             self._check_child()
@@ -191,10 +201,13 @@ class EngineSupervisor:
                     f"{self.name} has died: /health answers {health or 'no more'}; {self.memory.said() or self.log.explain()}"
                 )
             if now - silent_since > patience:
-                raise PeerError(f"{self.name} hangs: it has not answered /health for {patience:.0f} s; {self.log.explain()}")
+                raise PeerError(
+                    f"{self.name} hangs: it has not answered /health for {patience:.0f} s; {self.log.explain()}"
+                )
 
     def _health(self) -> int:
-        """The status of /health; SILENT if it takes too long, REFUSED if nobody listens (a server that is ending does not)."""
+        """The status of /health; SILENT if it takes too long, REFUSED if nobody listens (a server that is ending does
+        not)."""
         try:
             ask(self.address, "GET", "/health", 10)
         except HttpError as error:
@@ -214,17 +227,21 @@ class EngineSupervisor:
         raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code, self.memory)}; {self.log.explain()}")
 
     def _check_standing(self) -> None:
-        """PeerError if something of the server has been stopped for too long, which matters above all while it starts: then
-        nobody answers anyhow, for as long as a large model takes."""
+        """PeerError if something of the server has been stopped for too long, which matters above all while it starts:
+        then nobody answers anyhow, for as long as a large model takes."""
         pid, seconds = self.standing.longest() or (0, 0.0)
         if seconds > (patience := self.context.options.engine_hang_timeout):
-            raise PeerError(f"{self.name} hangs: its process {pid} has been stopped for {patience:.0f} s (--engine-hang-timeout)")
+            raise PeerError(
+                f"{self.name} hangs: its process {pid} has been stopped for {patience:.0f} s (--engine-hang-timeout)"
+            )
 
     def end(self) -> None:
         """End the server and all that it started, and remove what it left on this host."""
         self.shared |= leftovers(descendants())
         if self.child is not None:
-            end([psutil.Process(self.child.pid)] if self.child.poll() is None else [], GRACE)  # it ends its own in order
+            end(
+                [psutil.Process(self.child.pid)] if self.child.poll() is None else [], GRACE
+            )  # it ends its own in order
         end_descendants(1.0)
         for path in self.shared:
             path.unlink(missing_ok=True)
@@ -265,7 +282,10 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
 
 def record(context: RoleContext, why: str) -> None:
     """Say why this life of the engine ends, where others learn whether there is another."""
-    rundir, index, life, limit = context.rundir, context.index, context.life, restart_limit(context.options, context.plan)
+    rundir = context.rundir
+    index = context.index
+    life = context.life
+    limit = restart_limit(context.options, context.plan)
     host = context.plan.engines[index].host if index < len(context.plan.engines) else "?"
     record_end(rundir, index, host, life, limit, was_up(rundir, index, life), why)
 

@@ -1,10 +1,11 @@
 """Whether what the engine's supervisor has started still works.
 
-vLLM answers /health while its core hangs, or is stopped.  So a thread asks again and again what only the core can answer, between two
-of its steps.  A weight update, a turn or a check of weights is one step, however long: while one is under way the server answers in its
-core's place, until the deadline of that call has passed.  Before there is anybody to ask, all that tells a process which hangs from one
-that compiles is that it is stopped.
-Invariant: every question has a deadline; an answer, whatever it says, is a sign of life, but for the one that a call is late.
+vLLM answers /health while its core hangs, or is stopped.  So a thread asks again and again what only the core can
+answer, between two of its steps.  A weight update, a turn or a check of weights is one step, however long: while one is
+under way the server answers in its core's place, until the deadline of that call has passed.  Before there is anybody
+to ask, all that tells a process which hangs from one that compiles is that it is stopped.
+Invariant: every question has a deadline; an answer, whatever it says, is a sign of life, but for the one that a call is
+late.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Pulse:
     """Asks from now on, until the process ends.  patience: seconds that one answer may take."""
 
     def __init__(self, address: Address, patience: float) -> None:
-        self._address, self._patience, self._last = address, patience, time.monotonic()
+        self._address = address
+        self._patience = patience
+        self._last = time.monotonic()
         self.late = ""  #: of a call that the core is at for too long: which, and how long; "" if there is none
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -66,7 +69,9 @@ class CoreCalls:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._calls: dict[int, tuple[str, float, float]] = {}  # under way: path, since when, until when they are waited for
+        self._calls: dict[
+            int, tuple[str, float, float]
+        ] = {}  # under way: path, since when, until when they are waited for
         self._asked: set[asyncio.Task[None]] = set()  # questions that the core has not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +95,9 @@ class CoreCalls:
             said.append(message)
 
         if not self._calls:
-            question = asyncio.ensure_future(self.app(scope | {"path": QUESTION, "raw_path": QUESTION.encode()}, receive, hear))
+            question = asyncio.ensure_future(
+                self.app(scope | {"path": QUESTION, "raw_path": QUESTION.encode()}, receive, hear)
+            )
             self._asked.add(question)
             question.add_done_callback(self._over)
             while not question.done() and not self._calls:
@@ -132,11 +139,14 @@ class Stopped:
     def __init__(
         self, among: Callable[[], Iterable[psutil.Process]] = descendants, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._among, self._clock, self._looked = among, clock, float("-inf")
+        self._among = among
+        self._clock = clock
+        self._looked = float("-inf")
         self._since: dict[int, float] = {}
 
     def longest(self) -> tuple[int, float] | None:
-        """(process id, seconds) of the one that has been stopped for longest; None if nobody is, or it is not yet time to look."""
+        """(process id, seconds) of the one that has been stopped for longest; None if nobody is, or it is not yet time
+        to look."""
         now = self._clock()
         if now - self._looked < EVERY:
             return None

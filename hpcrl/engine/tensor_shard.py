@@ -33,7 +33,13 @@ class Piece:
 
     def to_wire(self) -> dict[str, Any]:
         """Everything but the tensor, as plain values."""
-        return {"shape": self.shape, "dtype": self.dtype, "rows": self.rows, "columns": self.columns, "same_as": self.same_as}
+        return {
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "rows": self.rows,
+            "columns": self.columns,
+            "same_as": self.same_as,
+        }
 
 
 def in_blocks(segment: Segment, size: int, block: int) -> Segment | None:

@@ -65,7 +65,8 @@ def experts(path: str, layer: Any, others: set[int]) -> dict[str, Piece] | None:
 
 
 def coded_expert_cuts(path: str, layer: Any, names: Mapping[str, Entry]) -> dict[str, Cut]:
-    """This worker's parts of FP8 experts with scales of blocks, by the checkpoint's names; nothing of those that other workers hold.
+    """This worker's parts of FP8 experts with scales of blocks, by the checkpoint's names; nothing of those that other
+    workers hold.
 
     None of a matrix that it holds whole, or where a block lies over the edge of a part.
     """
@@ -76,7 +77,11 @@ def coded_expert_cuts(path: str, layer: Any, names: Mapping[str, Entry]) -> dict
         or getattr(method, "weight_scale_refine", None) is not None
     ):
         return {}
-    config, places, (high, wide) = layer.moe_config, getattr(layer, "expert_map_manager", None), method.weight_block_size
+    config, places, (high, wide) = (
+        layer.moe_config,
+        getattr(layer, "expert_map_manager", None),
+        method.weight_block_size,
+    )
     parallel = config.moe_parallel_config
     if places is None or places.num_fused_shared_experts or getattr(config, "tp_shard_with_padding", False):
         return {}
@@ -107,7 +112,8 @@ def coded_expert_cuts(path: str, layer: Any, names: Mapping[str, Entry]) -> dict
 
 
 def _isa(layer: Any) -> str | None:
-    """For which instructions the CPU build arranged the experts; "" if they are as they were loaded, None if unknown."""
+    """For which instructions the CPU build arranged the experts; "" if they are as they were loaded, None if
+    unknown."""
     method = layer.quant_method
     kernel = getattr(method.moe_kernel, "fused_experts", None)
     if getattr(kernel, "_use_zentorch", False) or kernel is None:
@@ -117,7 +123,8 @@ def _isa(layer: Any) -> str | None:
 
 
 def _half(layer: Any, place: int, half: int, rows: int, columns: int) -> torch.Tensor:
-    """The gate (half 0) or up matrix (half 1) of this worker's expert `place`: [rows, columns]; no rows if place < 0."""
+    """The gate (half 0) or up matrix (half 1) of this worker's expert `place`: [rows, columns]; no rows if place <
+    0."""
     if place < 0:
         return layer.w13_weight.new_empty(0, columns)
     both = _expert(layer, layer.w13_weight, place)
@@ -149,7 +156,9 @@ def unpacking(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Te
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     count = rows * columns
-    numbers, origin, scale = torch.arange(count), torch.zeros(count, dtype=torch.int64), 1
+    numbers = torch.arange(count)
+    origin = torch.zeros(count, dtype=torch.int64)
+    scale = 1
     while scale < count or scale == 1:
         digits = (numbers // scale % DIGIT).to(dtype).view(1, rows, columns)
         origin += cpu_prepack_moe_weight(digits, isa).reshape(-1).long() * scale

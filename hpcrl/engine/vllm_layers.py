@@ -25,7 +25,11 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from hpcrl.engine.tensor_shard import Cut, Piece, Segment, in_blocks
 from hpcrl.engine.vllm_experts import coded_expert_cuts, experts, is_experts
@@ -40,7 +44,8 @@ class Holdings:
     """All pieces by name.
 
     opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers; unseen:
-    what the checkpoint has under them; cuts: of those among them whose layer is known to need no more, this worker's part.
+    what the checkpoint has under them; cuts: of those among them whose layer is known to need no more, this worker's
+    part.
     """
 
     pieces: Mapping[str, Piece]
@@ -76,7 +81,8 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
 
     names: the tensors of its checkpoint, which tell whether a matrix that vLLM fuses is fused there too.
     """
-    packed, names = getattr(model, "packed_modules_mapping", None) or {}, names or {}
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    names = names or {}
     pieces: dict[str, Piece] = {}
     opaque: list[str] = []
     cuts: dict[str, Cut] = {}
@@ -107,7 +113,9 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
 
 def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:
     """Ids of the parameters of all other modules."""
-    return {id(p) for other in modules.values() if other is not layer for p in other._parameters.values() if p is not None}
+    return {
+        id(p) for other in modules.values() if other is not layer for p in other._parameters.values() if p is not None
+    }
 
 
 def _opaque_prefixes(path: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
@@ -137,7 +145,8 @@ def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str])
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix of the checkpoint in a linear layer: its name without .weight, shape, cut, and rows [begin, end) of the layer."""
+    """A matrix of the checkpoint in a linear layer: its name without .weight, shape, cut, and rows [begin, end) of the
+    layer."""
 
     name: str
     shape: tuple[int, int]
@@ -170,10 +179,14 @@ def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]])
     return found
 
 
-def coded_cuts(path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]], names: Mapping[str, Entry]) -> dict[str, Cut]:
-    """This worker's parts of the FP8 matrices of a linear layer, and of the scales of their blocks, by the checkpoint's names.
+def coded_cuts(
+    path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]], names: Mapping[str, Entry]
+) -> dict[str, Cut]:
+    """This worker's parts of the FP8 matrices of a linear layer, and of the scales of their blocks, by the checkpoint's
+    names.
 
-    None of a matrix where a block lies over the edge of a part, or where the checkpoint's shapes are not what the layer says.
+    None of a matrix where a block lies over the edge of a part, or where the checkpoint's shapes are not what the layer
+    says.
     """
     method = getattr(layer, "quant_method", None)
     if type(method) is not Fp8LinearMethod or not method.weight_block_size or not isinstance(layer, LinearBase):
@@ -185,7 +198,8 @@ def coded_cuts(path: str, layer: nn.Module, packed: Mapping[str, Sequence[str]],
         grid = -(-height // high), -(-width // wide)
         down = [in_blocks(segment, height, high) for segment in rows]
         across = [in_blocks(columns, width, wide)] if columns is not None else []
-        coded, scales = f"{matrix.name}.weight", f"{matrix.name}.weight_scale_inv"
+        coded = f"{matrix.name}.weight"
+        scales = f"{matrix.name}.weight_scale_inv"
         shapes = [tuple(names[name].shape) if name in names else None for name in (coded, scales)]
         if shapes == [matrix.shape, grid] and None not in (*down, *across):
             found[coded] = matrix.cut
@@ -238,7 +252,11 @@ def _plain(path: str, layer: nn.Module, opaque: list[str]) -> dict[str, Piece]:
         if parameter is None:
             continue
         full = f"{path}.{name}" if path else name
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1 and hasattr(parameter, "weight_loader"):
+        if (
+            torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+            and hasattr(parameter, "weight_loader")
+        ):
             opaque.append(full)  # split over workers in a way that only its loader knows
         else:
             found[full] = _whole_piece(layer, name, parameter)

@@ -1,7 +1,7 @@
 """Loading an update into a running vLLM model, strictly: what every backend of ours has in common.
 
-Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; whatever is
-wrong is raised by `update`, never by `finish` (after which vLLM would think for ever that an update is going on); an
+Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; whatever
+is wrong is raised by `update`, never by `finish` (after which vLLM would think for ever that an update is going on); an
 update that is refused leaves the old weights in place, unless part of the new ones had to be loaded before the fault
 could be seen, which `mixed` then tells.
 """
@@ -36,7 +36,8 @@ class Account:
     """Which of the tensors that a model needs an update has brought so far."""
 
     def __init__(self, held: Holdings) -> None:
-        self.held, self.seen = held, set[str]()
+        self.held = held
+        self.seen = set[str]()
 
     def admit(self, slots: Sequence[Slot]) -> None:
         """UpdateRejected unless each is wanted, new, and of the right shape and dtype."""
@@ -122,7 +123,8 @@ class Receiver(WeightTransferEngine):
         """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
         if not self.loading:
             self._kernels = drop_expert_kernels(self.model) if self.device.type == "cpu" else []
-            self.loading, self._loaded = True, set()
+            self.loading = True
+            self._loaded = set()
             used = {name for name, _ in self.model.named_parameters() if not name.endswith(OPTIONAL)}
             initialize_layerwise_reload(self.model)  # from here on it has the parameters that its loader fills
             self._parameters = used & {name for name, _ in self.model.named_parameters()}
@@ -132,7 +134,9 @@ class Receiver(WeightTransferEngine):
             if left := sorted(self._parameters - self._loaded):
                 raise UpdateRejected(f"vLLM left {len(left)} parameters as they were, the first is {left[0]}")
             self._put_together()
-            self.mixed, self.unfinished, self.account = False, True, None
+            self.mixed = False
+            self.unfinished = True
+            self.account = None
 
     def put_back(self) -> None:
         """End an update that came to nothing: layers that were not loaded have their old tensors again."""

@@ -1,9 +1,10 @@
 """The receiving end of weight updates, inside vLLM's workers (loaded there through --worker-extension-cls).
 
-What is loaded is received by vLLM's own NCCL backend or one of receivers/. Here are a few calls for POST /collective_rpc: what the
-engine holds, whether it holds what was sent, giving up an update.
+What is loaded is received by vLLM's own NCCL backend or one of receivers/. Here are a few calls for POST
+/collective_rpc: what the engine holds, whether it holds what was sent, giving up an update.
 
-Invariants: those of weight_loading.py; importing this does nothing; nothing from the wire is unpickled or imported by name; no worker outlives its server.
+Invariants: those of weight_loading.py; importing this does nothing; nothing from the wire is unpickled or imported by
+name; no worker outlives its server.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from hpcrl.weights.pieces.wire import read_invitation, whereabouts
 class WorkerExtension:
     """Methods of each worker for POST /collective_rpc; only text and plain values cross.
 
-    vLLM makes it a base of its worker's class, so that `__new__` runs once in every worker's process: when the worker is
-    made, before it has a model or a weight-transfer engine.  (Its own `__init__` would not be called.)
+    vLLM makes it a base of its worker's class, so that `__new__` runs once in every worker's process: when the worker
+    is made, before it has a model or a weight-transfer engine.  (Its own `__init__` would not be called.)
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -59,12 +60,14 @@ class WorkerExtension:
         }
 
     def hpcrl_join(self, invitation: str) -> None:
-        """Meet the trainer's ranks and the other workers, and learn which pieces every update will bring (`Invitation`)."""
+        """Meet the trainer's ranks and the other workers, and learn which pieces every update will bring
+        (`Invitation`)."""
         self._hpcrl_leave()
         self._hpcrl_pieces = join(read_invitation(invitation), str(self.rank), self._hpcrl_held())
 
     def hpcrl_take_pieces(self, what: str = "all") -> dict[str, int]:
-        """Receive and load an update that was started; what: all, or changes; bytes: of tensors that had come in part, at most."""
+        """Receive and load an update that was started; what: all, or changes; bytes: of tensors that had come in part,
+        at most."""
         engine = self.weight_transfer_engine
         if self._hpcrl_pieces is None or not isinstance(engine, Receiver):
             raise UpdateRejected("the plan of pieces was not made known")

@@ -1,7 +1,8 @@
 """One attempt, seen from the launcher: start the hosts, watch them, end them.
 
 Invariants: an attempt has succeeded only if the trainer says so in summary.json and every host ended well (an exit code
-of 0 alone proves nothing: srun, for one, returns it after a node failure); whatever happens, no process of it outlives the call.
+of 0 alone proves nothing: srun, for one, returns it after a node failure); whatever happens, no process of it outlives
+the call.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Stop:
     def ask(self, why: str, seconds: float = 0.0) -> None:
         """Ask to save and end, once.  seconds: that the run may take for it, instead of --stop-timeout; 0: no other."""
         if not self.requests:
-            self.requests, self.why, self.seconds = 1, why, seconds
+            self.requests = 1
+            self.why = why
+            self.seconds = seconds
 
 
 @dataclass
@@ -120,7 +123,8 @@ class Backend(Protocol):
     """How processes come to hosts."""
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
-        """The hosts of the run, in order, each with address and interface.  Errors name the host that does not answer."""
+        """The hosts of the run, in order, each with address and interface.  Errors name the host that does not
+        answer."""
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[Watched]:
         """Start every host's part of the plan, which lies in the run directory."""
@@ -141,7 +145,9 @@ class BatchBackend(Backend, Protocol):
         """The hosts that cannot start a task within `seconds`."""
 
 
-def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
+def run_attempt(
+    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]
+) -> Summary:
     """Run one attempt to its end and return its summary.
 
     poll is called about five times a second.  PeerError names the role that failed; DeadlineError says that a stop was
@@ -152,7 +158,9 @@ def run_attempt(options: Options, backend: Backend, run_id: str, rundir: RunDir,
         return _run(options, backend, run_id, rundir, stop, poll)
 
 
-def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> Summary:
+def _run(
+    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]
+) -> Summary:
     members: list[Watched] = []
     lent: IO[bytes] | None = None
     try:
@@ -181,8 +189,11 @@ def _run(options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: 
 
 
 def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:
-    """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone wrong."""
-    stop_by, close_by, patience = float("inf"), float("inf"), options.stop_timeout
+    """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone
+    wrong."""
+    stop_by = float("inf")
+    close_by = float("inf")
+    patience = options.stop_timeout
     pulse = Pulse(rundir.here / BEATS, here=False, look=HOST_BEAT)
     while any(m.status is None for m in members) or summary_of(rundir) is None:
         poll()
@@ -247,7 +258,9 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
     assert gone[0].status is not None
     how = how_it_ended(gone[0].status, gone[0].memory)
     said = last_error(last_lines(gone[0].log, LAST_WORDS)) if gone[0].status > 0 else ""
-    why = trouble(rundir.here) or f"{f'it says: {said}' if said else 'a host may have failed'}; its log is {gone[0].log}"
+    why = (
+        trouble(rundir.here) or f"{f'it says: {said}' if said else 'a host may have failed'}; its log is {gone[0].log}"
+    )
     message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)

@@ -1,7 +1,8 @@
 """A run inside a scheduler's job: the batch process brings it to its end, or has the job queued again.
 
-Invariants: a job that is out of time, preempted or has lost a host goes on where its last checkpoint stands, with the same
-numbers; one that makes no headway is not started again for ever; a stop that the user asked for is never followed by a start.
+Invariants: a job that is out of time, preempted or has lost a host goes on where its last checkpoint stands, with the
+same numbers; one that makes no headway is not started again for ever; a stop that the user asked for is never followed
+by a start.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from hpcrl.launch.attempt import Stop
 from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
 from hpcrl.launch.restarts.lost_hosts import correct, explain_last_end, last_attempt, lost_hosts
-from hpcrl.launch.restarts.restart_policy import BROKEN, broken_hosts, check_headway, find_broken_host, margin, note_broken_host
+from hpcrl.launch.restarts.restart_policy import (
+    BROKEN,
+    broken_hosts,
+    check_headway,
+    find_broken_host,
+    margin,
+    note_broken_host,
+)
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_file import read_job, write_job
@@ -50,14 +58,14 @@ class HostsSilent(DeadlineError):
 class Clock:
     """Asks the run to save and end before the job's time limit, by what its own steps have taken.
 
-    The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and decides
-    only where the limit has never been known.  A limit may be raised without a signal: before the run is asked to end, the
-    scheduler is asked once more.  Where it does not answer, what it said last holds.
+    The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and
+    decides only where the limit has never been known.  A limit may be raised without a signal: before the run is asked
+    to end, the scheduler is asked once more.  Where it does not answer, what it said last holds.
 
     A preemption with a grace time is such a limit, too.
 
-    limit: asks the scheduler; floor: seconds that are always kept for saving; preempted: asks the scheduler whether it wants the
-    nodes for another job; due: whether it has asked.
+    limit: asks the scheduler; floor: seconds that are always kept for saving; preempted: asks the scheduler whether it
+    wants the nodes for another job; due: whether it has asked.
     """
 
     limit: Callable[[], float | None]
@@ -74,7 +82,8 @@ class Clock:
         now, nudged = time.time(), stop.nudges > 0
         if now < self.next_look and not nudged:
             return
-        stop.nudges, self.next_look = 0, now + LOOK
+        stop.nudges = 0
+        self.next_look = now + LOOK
         needed = margin(rundir, self.floor) if rundir else self.floor
         if nudged or (self._near(now, needed) and not self.due):
             self.ends = self.limit() or self.ends
@@ -91,8 +100,8 @@ class Clock:
 
 
 def _before(left: float) -> float:
-    """Seconds that a run may take to save, of those that are `left`: enough remains to end it ourselves, and queue the job again,
-    before the scheduler ends it all for good."""
+    """Seconds that a run may take to save, of those that are `left`: enough remains to end it ourselves, and queue the
+    job again, before the scheduler ends it all for good."""
     return max(left - RETREAT, left / 2, 1.0)
 
 
@@ -119,9 +128,13 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
         return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
         _tell(job, allocation, error)
-        if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: the last checkpoint is where it goes on
+        if (
+            isinstance(error, HostsSilent) or clock.due
+        ):  # out of time all the same: the last checkpoint is where it goes on
             _requeue(job, allocation, str(error), clock.ends)
-        elif _preempted(job, allocation):  # the scheduler has told every process to end, and one was faster than a checkpoint
+        elif _preempted(
+            job, allocation
+        ):  # the scheduler has told every process to end, and one was faster than a checkpoint
             _requeue(job, allocation, f"preempted ({error})", clock.ends)
         elif broken := _broken_host(job):
             _start_elsewhere(job, allocation, *broken, clock.ends)
@@ -142,7 +155,8 @@ def _silent(allocation: Allocation) -> str:
 
 
 def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
-    """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output too."""
+    """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output
+    too."""
     if trouble(job.root):
         with contextlib.suppress(HpcrlError):
             allocation.mark(job.identity, str(error))
@@ -155,13 +169,15 @@ def _broken_host(job: Job) -> tuple[str, str] | None:
         return None
     if found := find_broken_host(rundir, read_plan(rundir)):
         note_broken_host(job.root, *found)
-        say(f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}")
+        say(
+            f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}"
+        )
     return found
 
 
 def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:
-    """Have the run go on without a host that is broken: in the chain's next job, or in a new job, since one that is queued again
-    keeps its request."""
+    """Have the run go on without a host that is broken: in the chain's next job, or in a new job, since one that is
+    queued again keeps its request."""
     hosts, record = broken_hosts(job.root), read_job(job.root)
     why = f"host {host} is broken ({said})"
     following = later(msgspec.structs.replace(record, job_id=allocation.job_id))
@@ -201,7 +217,8 @@ def stopped(summary: dict[str, Any]) -> bool:
 
 
 def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = None) -> None:
-    """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler refuses.
+    """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler
+    refuses.
 
     ends: its time limit in Unix seconds, as far as that is known.
     """
@@ -211,7 +228,8 @@ def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = No
         JobStateFile(job.root, allocation.restarts).set("requeued", message=why)
         say(f"{why}; job {number} of the chain goes on")
         return
-    restarts, limit = allocation.restarts, int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
+    restarts = allocation.restarts
+    limit = int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
     if restarts >= limit:
         say(f"{why}; not queued again: {restarts} of {limit} requeues are used up; go on with hpcrl resume {job.root}")
         return
@@ -231,10 +249,11 @@ def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = No
 
 
 def _ask_until_answered(job: Job, allocation: Allocation, why: str, ends: float | None) -> None:
-    """Queue the job again, asking for PATIENCE seconds, and not beyond its time limit, while the scheduler does not answer.
+    """Queue the job again, asking for PATIENCE seconds, and not beyond its time limit, while the scheduler does not
+    answer.
 
-    HpcrlError if it refuses, or gave no answer in that time; AlreadyRequeued if it was faster than the first request; Stopped if
-    the job was cancelled meanwhile.
+    HpcrlError if it refuses, or gave no answer in that time; AlreadyRequeued if it was faster than the first request;
+    Stopped if the job was cancelled meanwhile.
     """
     state = JobStateFile(job.root, allocation.restarts)
     now = time.time()
@@ -253,7 +272,9 @@ def _ask_until_answered(job: Job, allocation: Allocation, why: str, ends: float 
                 raise
             if state.phase != "requeued":
                 say(f"{why}; {allocation.title} does not answer ({error.what}): asked again until {_clock(until)}")
-            state.set("requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}")
+            state.set(
+                "requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}"
+            )
         time.sleep(AGAIN)
         if (job.root / CANCEL).exists():
             raise Stopped("it was cancelled")
@@ -264,7 +285,8 @@ def _clock(at: float) -> str:
 
 
 def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
-    """Start the RECIPE of the words in their --run-dir, or go on with it if this job has been there before; the exit status.
+    """Start the RECIPE of the words in their --run-dir, or go on with it if this job has been there before; the exit
+    status.
 
     here: opens the allocation of this process; UsageError if there is none.
     """

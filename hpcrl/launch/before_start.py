@@ -1,12 +1,12 @@
-"""What is looked at before anything of a run is made: one set of checks for `run`, `launch`, `submit`, `eval`, `plan`, `doctor` and
-their dry runs.
+"""What is looked at before anything of a run is made: one set of checks for `run`, `launch`, `submit`, `eval`, `plan`,
+`doctor` and their dry runs.
 
     refuse_settings(stages, hosts, packages)      # what can be known of the options alone, of the model and of the machines
     look_at(stages)                               # the first rows of prompt files that are here
     absent(stages, sight)                         # files and own functions that the run begins with and that are not here
 
-Invariant: a command that starts nothing refuses what the run would refuse, in the same words; what the run itself makes, and what
-other machines alone can see, is left to them.
+Invariant: a command that starts nothing refuses what the run would refuse, in the same words; what the run itself
+makes, and what other machines alone can see, is left to them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hpcrl.run.rundir import TRACKER
 class Sight:
     """What this machine can see of the machines of a run.
 
-    elsewhere: whether a path need not be here, since the run makes it or since the nodes alone have it; code: whether modules are
-    found there as they are here; files: whether any file of the run can be here.
+    elsewhere: whether a path need not be here, since the run makes it or since the nodes alone have it; code: whether
+    modules are found there as they are here; files: whether any file of the run can be here.
     """
 
     elsewhere: Callable[[str], bool] = lambda _: False
@@ -66,14 +66,17 @@ def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[H
     hosts: the hosts of a stage, with their slots; packages: whether the processes run with this interpreter's packages.
     """
     wrong = [
-        error for options in stages for error in failures((check_routing, lambda o: make_plan(o, hosts(o), "check")), options)
+        error
+        for options in stages
+        for error in failures((check_routing, lambda o: make_plan(o, hosts(o), "check")), options)
     ]
     wrong += failures((lambda found: refuse_wrong_settings(found, packages),), stages)
     raise_together([*{str(error): error for error in wrong}.values()])
 
 
 def check_routing(options: Options) -> None:
-    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from here."""
+    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from
+    here."""
     if replay_flag(options) and options.hf_checkpoint is not None:
         with contextlib.suppress(DataError):
             find_routing(options, read_config(options.hf_checkpoint))
@@ -92,7 +95,8 @@ def refuse_missing_packages(stages: Sequence[Options]) -> None:
 
 
 def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
-    """Whether the run itself makes a file that it begins with: in its directory `run`, or by a prepare command that names it."""
+    """Whether the run itself makes a file that it begins with: in its directory `run`, or by a prepare command that
+    names it."""
     return path.startswith(run) or any(path in word for command in recipe.prepare for word in command)
 
 
@@ -145,7 +149,8 @@ def _how_to_get(flag: str, path: str) -> str:
 
 
 def _may_be_empty(options: Options) -> bool:
-    """Whether --load may name a directory that is not there yet: there are other weights to begin with, or it is where we save."""
+    """Whether --load may name a directory that is not there yet: there are other weights to begin with, or it is where
+    we save."""
     if options.load is None or options.ref_load:
         return True
     return options.save is not None and Path(options.load).resolve() == Path(options.save).resolve()

@@ -1,5 +1,5 @@
-"""The container that a site runs its processes in: Pyxis (Slurm's plugin over Enroot), CSCS's Container Engine, Apptainer (or
-Singularity), Shifter.
+"""The container that a site runs its processes in: Pyxis (Slurm's plugin over Enroot), CSCS's Container Engine,
+Apptainer (or Singularity), Shifter.
 
 Invariant: the command inside is the command outside, word for word, and nothing of it is read by a shell a second time.
 """
@@ -31,13 +31,17 @@ class Container(BaseModel):
         description="file of the image (/x.sqsh, /x.sif), or what the site's tool takes from a registry; of the Container Engine "
         "the environment file, whole path or name",
     )
-    mounts: list[str] = Field([], description="SRC, SRC:DST or SRC:DST:ro; absolute; the run directory is mounted anyway")
+    mounts: list[str] = Field(
+        [], description="SRC, SRC:DST or SRC:DST:ro; absolute; the run directory is mounted anyway"
+    )
     mount_home: bool = Field(False, description="mount the home directory")
     workdir: str | None = Field(
         None, pattern="^/", description="directory to start in; None: the image's (Pyxis), ours (Apptainer)"
     )
     writable: bool = Field(False, description="let the image's own files be written to, until the process ends")
-    gpus: Literal["nvidia", "amd", "none"] = Field("nvidia", description="drivers that Apptainer brings in: --nv, --rocm")
+    gpus: Literal["nvidia", "amd", "none"] = Field(
+        "nvidia", description="drivers that Apptainer brings in: --nv, --rocm"
+    )
     modules: list[str] = Field([], description="modules of Shifter, such as gpu")
     args: list[str] = Field([], description="further arguments: of srun (Pyxis, --container-...), of apptainer exec")
 
@@ -53,7 +57,9 @@ class Container(BaseModel):
         if self.kind == "pyxis" and re.search(r"\.sq(sh|uashfs)$", self.image) and not _PATH.match(self.image):
             raise ValueError(f"image {self.image}: Pyxis takes it for a registry's name; begin a path with / or ./")
         if self.kind in APPTAINER and not _PATH.match(self.image) and not _SCHEME.match(self.image):
-            raise ValueError(f"image {self.image}: begin a path with / or ./, anything else with its scheme (docker://)")
+            raise ValueError(
+                f"image {self.image}: begin a path with / or ./, anything else with its scheme (docker://)"
+            )
         self._only_where_they_count()
         for mount in self.mounts:
             check_mount(mount)
@@ -77,7 +83,9 @@ class Container(BaseModel):
                 where = " (its environment file has it)" if self.kind == "container-engine" else ""
                 raise ValueError(f"{name} has no effect with kind {self.kind}{where}")
 
-    def wrap(self, command: list[str], mounts: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+    def wrap(
+        self, command: list[str], mounts: tuple[str, ...] = (), names: tuple[str, ...] = ()
+    ) -> tuple[list[str], list[str]]:
         """(extra srun arguments, command) to run `command` in this container.
 
         mounts: mounted besides the site's; names: variables whose values of the host beat the image's (Pyxis; with
@@ -137,5 +145,10 @@ class Container(BaseModel):
 def check_mount(mount: str) -> None:
     """ValueError unless it is SRC, SRC:DST or SRC:DST:FLAGS with absolute paths; a comma would begin another mount."""
     parts = mount.split(":")
-    if len(parts) > 3 or not parts[0].startswith("/") or (len(parts) > 1 and not parts[1].startswith("/")) or "," in mount:
+    if (
+        len(parts) > 3
+        or not parts[0].startswith("/")
+        or (len(parts) > 1 and not parts[1].startswith("/"))
+        or "," in mount
+    ):
         raise ValueError(f"mounts: {mount} is not SRC, SRC:DST or SRC:DST:ro with absolute paths and no comma")

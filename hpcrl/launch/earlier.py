@@ -1,6 +1,7 @@
 """A run that is to go on from an earlier checkpoint than its last: `hpcrl resume RUN --ckpt-step N`.
 
-Invariant: nothing is removed; the tracker names the earlier checkpoint, and what the run saves from there on takes the place of later ones.
+Invariant: nothing is removed; the tracker names the earlier checkpoint, and what the run saves from there on takes the
+place of later ones.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m hpcrl.launch.host RUN --attempt N --host NAME [--slot I]
 
-The launcher starts one of these on every host of the plan, locally, through srun or through mpirun; with --slot there is
-one for each slot, which starts only what begins on that slot.
+The launcher starts one of these on every host of the plan, locally, through srun or through mpirun; with --slot there
+is one for each slot, which starts only what begins on that slot.
 
-Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but for engines,
-which are started again (engines/keeper.py); a host has done its part only when the trainer has said that the run is over and every
-role here has ended well.
+Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but
+for engines, which are started again (engines/keeper.py); a host has done its part only when the trainer has said that
+the run is over and every role here has ended well.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ from hpcrl.run.trouble.hardware import hardware_words
 from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.run.trouble.scratch import Scratch, sweep
 
-PART = "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
+PART = (
+    "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
+)
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
-EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+EVERY, SELDOM = (
+    2.5,
+    5,
+)  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 
@@ -76,7 +81,8 @@ class Role:
         return self.name == "engine" or self.name.startswith(PART)
 
     def epitaph(self) -> str:
-        """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by itself."""
+        """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by
+        itself."""
         log = last_lines(self.log, 200) if self.log.exists() else []
         said = hardware_words(b"\n".join(log).decode(errors="replace"))
         if said is None and self.process.returncode > 0:
@@ -95,7 +101,11 @@ class Told:
     def __enter__(self) -> Told:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.handlers[number] = signal.signal(number, self._note)
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # for the launcher, should they come here as well
+        for number in (
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGHUP,
+        ):  # for the launcher, should they come here as well
             self.handlers[number] = signal.signal(number, signal.SIG_IGN)
         return self
 
@@ -136,7 +146,10 @@ def commands(
         found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
     if options.rank_launcher == "ranks":
         mine = [rank for rank in ranks if slot in (None, plan.trainers[rank].slots[0])]
-        found += [("trainer", rank, [*python, "hpcrl.trainer.start.single_rank", *base, "--index", str(rank)]) for rank in mine]
+        found += [
+            ("trainer", rank, [*python, "hpcrl.trainer.start.single_rank", *base, "--index", str(rank)])
+            for rank in mine
+        ]
     return found
 
 
@@ -165,7 +178,8 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
     elif role.startswith(PART):
         together = [place := plan.engines[int(role.split("-")[1])].also[index - 1]]
     else:
-        place, together = plan.trainers[index], [plan.trainers[rank] for rank in plan.ranks_on(host)]
+        place = plan.trainers[index]
+        together = [plan.trainers[rank] for rank in plan.ranks_on(host)]
     slots = tuple(number for one in together for number in one.slots)
     own = None if slot is None else place.slots
     return {"CUDA_VISIBLE_DEVICES": visible_devices(inherited, slots, plan.slots_on(host), own)}
@@ -202,12 +216,18 @@ def role_environment() -> dict[str, str]:
 
 
 def run_host(
-    options: Options, plan: Plan, rundir: RunDir, host: str, slot: int | None, told: Told, turn: Callable[[], None] = lambda: None
+    options: Options,
+    plan: Plan,
+    rundir: RunDir,
+    host: str,
+    slot: int | None,
+    told: Told,
+    turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Run what this host has to run; returns when the run is over, or was asked to end.
 
-    turn is called about five times a second.  PeerError names the role that failed, here or elsewhere.  Whatever happens,
-    no process that was started here outlives the call.
+    turn is called about five times a second.  PeerError names the role that failed, here or elsewhere.  Whatever
+    happens, no process that was started here outlives the call.
     """
     roles: list[Role] = []
     sweep()  # after processes of an earlier attempt that were killed
@@ -294,7 +314,8 @@ def check_alive(pulse: Pulse, seconds: float, rundir: RunDir, host: str) -> None
 
 @dataclass
 class Looks:
-    """Looks into the run directory, which all hosts share: about one call a second and host in a run where nothing happens.
+    """Looks into the run directory, which all hosts share: about one call a second and host in a run where nothing
+    happens.
 
     A whole machine room that asked five times a second would keep its file system from other work.
     """
@@ -322,7 +343,8 @@ class Looks:
         return self.ended
 
     def over(self, at_once: bool) -> bool:
-        """Whether the trainer has summed up.  at_once: a host whose own roles have ended does not wait for the next look."""
+        """Whether the trainer has summed up.  at_once: a host whose own roles have ended does not wait for the next
+        look."""
         self._look(at_once)
         return self.is_over
 

@@ -3,8 +3,9 @@
     RUN/                     the run of a recipe without stages
     RUN/recipe.toml, recipe.json, prepared/, STAGE/    a recipe with stages: each stage is a run of its own
 
-Invariant: a resumed run goes on exactly where it stopped: finished stages are skipped, the unfinished one continues from
-its last checkpoint with the options that it began with.  state.json always says what the job is doing, or did last.
+Invariant: a resumed run goes on exactly where it stopped: finished stages are skipped, the unfinished one continues
+from its last checkpoint with the options that it began with.  state.json always says what the job is doing, or did
+last.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ def run_job(
 ) -> int:
     """Bring a job to its end, from where it stands; returns the exit status.  HpcrlError says what went wrong.
 
-    restarts: how often the scheduler has started it again.  watch: called about five times a second; it may ask to stop.
-    ends: when the allocation's time is over, in Unix seconds.  age: seconds since this start was asked for, if that was before
-    this process began.
+    restarts: how often the scheduler has started it again.  watch: called about five times a second; it may ask to
+    stop.
+    ends: when the allocation's time is over, in Unix seconds.  age: seconds since this start was asked for, if that was
+    before this process began.
     """
     say(f"run directory: {job.root}")
     adopt_orphans()
@@ -162,7 +164,8 @@ def begin_job(
 ) -> Job:
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
 
-    here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs with.
+    here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
+    with.
     """
     root = directory_of(recipe, overrides)
     job = Job(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
@@ -231,14 +234,23 @@ def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobState
 
 
 def run_stage(
-    job: Job, stage: Stage, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[RunDir], None], timeline: Timeline
+    job: Job,
+    stage: Stage,
+    backend: Backend,
+    stop: Stop,
+    state: JobStateFile,
+    turn: Callable[[RunDir], None],
+    timeline: Timeline,
 ) -> None:
     """Bring one stage to its end, from where it stands; Stopped if the user stopped it before."""
     directory = job.directory(stage)
     if finished(directory):
         return
     if stop.requests:
-        before, reason = f"before stage {stage.name}" if stage.name else "while starting", f" ({stop.why})" if stop.why else ""
+        before, reason = (
+            f"before stage {stage.name}" if stage.name else "while starting",
+            f" ({stop.why})" if stop.why else "",
+        )
         raise Stopped(f"stopped {before}{reason}", f"continue with {backend.again(job.root)}")
     rundir, options = open_stage(job, stage, directory)
     state.set("starting", stage=stage.name, attempt=rundir.attempt)

@@ -1,7 +1,7 @@
 """What to ask a scheduler for, so that every stage of a recipe finds its slots: a pure function of options and site.
 
-Invariant: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage; what cannot
-fit is refused here, before anything is submitted.
+Invariant: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage; what
+cannot fit is refused here, before anything is submitted.
 """
 
 from __future__ import annotations
@@ -48,11 +48,16 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def make_request(stages: Sequence[Options], site: Site, margin: int | None = None) -> Request:
-    """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of them.
+    """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of
+    them.
 
     margin: measured in an earlier attempt; None: the site's, or else a floor.  UsageError names what does not fit.
     """
-    layout = "homogeneous" if any(o.colocate for o in stages) or _one_node_holds(stages, site) else site.layout or "heterogeneous"
+    layout = (
+        "homogeneous"
+        if any(o.colocate for o in stages) or _one_node_holds(stages, site)
+        else site.layout or "heterogeneous"
+    )
     components = _homogeneous(stages, site) if layout == "homogeneous" else _used(stages, _heterogeneous(stages, site))
     if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
         layout = "homogeneous"
@@ -72,16 +77,19 @@ def make_request(stages: Sequence[Options], site: Site, margin: int | None = Non
 
 def _check_transfer(options: Options, site: Site) -> None:
     """UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
-    way, nowhere = options.weight_transfer, WeightSite(cpu=True, one_host=True, colocate=True)
+    way = options.weight_transfer
+    nowhere = WeightSite(cpu=True, one_host=True, colocate=True)
     if site.trainer.gpus_per_node == 0 and way != "auto" and find_way(way).obstacle(nowhere):
-        raise UsageError(f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto")
+        raise UsageError(
+            f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"
+        )
 
 
 def _one_node_holds(stages: Sequence[Options], site: Site) -> bool:
     """Whether one of the trainer's nodes is known to hold every stage, and the site asks for nothing else.
 
-    Known: `trainer.gpus_per_node` says what a node has.  Asks: for a layout, for a node of the rollout process's own, or for
-    other nodes for engines than for trainers.
+    Known: `trainer.gpus_per_node` says what a node has.  Asks: for a layout, for a node of the rollout process's own,
+    or for other nodes for engines than for trainers.
     """
     apart = site.describes("engine") and site.engine != site.trainer
     if site.layout or apart or site.describes("rollout") or not site.trainer.gpus_per_node:
@@ -100,7 +108,8 @@ def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
 
 
 def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:
-    """The components without nodes that no stage uses: engines may fit beside the trainer ranks, where nodes have more GPUs."""
+    """The components without nodes that no stage uses: engines may fit beside the trainer ranks, where nodes have more
+    GPUs."""
     request = Request("heterogeneous", tuple(components), 0)
     used = {host for options in stages for host in make_plan(options, request.hosts(), "request").hosts}
     counts = {c.name: sum(f"{c.name}-{i}" in used for i in range(c.nodes)) for c in components}
@@ -111,7 +120,8 @@ def _heterogeneous(stages: Sequence[Options], site: Site) -> list[Component]:
     training = [o for o in stages if not o.debug_rollout_only]
     found = []
     if training:
-        each, nodes = max(o.actor_num_gpus_per_node for o in training), max(o.actor_num_nodes for o in training)
+        each = max(o.actor_num_gpus_per_node for o in training)
+        nodes = max(o.actor_num_nodes for o in training)
         found.append(_component(site, "trainer", nodes, site.trainer.gpus_per_node or each))
     wanted = max((o.num_engines * o.rollout_num_gpus_per_engine for o in stages), default=0)
     if wanted:

@@ -27,7 +27,8 @@ def _bent(options: Options) -> str:
 
 
 def train_longer(job: Job, num_rollout: int) -> None:
-    """Let the last stage go on to `num_rollout` rollouts.  UsageError if it has not begun, has done more, or must not."""
+    """Let the last stage go on to `num_rollout` rollouts.  UsageError if it has not begun, has done more, or must
+    not."""
     *before, last = job.recipe.stages
     directory = job.directory(last)
     if not all(finished(job.directory(stage)) for stage in before) or not (directory / "options.json").is_file():

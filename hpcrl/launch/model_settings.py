@@ -1,6 +1,7 @@
 """What Megatron's settings say of the model and ask of the packages, looked at before any node is.
 
-Invariant: refused here is only what a trainer would refuse as well; where the model or the packages cannot be seen, nothing is.
+Invariant: refused here is only what a trainer would refuse as well; where the model or the packages cannot be seen,
+nothing is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from hpcrl.weights.quantization_config import read_quantization
 
 def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> None:
     """UsageError for all that cannot be.  same_packages: whether this interpreter's are those of the nodes."""
-    wrong = [error for options in stages for error in failures((check_model, check_layout, check_quantization), options)]
+    wrong = [
+        error for options in stages for error in failures((check_model, check_layout, check_quantization), options)
+    ]
     if same_packages:
         wrong += [problem for options in stages for problem in missing_packages(options)]
     raise_together([*{str(error): error for error in wrong}.values()])
@@ -50,7 +53,8 @@ def check_model(options: Options) -> None:
 
 
 def check_layout(options: Options) -> None:
-    """UsageError for all that the layout would cut and config.json does not let it, and for layers to draft with that the checkpoint lacks.
+    """UsageError for all that the layout would cut and config.json does not let it, and for layers to draft with that
+    the checkpoint lacks.
 
     Nothing where config.json cannot be read.
     """
@@ -65,7 +69,8 @@ def check_layout(options: Options) -> None:
 
 
 def check_quantization(options: Options) -> None:
-    """UsageError if the engines' weights are quantised in a way that no update can bring them to, where config.json can be read."""
+    """UsageError if the engines' weights are quantised in a way that no update can bring them to, where config.json can
+    be read."""
     directory = Path(options.hf_checkpoint or "")
     try:
         config = read_object(directory, CONFIG) or {}
@@ -76,7 +81,8 @@ def check_quantization(options: Options) -> None:
 
 
 def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None:
-    """config.json, its family and TransformerConfig's fields; None where it cannot be read: it may be on the nodes alone."""
+    """config.json, its family and TransformerConfig's fields; None where it cannot be read: it may be on the nodes
+    alone."""
     directory = options.hf_checkpoint or ""
     try:
         config = read_object(Path(directory), CONFIG)
@@ -89,7 +95,8 @@ def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None
 
 
 def missing_packages(options: Options, installed: Callable[[str], bool] | None = None) -> Iterator[UsageError]:
-    """Settings whose package is not installed here; none where Megatron-core itself is not: this is no place to train then."""
+    """Settings whose package is not installed here; none where Megatron-core itself is not: this is no place to train
+    then."""
     there = installed or (lambda name: importlib.util.find_spec(name) is not None)
     if not locate("megatron"):
         return

@@ -72,7 +72,9 @@ def networks() -> list[Network]:
     for name, addresses in psutil.net_if_addrs().items():
         if name not in stats or not stats[name].isup:
             continue
-        ours = [_network(name, a, stats[name].speed) for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+        ours = [
+            _network(name, a, stats[name].speed) for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)
+        ]
         usable = [n for n in ours if n is not None]
         v4 = [n for n in usable if "." in n.address]
         found += v4 or usable
@@ -91,7 +93,8 @@ def _network(name: str, entry: Any, speed: int) -> Network | None:
 
 
 def choose(reports: Mapping[str, Report], interface: str | None = None) -> dict[str, Network]:
-    """host -> the address that its processes listen on.  UsageError names hosts and networks where none or several would do.
+    """host -> the address that its processes listen on.  UsageError names hosts and networks where none or several
+    would do.
 
     With one host it is the loopback: nothing leaves the host.  `interface` is a name, or the beginning of one.
     """
@@ -107,7 +110,9 @@ def choose(reports: Mapping[str, Report], interface: str | None = None) -> dict[
             raise UsageError(f"the hosts share {len(shared)} networks, on {host}: {names}", MEND)
         if shared:
             return next(iter(shared.values()))
-    reported = {host: ", ".join(f"{n.interface} {n.address}" for n in r.networks) or "none" for host, r in reports.items()}
+    reported = {
+        host: ", ".join(f"{n.interface} {n.address}" for n in r.networks) or "none" for host, r in reports.items()
+    }
     raise UsageError(
         "the hosts share no network: " + "; ".join(f"{host} has {text}" for host, text in list(reported.items())[:4]),
         "a host with nothing but the loopback needs an address; else " + MEND,
@@ -156,7 +161,9 @@ def read_report(path: Path) -> Report:
     return found
 
 
-def gather(rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None) -> dict[str, Report]:
+def gather(
+    rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None
+) -> dict[str, Report]:
     """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
     deadline, found = time.monotonic() + seconds, {}
     while len(found) < len(hosts):
@@ -184,7 +191,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rundir = RunDir(args.run, args.attempt)
     if rundir.here.name not in listed(rundir.here.parent):
-        print(f"hpcrl: error: host {args.host} does not see {rundir.here}: do all hosts share that file system?", file=sys.stderr)
+        print(
+            f"hpcrl: error: host {args.host} does not see {rundir.here}: do all hosts share that file system?",
+            file=sys.stderr,
+        )
         return 1
     write(rundir, args.host)
     return 0

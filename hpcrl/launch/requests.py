@@ -1,9 +1,11 @@
 """RUN/stop and RUN/cancel: what a user asks of a run from outside, and which of it a start has to heed.
 
-A run takes a while to come up, a minute in some jobs, and says so; what is asked of it then is found when its launcher has begun.
+A run takes a while to come up, a minute in some jobs, and says so; what is asked of it then is found when its launcher
+has begun.
 
-Invariant: a start heeds what was asked since it was, and nothing that was asked of a launcher before it; but what nobody lived to
-answer holds for a start that no user asked for.  Times of files are compared with times of files alone: the clocks of hosts differ.
+Invariant: a start heeds what was asked since it was, and nothing that was asked of a launcher before it; but what
+nobody lived to answer holds for a start that no user asked for.  Times of files are compared with times of files alone:
+the clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def process_age() -> float:
 def forget_old_requests(root: Path, restarts: int, age: float) -> None:
     """Remove what was not asked of this start.
 
-    restarts: how often the scheduler has started the job again by itself; age: seconds since this start was asked for, as far as
-    its process knows: that of a job that `hpcrl submit` or `hpcrl resume` has sent is as old as its job.json.
+    restarts: how often the scheduler has started the job again by itself; age: seconds since this start was asked for,
+    as far as its process knows: that of a job that `hpcrl submit` or `hpcrl resume` has sent is as old as its job.json.
     """
     os.utime(root / "lock")
     now = _changed(root / "lock")

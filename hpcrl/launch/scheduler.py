@@ -1,8 +1,8 @@
 """What hpcrl asks of a scheduler: on a login node (`Scheduler`), and inside a job of its (`Allocation`).
 
-A scheduler is one room of files that knows its words: it implements these two, and hpcrl/launch/schedulers.py, or an entry
-point of the package that brings it, gives it the name that a site's profile has under `scheduler`.  All else, from
-`hpcrl submit` to the queueing again before a time limit, speaks to it through this file.
+A scheduler is one room of files that knows its words: it implements these two, and hpcrl/launch/schedulers.py, or an
+entry point of the package that brings it, gives it the name that a site's profile has under `scheduler`.  All else,
+from `hpcrl submit` to the queueing again before a time limit, speaks to it through this file.
 
 Invariant: nothing heavy is imported here or to make a Scheduler: `hpcrl status` makes one.
 """
@@ -47,9 +47,9 @@ class SubmittedJob(Protocol):
 class Scheduler(Protocol):
     """A scheduler, from a machine that may submit jobs.
 
-    title: its name in messages, such as "Slurm".  submit_command: what takes a script, such as "sbatch"; test_command: what
-    tries one without taking it, "" if nothing does.  script_file: the script's name in a run directory.  echoes: how lines
-    begin in which its own programs only repeat that a task of theirs has failed.
+    title: its name in messages, such as "Slurm".  submit_command: what takes a script, such as "sbatch"; test_command:
+    what tries one without taking it, "" if nothing does.  script_file: the script's name in a run directory.  echoes:
+    how lines begin in which its own programs only repeat that a task of theirs has failed.
     """
 
     title: str
@@ -67,7 +67,8 @@ class Scheduler(Protocol):
         """Whether the queue can be asked from this machine."""
 
     def look(self, jobs: Sequence[JobKey]) -> QueueAnswer:
-        """Its word on all these jobs, in one question.  Never an error: where it is missing, slow or fails, a note says so."""
+        """Its word on all these jobs, in one question.  Never an error: where it is missing, slow or fails, a note says
+        so."""
 
     def cancel(self, job_id: str) -> None:
         """End the job, or take it out of the queue.  HpcrlError with its words if it does not."""
@@ -81,7 +82,8 @@ class Scheduler(Protocol):
         """Whether the site can hold the request: what it cannot would be refused, or wait for ever."""
 
     def test(self, script: str) -> Verdict:
-        """Whether it would take the script now; asked only if there is a test_command, and of no weight in a submission."""
+        """Whether it would take the script now; asked only if there is a test_command, and of no weight in a
+        submission."""
 
     # ---- scripts and submission
 
@@ -115,8 +117,8 @@ class SchedulerSilent(HpcrlError):
 class Allocation(Protocol):
     """The job that this process is the batch process of.
 
-    scheduler: its name, as job.json has it; restarts: how often the job has been started before; cluster: its name, if the
-    scheduler has one.
+    scheduler: its name, as job.json has it; restarts: how often the job has been started before; cluster: its name, if
+    the scheduler has one.
     """
 
     scheduler: str
@@ -133,10 +135,12 @@ class Allocation(Protocol):
         """When the job's time limit is, in Unix seconds; None without a limit, or where the scheduler does not say."""
 
     def preempted(self) -> bool:
-        """Whether the scheduler wants the job's nodes for another one, and has given it some time to end; False if unknown."""
+        """Whether the scheduler wants the job's nodes for another one, and has given it some time to end; False if
+        unknown."""
 
     def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
-        """Those of `hosts` that the scheduler knows to have failed between these unix times, with its words; {} if it does not know."""
+        """Those of `hosts` that the scheduler knows to have failed between these unix times, with its words; {} if it
+        does not know."""
 
     def requeue(self) -> None:
         """Queue the job again; it is ended soon after.
@@ -148,4 +152,5 @@ class Allocation(Protocol):
         """Keep a job that waits in the queue off these hosts.  HpcrlError if that is refused."""
 
     def mark(self, identity: str, said: str = "") -> None:
-        """Have the job carry the run's identity, if it does not yet.  said: and why it ends, where no file can say so."""
+        """Have the job carry the run's identity, if it does not yet.  said: and why it ends, where no file can say
+        so."""

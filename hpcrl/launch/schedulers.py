@@ -5,8 +5,8 @@ hpcrl's own are in SCHEDULERS.  An installed package adds one as an entry point 
     [project.entry-points."hpcrl.schedulers"]
     pbs = "hpcrl_pbs.scheduler:Pbs"
 
-Invariant: a scheduler is found by the name that a site's profile or a job.json gives, and nothing else of these files is
-ever imported.
+Invariant: a scheduler is found by the name that a site's profile or a job.json gives, and nothing else of these files
+is ever imported.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def minutes(text: str) -> int:
     else:
         seconds = a * 60 + b
     if seconds == 0:
-        raise UsageError(f"time {text}: a run needs a time limit to save before", "give the longest that the partition allows")
+        raise UsageError(
+            f"time {text}: a run needs a time limit to save before", "give the longest that the partition allows"
+        )
     return -(-seconds // 60)
 
 
@@ -73,7 +75,9 @@ class ComponentProfile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     gpus_per_node: int | None = Field(
-        None, ge=0, description="GPUs that a node has; None: as many as the options ask for; 0: it has none, slots are processes"
+        None,
+        ge=0,
+        description="GPUs that a node has; None: as many as the options ask for; 0: it has none, slots are processes",
     )
     cpus_per_node: int | None = Field(
         None,
@@ -102,13 +106,16 @@ class Site(BaseModel):
         "trainer.gpus_per_node holds the run, else heterogeneous",
     )
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
-        None, description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's"
+        None,
+        description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's",
     )
     launch_timeout: float | None = Field(
         None, gt=0, description="as --launch-timeout, for a site whose images take long to start; None: the recipe's"
     )
     interface: str | None = Field(
-        None, pattern=r"^[\w.-]+$", description="network of sockets, gloo and NCCL: an interface, or how its name begins"
+        None,
+        pattern=r"^[\w.-]+$",
+        description="network of sockets, gloo and NCCL: an interface, or how its name begins",
     )
     modules: list[str] = Field([], description="modules to load, in order")
     setup: list[str] = Field([], description="shell lines before anything else of ours, on every node")
@@ -120,11 +127,15 @@ class Site(BaseModel):
         default_factory=ComponentProfile, description="the node of the rollout process, if it has its own"
     )
     exclusive: bool = Field(False, description="whole nodes")
-    exclude: list[str] = Field([], description="nodes to leave out; those that a run finds broken are added for its next start")
+    exclude: list[str] = Field(
+        [], description="nodes to leave out; those that a run finds broken are added for its next start"
+    )
     requeue: bool = Field(True, description="go on by requeueing after time limit, preemption or a failed node")
     max_requeues: int = Field(20, ge=0, description="how often at most")
     signal_margin: int | None = Field(None, ge=60, description="seconds before the time limit to save; None: measured")
-    scratch: str | None = Field(None, pattern=r"^(/|\$\w+)", description="node-local directory; $NAME is expanded on the node")
+    scratch: str | None = Field(
+        None, pattern=r"^(/|\$\w+)", description="node-local directory; $NAME is expanded on the node"
+    )
     python: str | None = Field(None, description="the interpreter on the nodes; None: the one of the login node")
 
     @model_validator(mode="after")
@@ -145,7 +156,8 @@ class Site(BaseModel):
         return self
 
     def describes(self, component: str) -> bool:
-        """Whether it says where the component's nodes come from; a rollout process that it describes gets a node of its own."""
+        """Whether it says where the component's nodes come from; a rollout process that it describes gets a node of its
+        own."""
         return getattr(self, component) != type(getattr(self, component))()
 
 
@@ -168,8 +180,10 @@ def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | No
 
 
 def apply(site: Site, overrides: Mapping[str, Any]) -> Site:
-    """The site with values replaced by dotted key, such as {"trainer.partition": "gpu"}; text is read as the type needs."""
-    values, where = site.model_dump(exclude_unset=True), f"site {site.name}"
+    """The site with values replaced by dotted key, such as {"trainer.partition": "gpu"}; text is read as the type
+    needs."""
+    values = site.model_dump(exclude_unset=True)
+    where = f"site {site.name}"
     for key, value in _scheduler_first(overrides):
         values = _put(values, key, value, where)
     return _make(values, where)
@@ -211,7 +225,9 @@ def folders() -> Iterator[Path]:
 
 def profile_names() -> list[str]:
     """The profiles that can be named, in order of `folders`."""
-    return [*dict.fromkeys(file.stem for folder in folders() if folder.is_dir() for file in sorted(folder.glob("*.toml")))]
+    return [
+        *dict.fromkeys(file.stem for folder in folders() if folder.is_dir() for file in sorted(folder.glob("*.toml")))
+    ]
 
 
 def find_profile(name: str) -> Path | None:
@@ -225,7 +241,9 @@ def find_profile(name: str) -> Path | None:
         return None
     close = nearest(name, profile_names())
     searched = ", ".join(map(str, folders()))
-    raise UsageError(f"--site {name}: no {name}.toml in {searched}", f"did you mean {close}?" if close else "give a path")
+    raise UsageError(
+        f"--site {name}: no {name}.toml in {searched}", f"did you mean {close}?" if close else "give a path"
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -304,7 +322,9 @@ def _make(values: dict[str, Any], where: str) -> Site:
     _check_keys(values, model, where)
     for key, text in _texts(values):
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
-            raise UsageError(f"{where}: {key} holds a control character: {spell(text)}", "write it on one line, without tabs")
+            raise UsageError(
+                f"{where}: {key} holds a control character: {spell(text)}", "write it on one line, without tabs"
+            )
         if found := PLACEHOLDER.search(text):
             raise UsageError(f"{where}: {key} is still the placeholder {found[0]}", f"copy the file and fill in {key}")
     try:
@@ -336,7 +356,8 @@ def _inner(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 def _unknown(where: str, shown: str, key: str, model: type[BaseModel]) -> UsageError:
     close = nearest(key, model.model_fields)
     return UsageError(
-        f"{where}: {shown} is an unknown key", f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
+        f"{where}: {shown} is an unknown key",
+        f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}",
     )
 
 

@@ -1,7 +1,7 @@
 """A recipe as one job of a scheduler's: what is submitted, and again where it stopped.
 
-Invariant: what can be known to fail is refused before anything is submitted; what is submitted lies, as text, in the run
-directory.
+Invariant: what can be known to fail is refused before anything is submitted; what is submitted lies, as text, in the
+run directory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from hpcrl.shipped_files import shipped
 class Script:
     """What differs from one batch script to the next.
 
-    command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch: directory of
-    task.sh; identity: of the run, for the job to carry; follows: the number of a job that must have ended, however; mounts: directories that a container must see; tasks: "hosts" or
-    "slots"; python: the interpreter on the nodes where the site names none.
+    command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch:
+    directory of task.sh; identity: of the run, for the job to carry; follows: the number of a job that must have ended,
+    however; mounts: directories that a container must see; tasks: "hosts" or "slots"; python: the interpreter on the
+    nodes where the site names none.
     """
 
     name: str
@@ -61,7 +62,8 @@ class Script:
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is to become a job.  job: not yet on disk, for one that is only shown; follows: the job of its chain before it."""
+    """A run that is to become a job.  job: not yet on disk, for one that is only shown; follows: the job of its chain
+    before it."""
 
     job: Job
     stages: list[Options]
@@ -98,7 +100,8 @@ class Submission:
     def script_by_hand(self, command: str, output: str) -> Script:
         """A script for a person: paths as they were given, relative to where it is submitted.
 
-        A container sees neither that directory, in which the run's will lie, nor launch/: there both are mounted, by whole paths.
+        A container sees neither that directory, in which the run's will lie, nor launch/: there both are mounted, by
+        whole paths.
         """
         launch, mounts = "launch", tuple[str, ...]()
         if self.site.container.kind != "none":
@@ -131,7 +134,8 @@ def task_python(site: Site) -> str:
 def preview(recipe: Recipe, overrides: dict[str, Any], site: Site, packages: bool = False) -> Submission:
     """What `submit_new` would submit, without a run directory.
 
-    packages: whether those of this interpreter count where the site runs it.  UsageError or DataError for what cannot run.
+    packages: whether those of this interpreter count where the site runs it.  UsageError or DataError for what cannot
+    run.
     """
     places = {"run": "{run}", "prepared": "{run}/prepared"}
     stages = list(resolve_stages(recipe, overrides, places))
@@ -146,9 +150,11 @@ def can_submit(scheduler: Scheduler) -> bool:
     return shutil.which(shlex.split(scheduler.submit_command)[0]) is not None
 
 
-def submit_new(recipe: Recipe, overrides: dict[str, Any], site: Site, chain: int = 1) -> tuple[Submission, list[SubmittedJob]]:
-    """Make a run directory and submit its job, or a chain of them.  UsageError for what cannot run, and then nothing is left
-    behind."""
+def submit_new(
+    recipe: Recipe, overrides: dict[str, Any], site: Site, chain: int = 1
+) -> tuple[Submission, list[SubmittedJob]]:
+    """Make a run directory and submit its job, or a chain of them.  UsageError for what cannot run, and then nothing is
+    left behind."""
     site = chained(site, chain)
     scheduler = load_scheduler(site.scheduler)
     if not can_submit(scheduler):
@@ -182,7 +188,8 @@ def refuse_absent_files(shown: Submission) -> None:
 def sight_of(site: Site, recipe: Recipe, run: str = "{run}") -> Sight:
     """What the login node can see of the nodes.  run: the run directory, as paths of the options have it.
 
-    Not what the run makes, or a job that it waits for; nothing where an image has paths of its own, or on disks of the nodes.
+    Not what the run makes, or a job that it waits for; nothing where an image has paths of its own, or on disks of the
+    nodes.
     """
     if site.container.kind != "none" or getattr(site, "after", None):
         return NOTHING
@@ -196,7 +203,9 @@ def chained(site: Site, chain: int) -> Site:
     return site.model_copy(update={"requeue": False}) if chain > 1 else site
 
 
-def submit_again(root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1) -> tuple[Submission, list[SubmittedJob]]:
+def submit_again(
+    root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1
+) -> tuple[Submission, list[SubmittedJob]]:
     """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it.
 
     Nodes that the run has found broken are left out.
@@ -230,7 +239,9 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
 
 def _check_gone(root: Path, record: JobFile) -> None:
     """UsageError if the run's job, or a later one of its chain, is still queued or running."""
-    keys = [JobKey(name, record.identity, record.submitted, history=False) for name in (str(record.job_id), *later(record))]
+    keys = [
+        JobKey(name, record.identity, record.submitted, history=False) for name in (str(record.job_id), *later(record))
+    ]
     words = load_scheduler(record.scheduler).look(keys).jobs
     for key in keys:
         word = words.get(key)

@@ -1,1 +1,2 @@
-"""How many bytes a run will take, on each GPU and on each host, before anything is started; docs/memory.md has the formulas."""
+"""How many bytes a run will take, on each GPU and on each host, before anything is started; docs/memory.md has the
+formulas."""

@@ -1,7 +1,7 @@
 """Bytes that saving and loading a checkpoint take beside everything else: a pure function of the layout.
 
-Invariant: what is counted is what Megatron allocates for the optimizer's state as `trainer/checkpoint/save_load.py` asks for it: gathered over
-gloo, on the host.  A test counts what a save puts on the GPU against it.
+Invariant: what is counted is what Megatron allocates for the optimizer's state as `trainer/checkpoint/save_load.py`
+asks for it: gathered over gloo, on the host.  A test counts what a save puts on the GPU against it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ TWICE = 8  #: of the one that is being gathered: as it comes from the ranks, and
 
 
 def checkpoint_bytes(options: Options, count: Count, layout: Layout) -> tuple[float, float]:
-    """(on the GPU, on the host a rank, averaged over those of the host that takes most), whichever of save and load takes more.
+    """(on the GPU, on the host a rank, averaged over those of the host that takes most), whichever of save and load
+    takes more.
 
     A save gathers the state of all data-parallel ranks on the first; a load makes room for all of it on each.
     """

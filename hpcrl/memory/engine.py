@@ -1,4 +1,5 @@
-"""Bytes that a GPU of an engine takes, and how many tokens its KV cache holds: a pure function of config.json and the options."""
+"""Bytes that a GPU of an engine takes, and how many tokens its KV cache holds: a pure function of config.json and the
+options."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _ITEMS = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 @dataclass(frozen=True)
 class EngineTerms:
-    """gpu: bytes by what takes them; cached_tokens: of all requests together; at_once: samples of full length among them."""
+    """gpu: bytes by what takes them; cached_tokens: of all requests together; at_once: samples of full length among
+    them."""
 
     gpu: Mapping[str, float]
     cached_tokens: int
@@ -33,7 +35,8 @@ class EngineTerms:
 
 
 def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: float) -> EngineTerms:
-    """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not fit."""
+    """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not
+    fit."""
     weights = gpu_weights(options, family, config)
     cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING
     tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
@@ -44,12 +47,16 @@ def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: fl
 
 
 def update_bytes(options: Options, family: Family, config: Config) -> float:
-    """What a weight update takes of an engine's GPU beside its share: buckets, and what vLLM keeps of a layer until it is complete.
+    """What a weight update takes of an engine's GPU beside its share: buckets, and what vLLM keeps of a layer until it
+    is complete.
 
-    Gathered over NCCL: two buckets under way, and the largest layer's tensors whole, be the engine as large as it may; in pieces one
-    bucket (two rounds of half of it) and this GPU's part of that layer. Over CUDA IPC the bucket is the trainer rank's, which keeps it.
+    Gathered over NCCL: two buckets under way, and the largest layer's tensors whole, be the engine as large as it may;
+    in pieces one bucket (two rounds of half of it) and this GPU's part of that layer. Over CUDA IPC the bucket is the
+    trainer rank's, which keeps it.
     """
-    layer = largest_module(family, config) * (1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0)
+    layer = largest_module(family, config) * (
+        1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0
+    )
     if options.weight_update in ("resharded", "delta") or options.weight_transfer == "ipc":
         return options.update_weight_buffer_size + layer / options.rollout_num_gpus_per_engine
     return 2.0 * options.update_weight_buffer_size + layer
@@ -58,12 +65,16 @@ def update_bytes(options: Options, family: Family, config: Config) -> float:
 def share(options: Options, family: Family, config: Config, gpu_bytes: float) -> float:
     """The share of a GPU of `gpu_bytes` that an engine is started with for weights, cache and working memory.
 
-    What the user gives; else vLLM's own, or, in hundredths, what a weight update leaves of the GPU if that is less. An engine that
-    takes turns with the trainer has put its cache away while weights are updated, and of one that holds no update's bytes at all
-    vLLM's own says it.
+    What the user gives; else vLLM's own, or, in hundredths, what a weight update leaves of the GPU if that is less. An
+    engine that takes turns with the trainer has put its cache away while weights are updated, and of one that holds no
+    update's bytes at all vLLM's own says it.
     """
-    own, beside = utilization(options), gpu_bytes - update_bytes(options, family, config)
-    mine = options.vllm.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # with the second vLLM looks at no share
+    own = utilization(options)
+    beside = gpu_bytes - update_bytes(options, family, config)
+    mine = options.vllm.keys() & {
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+    }  # with the second vLLM looks at no share
     if mine or options.takes_turns or options.debug_rollout_only or beside < gpu_bytes / 100:
         return own
     return min(own, math.floor(100 * beside / gpu_bytes) / 100)
@@ -82,9 +93,11 @@ def utilization(options: Options) -> float:
 
 
 def gpu_weights(options: Options, family: Family, config: Config) -> float:
-    """Bytes of the weights on one GPU: experts divided over all of the engine's, the rest over those of a data-parallel part."""
+    """Bytes of the weights on one GPU: experts divided over all of the engine's, the rest over those of a data-parallel
+    part."""
     config = served(options, config)
-    count, whole = whole_model(family, config), model_bytes(options, family, config)
+    count = whole_model(family, config)
+    whole = model_bytes(options, family, config)
     experts = whole * count.expert / count.all
     return experts / options.rollout_num_gpus_per_engine + (whole - experts) / options.engine_tensor_parallel_size
 
@@ -98,7 +111,8 @@ def served(options: Options, config: Config) -> Config:
 
 
 def model_bytes(options: Options, family: Family, config: Config) -> float:
-    """Bytes of the weights that an engine serves: with a quantization_config, matrices of one byte and bf16 embeddings."""
+    """Bytes of the weights that an engine serves: with a quantization_config, matrices of one byte and bf16
+    embeddings."""
     count = whole_model(family, config)
     plain = 2 * config["vocab_size"] * config["hidden_size"]
     if config.get("quantization_config"):
@@ -107,7 +121,8 @@ def model_bytes(options: Options, family: Family, config: Config) -> float:
 
 
 def token_bytes(options: Options, family: Family, config: Config) -> float:
-    """Bytes of one token in the KV cache of one GPU: keys and values of every layer; with fewer heads than GPUs each holds one."""
+    """Bytes of one token in the KV cache of one GPU: keys and values of every layer; with fewer heads than GPUs each
+    holds one."""
     fields = family.transformer(served(options, config))
     heads = max(1.0, fields["num_query_groups"] / options.engine_tensor_parallel_size)
     item = _ITEMS.get(str(options.vllm.get("kv_cache_dtype")), 2 if options.bf16 else 4)

@@ -1,6 +1,7 @@
 """How many parameters a rank holds, by its pipeline stage: a pure function of config.json and the layout.
 
-Invariant: counted from the family's own rules, tensor by tensor, so a family needs no second place that knows its shape.
+Invariant: counted from the family's own rules, tensor by tensor, so a family needs no second place that knows its
+shape.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family, Rule, tied
 
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
 
 
 @dataclass(frozen=True)
 class Layout:
     """The parallel sizes that a rank's share depends on.
 
-    copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP); expert_copies: the
-    same for the weights of experts.
+    copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP); expert_copies:
+    the same for the weights of experts.
     """
 
     tp: int
@@ -37,8 +39,11 @@ class Layout:
     @classmethod
     def of(cls, options: Options, layers: int) -> Layout:
         """The layout that the options ask for."""
-        tp, pp, cp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size, options.context_parallel_size
-        ep, etp = options.expert_model_parallel_size, options.expert_tensor_size
+        tp = options.tensor_model_parallel_size
+        pp = options.pipeline_model_parallel_size
+        cp = options.context_parallel_size
+        ep = options.expert_model_parallel_size
+        etp = options.expert_tensor_size
         each = options.num_layers_per_virtual_pipeline_stage
         stages = layers // (pp * each) if each else options.num_virtual_stages_per_pipeline_rank or 1
         return cls(
@@ -120,14 +125,18 @@ def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Cou
 
 
 def largest_module(family: Family, config: Config) -> int:
-    """Parameters of the largest module that is loaded at once: a layer's experts together, an embedding, or one fused matrix."""
+    """Parameters of the largest module that is loaded at once: a layer's experts together, an embedding, or one fused
+    matrix."""
     fields = family.transformer(config)
     found = [config["vocab_size"] * fields["hidden_size"]]
     for experts in (False, True)[: 1 + bool(fields.get("num_moe_experts"))]:
         rules = list(_rules(family, fields, experts))
         sizes = {rule.megatron: prod(part_shape(rule, fields, config["vocab_size"], 1, 1)) for rule in rules}
         stacked = sum(size for name, size in sizes.items() if ".experts." in name)
-        found += [stacked * (fields.get("num_moe_experts") or 0), *(n for name, n in sizes.items() if ".experts." not in name)]
+        found += [
+            stacked * (fields.get("num_moe_experts") or 0),
+            *(n for name, n in sizes.items() if ".experts." not in name),
+        ]
     return max(found)
 
 
@@ -144,7 +153,9 @@ def _rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator
 
 def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:
     """Shape of one rank's part of a parameter; vocab: tokens, which are padded to a multiple of TP."""
-    hidden, head, name = fields["hidden_size"], fields["kv_channels"], rule.megatron
+    hidden = fields["hidden_size"]
+    head = fields["kv_channels"]
+    name = rule.megatron
     double = 2 if rule.kind in ("gate_up", "fused_gate_up") else 1
     if rule.kind == "vocab":
         return (-(-vocab // tp), hidden)

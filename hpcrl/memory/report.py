@@ -68,7 +68,8 @@ def warnings(options: Options, trainer: Terms, engine: EngineTerms | None, gpu: 
 
 def _warn_of_update(options: Options, engine: EngineTerms, gpu: float) -> Iterator[str]:
     """A weight update that does not fit beside the engine's share."""
-    update, mine = engine.gpu["weight update"], engine.total - engine.gpu["weight update"]
+    update = engine.gpu["weight update"]
+    mine = engine.total - engine.gpu["weight update"]
     if engine.gpu["KV cache"] <= 0 or mine + update <= gpu * GIB:
         return
     room = (gpu * GIB - update) / (gpu * GIB)
@@ -85,7 +86,9 @@ def _warn_of_sharing(options: Options, taken: Mapping[str, float], engine: Engin
     if over <= 0:
         return
     what = f"warn: while {turn}, trainer and engine on one GPU take {taken[turn] / GIB:.0f} of {gpu:g} GiB"
-    stays = [flag for flag, kept in (("train", not options.offloads_train), ("rollout", not options.sleep_level)) if kept]
+    stays = [
+        flag for flag, kept in (("train", not options.offloads_train), ("rollout", not options.sleep_level)) if kept
+    ]
     if stays:
         yield f"{what}; leave out {' and '.join(f'--no-offload-{flag}' for flag in stays)}"
     elif turn == SAMPLES and over < engine.gpu["KV cache"]:

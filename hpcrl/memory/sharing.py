@@ -1,6 +1,8 @@
-"""What trainer and engine take together of a GPU that they share (--colocate), turn by turn, and what lies on the host meanwhile.
+"""What trainer and engine take together of a GPU that they share (--colocate), turn by turn, and what lies on the host
+meanwhile.
 
-Invariant: pure functions of the two estimates; without --no-offload-... a turn holds what `hpcrl.handover` lets be there.
+Invariant: pure functions of the two estimates; without --no-offload-... a turn holds what `hpcrl.handover` lets be
+there.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from hpcrl.memory.training import GIB, Terms
 
 #: what a sleeping vLLM keeps on a GPU: not computed, an allowance for its CUDA context, NCCL and graphs
 ASLEEP = 2 * GIB
-TRAINS, SAMPLES, UPDATES = "the trainer trains", "the engines sample", "weights are updated"
+TRAINS = "the trainer trains"
+SAMPLES = "the engines sample"
+UPDATES = "weights are updated"
 STATE = ("weights", "gradients", "optimizer")
 
 

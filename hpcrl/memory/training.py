@@ -21,7 +21,8 @@ GIB = 1024**3
 #: bytes of a CUDA context, NCCL's buffers and the libraries' workspaces: not computed, an allowance
 LIBRARIES = 3 * GIB
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-#: what TransformerConfig's recompute_modules spare, by the part of a layer (default: attention's inside, which flash never keeps)
+#: what TransformerConfig's recompute_modules spare, by the part of a layer (default: attention's inside, which flash
+#: never keeps)
 _SPARED = {"mlp": ("inner",), "moe": ("inner",), "moe_act": ("activated",), "layernorm": ("normed",)}
 
 
@@ -41,7 +42,9 @@ class Terms:
 def fullest_rank(options: Options, family: Family, config: Config) -> Terms:
     """The terms of a rank on the pipeline stage that takes most."""
     layout = Layout.of(options, family.transformer(config)["num_layers"])
-    return max((rank_on(options, family, config, layout, stage) for stage in range(layout.pp)), key=lambda terms: terms.total)
+    return max(
+        (rank_on(options, family, config, layout, stage) for stage in range(layout.pp)), key=lambda terms: terms.total
+    )
 
 
 def rank_on(options: Options, family: Family, config: Config, layout: Layout, stage: int) -> Terms:
@@ -90,7 +93,9 @@ def optimizer_bytes(options: Options, count: Count, layout: Layout) -> tuple[flo
     spread = told.get("use_distributed_optimizer", True)
     own = count.dense / layout.copies + count.expert / layout.expert_copies if spread else float(count.all)
     careful = told.get("use_precision_aware_optimizer", False)
-    moments = 0 if told.get("optimizer") == "sgd" else sum(_moment(told, name, careful) for name in ("exp_avg", "exp_avg_sq"))
+    moments = (
+        0 if told.get("optimizer") == "sgd" else sum(_moment(told, name, careful) for name in ("exp_avg", "exp_avg_sq"))
+    )
     master = 4 if options.bf16 else 0  # in fp32 the weights themselves
     if options.bf16 and careful:  # bf16 weights and the 16 bits that they lack
         master = 2 if told.get("store_param_remainders", True) else 4
@@ -109,14 +114,16 @@ def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:
 
 
 def longest_sample(options: Options) -> int:
-    """Tokens of the longest sample that there may be; without --rollout-max-prompt-len the prompt's are not known, and not counted."""
+    """Tokens of the longest sample that there may be; without --rollout-max-prompt-len the prompt's are not known, and
+    not counted."""
     whole = options.rollout_max_context_len
     parts = (options.rollout_max_prompt_len or 0) + options.rollout_max_response_len
     return min(whole, parts) if whole else parts
 
 
 def tokens_per_gpu(options: Options) -> int:
-    """Tokens of the largest micro-batch on one GPU: context parallelism divides a sample, and a longer one runs alone."""
+    """Tokens of the largest micro-batch on one GPU: context parallelism divides a sample, and a longer one runs
+    alone."""
     alone = -(-longest_sample(options) // options.context_parallel_size)
     if options.use_dynamic_batch_size and options.max_tokens_per_gpu:
         return max(options.max_tokens_per_gpu, alone)
@@ -135,7 +142,9 @@ def activation_bytes(options: Options, fields: Mapping[str, Any], layout: Layout
     if told.get("recompute_granularity") != "full":
         return sum(whole) * micro_batches(layout, stage)
     each = told.get("recompute_num_layers") or 1
-    if told.get("recompute_method") == "block":  # the first layers of a stage keep their input alone, the others everything
+    if (
+        told.get("recompute_method") == "block"
+    ):  # the first layers of a stage keep their input alone, the others everything
         kept = each * entry + sum(whole[each:])
         return kept * micro_batches(layout, stage) + max(whole, default=0.0)
     inputs = -(-len(layers) // each) * entry
@@ -177,11 +186,14 @@ def layer_bytes(fields: Mapping[str, Any], layout: Layout, experts: bool, item: 
 
 
 def _mlp(fields: Mapping[str, Any], layout: Layout, experts: bool) -> tuple[float, float]:
-    """Elements a token of (what the first matrix gives and what goes through the dispatcher, what the activation gives)."""
+    """Elements a token of (what the first matrix gives and what goes through the dispatcher, what the activation
+    gives)."""
     hidden = fields["hidden_size"]
     if not experts:
         return 2 * fields["ffn_hidden_size"] / layout.tp, fields["ffn_hidden_size"] / layout.tp
-    routed = _split(layout) * fields["moe_router_topk"] * layout.etp  # copies of a token that a rank computes, if all get as many
+    routed = (
+        _split(layout) * fields["moe_router_topk"] * layout.etp
+    )  # copies of a token that a rank computes, if all get as many
     width = fields["moe_ffn_hidden_size"] / layout.etp
     shared = (fields.get("moe_shared_expert_intermediate_size") or 0) / layout.tp
     return routed * (2 * hidden + 2 * width) + 2 * shared, routed * width + shared

@@ -1,9 +1,9 @@
-"""What a weight update moves, before anything runs: in pieces, the plan of redistribution for the layout that the options ask for;
-gathered, the bytes of the whole model through rank 0.
+"""What a weight update moves, before anything runs: in pieces, the plan of redistribution for the layout that the
+options ask for; gathered, the bytes of the whole model through rank 0.
 
 The trainer's side is what the family's rules and the parallel sizes say, the engines' what vLLM's layers do: columns of
-attention and MLP over its tensor-parallel workers, experts over all of them with enable_expert_parallel, key-value heads
-repeated where there are more workers than heads, attention once for each of data_parallel_size.
+attention and MLP over its tensor-parallel workers, experts over all of them with enable_expert_parallel, key-value
+heads repeated where there are more workers than heads, attention once for each of data_parallel_size.
 
 Invariant: the way and the plan are made by the same functions that make them in a run (`hpcrl.weights.route`,
 `hpcrl.redistribution.plan`).
@@ -50,8 +50,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Gathered:
-    """An update of whole tensors through rank 0.  transfer: the value of --weight-transfer; why: it is not sent in pieces; bytes: of
-    all tensors; link: the rate of a card's link in Gb/s."""
+    """An update of whole tensors through rank 0.  transfer: the value of --weight-transfer; why: it is not sent in
+    pieces; bytes: of all tensors; link: the rate of a card's link in Gb/s."""
 
     transfer: str
     why: str
@@ -65,9 +65,11 @@ class Gathered:
 
 
 def predict(options: Options, family: Family, config: Config, plan: Plan, link: float = LINK) -> Update | Gathered:
-    """The weight update that a run of these options on these hosts makes; of FP8 weights the scales, a part in 4,000, are left out.
+    """The weight update that a run of these options on these hosts makes; of FP8 weights the scales, a part in 4,000,
+    are left out.
 
-    Engines of weights in fp32 are taken to be on CPUs, all others on GPUs.  UsageError for a --weight-transfer that cannot be there.
+    Engines of weights in fp32 are taken to be on CPUs, all others on GPUs.  UsageError for a --weight-transfer that
+    cannot be there.
     """
     from hpcrl.weights.route import route  # imports ZeroMQ, which a dry run does not need
 
@@ -80,7 +82,9 @@ def predict(options: Options, family: Family, config: Config, plan: Plan, link: 
 def _bytes(options: Options, family: Family, config: Config) -> int:
     """Of all tensors of an update, each once."""
     fields = family.transformer(config)
-    held, names, total = _Held(options, config, fields), set[str](), 0
+    held = _Held(options, config, fields)
+    names = set[str]()
+    total = 0
     for rule in _once(family.tensors(config)):
         for name, (shape, _) in zip(rule.hf, held.of(rule), strict=True):
             if name not in names:
@@ -89,11 +93,14 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
     return total
 
 
-def in_pieces(options: Options, family: Family, config: Config, plan: Plan, in_place: bool = False, link: float = LINK) -> Update:
+def in_pieces(
+    options: Options, family: Family, config: Config, plan: Plan, in_place: bool = False, link: float = LINK
+) -> Update:
     """The plan of a resharded update.  in_place: whether bytes of a rank's own host are read where they lie."""
     fields = family.transformer(config)
     layouts, rules = Layouts(), list(_once(family.tensors(config)))
-    held, needed = _Held(options, config, fields), _Needed(options, fields, len(plan.engines))
+    held = _Held(options, config, fields)
+    needed = _Needed(options, fields, len(plan.engines))
     parts: dict[str, list[tuple[Shape, Pattern]]] = {}
     for rule in rules:
         for name, found in zip(rule.hf, held.of(rule), strict=True):
@@ -150,7 +157,8 @@ class _Held:
     """Which ranks hold what of a rule."""
 
     def __init__(self, options: Options, config: Config, fields: Mapping[str, Any]) -> None:
-        self.fields, self.vocab = fields, config["vocab_size"]
+        self.fields = fields
+        self.vocab = config["vocab_size"]
         self.layout = layout = Layout.of(options, fields["num_layers"])
         self.stage = {
             number: stage
@@ -168,7 +176,9 @@ class _Held:
         if layout.ep > 1:
             self.sparse = _grid(options.world_size, [where["pp"], where["ep"], where["etp"]])
         else:
-            self.sparse = _grid(options.world_size, [where["pp"], dict.fromkeys(range(options.world_size), 0), where["tp"]])
+            self.sparse = _grid(
+                options.world_size, [where["pp"], dict.fromkeys(range(options.world_size), 0), where["tp"]]
+            )
         self.found: dict[tuple[Any, ...], list[tuple[Shape, Pattern]]] = {}
 
     def of(self, rule: Rule) -> list[tuple[Shape, Pattern]]:
@@ -201,9 +211,12 @@ class _Needed:
     """Which workers need what of a rule; workers of engine i are numbered after those of engine i - 1."""
 
     def __init__(self, options: Options, fields: Mapping[str, Any], engines: int) -> None:
-        told, self.size, self.engines = options.vllm, options.rollout_num_gpus_per_engine, engines
+        told = options.vllm
+        self.size = options.rollout_num_gpus_per_engine
+        self.engines = engines
         self.tp = int(told.get("tensor_parallel_size") or self.size // int(told.get("data_parallel_size") or 1))
-        self.experts, self.groups = fields.get("num_moe_experts") or 0, fields["num_query_groups"]
+        self.experts = fields.get("num_moe_experts") or 0
+        self.groups = fields["num_query_groups"]
         self.spread = bool(told.get("enable_expert_parallel")) and self.experts % self.size == 0
         self.found: dict[tuple[Any, ...], Pattern] = {}
 
@@ -227,7 +240,8 @@ class _Needed:
                 continue
             place, pieces = local % parts, parts
             if repeated and self.groups < parts:
-                place, pieces = place * self.groups // parts, self.groups
+                place = place * self.groups // parts
+                pieces = self.groups
             if rule.kind == "row":
                 yield worker, [(0, shape[0])], _part(shape[1], place, pieces)
             elif rule.kind == "fused_gate_up":
@@ -253,7 +267,8 @@ def update_lines(update: Update | Gathered) -> Iterator[str]:
         yield from _gathered_lines(update)
         return
     plan = update.plan
-    sent, landed = plan.sent(), np.asarray([len(landing.workers) for landing in plan.landings])
+    sent = plan.sent()
+    landed = np.asarray([len(landing.workers) for landing in plan.landings])
     received = plan.received() / landed
     yield "weights of one update, resharded: from whoever holds them to whoever needs them (planned; docs/weights.md)"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"

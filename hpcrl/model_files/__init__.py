@@ -1,4 +1,5 @@
-"""Directories of weights as files: Hugging Face models and Megatron's torch_dist checkpoints; nothing here needs a GPU."""
+"""Directories of weights as files: Hugging Face models and Megatron's torch_dist checkpoints; nothing here needs a
+GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from hpcrl.run.rundir import TRACKER
 
 
 def holds_weights(directory: Path) -> bool:
-    """Whether a directory is one that a run saved to, a checkpoint, or a Hugging Face model, as far as names of files tell."""
+    """Whether a directory is one that a run saved to, a checkpoint, or a Hugging Face model, as far as names of files
+    tell."""
     named = any((directory / name).is_file() for name in (TRACKER, ".metadata", "config.json"))
     return named or next(directory.glob("iter_*"), None) is not None

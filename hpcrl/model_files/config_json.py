@@ -1,6 +1,7 @@
 """config.json of a Hugging Face model directory, and the files of JSON beside it.
 
-Invariant: one error text for a file that is missing, unreadable, damaged or no object, with the flag that named the directory.
+Invariant: one error text for a file that is missing, unreadable, damaged or no object, with the flag that named the
+directory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[st
 
 
 def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> dict[str, Any] | None:
-    """The JSON object in the file `name` of a model directory; None if there is no such file.  DataError if it cannot be read."""
+    """The JSON object in the file `name` of a model directory; None if there is no such file.  DataError if it cannot
+    be read."""
     path = directory / name
     try:
         found = json.loads(path.read_bytes())  # which takes Infinity, as some published files have it
@@ -34,7 +36,9 @@ def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> di
     except OSError as error:
         raise DataError(f"{flag} {directory}: {name} cannot be read: {error.strerror}", _HINT) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{flag} {directory}: {name} is no JSON: {error}", "download or copy the model again") from error
+        raise DataError(
+            f"{flag} {directory}: {name} is no JSON: {error}", "download or copy the model again"
+        ) from error
     if not isinstance(found, dict):
         raise DataError(f"{flag} {directory}: {name} holds no JSON object", _HINT)
     return found

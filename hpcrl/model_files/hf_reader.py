@@ -1,7 +1,7 @@
 """The safetensors of a Hugging Face directory, a tensor or a slice of one at a time.
 
-Invariant: a file is opened when its first tensor is asked for, and read only where it is indexed; what cannot be read is a
-DataError that names it.
+Invariant: a file is opened when its first tensor is asked for, and read only where it is indexed; what cannot be read
+is a DataError that names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Files:
     """The safetensors files of a directory, opened lazily: one, or several with an index."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self.directory, self.stack = directory, stack
+        self.directory = directory
+        self.stack = stack
         self.opened: dict[str, Any] = {}
         where = read_index(directory)
         self.where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE) if where is None else where

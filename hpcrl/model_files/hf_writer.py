@@ -53,8 +53,8 @@ class Tensor:
 def split(groups: Sequence[Sequence[Tensor]], chunk_size: int) -> list[list[Tensor]]:
     """Tensors for each file, at most `chunk_size` bytes unless a group is larger; a group is never parted.
 
-    A group is what comes out of one source, such as queries, keys and values.  Within a file wider dtypes come first, so
-    that every tensor lies at a multiple of its item's size.
+    A group is what comes out of one source, such as queries, keys and values.  Within a file wider dtypes come first,
+    so that every tensor lies at a multiple of its item's size.
     """
     files: list[list[Sequence[Tensor]]] = [[]]
     filled = 0
@@ -76,7 +76,8 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, plan: list[list[Tensor]]) -> None:
-        self.path, self.plan = path, plan
+        self.path = path
+        self.plan = plan
         total = len(plan)
         self.files = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
         if total == 1:
@@ -116,7 +117,9 @@ class SafetensorsWriter:
         if left := [tensor.name for file in self._left for tensor in file]:
             raise HpcrlError(f"{len(left)} tensors were not written, {left[0]} first")
         if len(self.files) > 1:
-            where = {tensor.name: file for file, tensors in zip(self.files, self.plan, strict=True) for tensor in tensors}
+            where = {
+                tensor.name: file for file, tensors in zip(self.files, self.plan, strict=True) for tensor in tensors
+            }
             size = sum(tensor.size for file in self.plan for tensor in file)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
             (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")

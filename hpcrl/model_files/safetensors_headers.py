@@ -1,8 +1,8 @@
 """Which tensors the safetensors files of a Hugging Face directory hold: names, dtypes and shapes, and no numbers.
 
 Whoever opens such a file does it here; safetensors' own reader checks the header against the file, to the last byte.
-Invariants: torch is not imported unless tensors are asked for as torch's; what is missing or damaged is a DataError that
-names the file.
+Invariants: torch is not imported unless tensors are asked for as torch's; what is missing or damaged is a DataError
+that names the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: dtype (torch's name, or safetensors' in lower case where DTYPES has none), shape, the file that holds it."""
+    """One tensor: dtype (torch's name, or safetensors' in lower case where DTYPES has none), shape, the file that holds
+    it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,11 +65,13 @@ def read_index(directory: str | Path) -> dict[str, str] | None:
     return found
 
 
-def open_file(path: Path, framework: Literal["numpy", "pt"] = "numpy", backend: Literal["mmap", "pread"] = "mmap") -> safe_open:
+def open_file(
+    path: Path, framework: Literal["numpy", "pt"] = "numpy", backend: Literal["mmap", "pread"] = "mmap"
+) -> safe_open:
     """safetensors' own reader of one file, whose header is whole and fits the file; use it as a context.
 
-    framework: what its tensors are, "pt" imports torch.  backend: mmap leaves what was read in the process's memory, pread
-    does not.  DataError if the file is missing or damaged.
+    framework: what its tensors are, "pt" imports torch.  backend: mmap leaves what was read in the process's memory,
+    pread does not.  DataError if the file is missing or damaged.
     """
     if not path.is_file():
         raise DataError(f"{path} is not there", "is the directory complete? it needs safetensors weights")
@@ -102,5 +105,7 @@ def listing(directory: str | Path) -> dict[str, Entry]:
     for name in sorted(set(where.values())):
         found |= read_header(directory / name)
     if absent := sorted(set(where) - set(found)):
-        raise DataError(f"{directory / INDEX} names {absent[0]}, which {where[absent[0]]} does not hold", "is it complete?")
+        raise DataError(
+            f"{directory / INDEX} names {absent[0]}, which {where[absent[0]]} does not hold", "is it complete?"
+        )
     return {name: found[name] for name in where}

@@ -1,4 +1,5 @@
-"""Megatron's torch_dist checkpoints as files: what they hold, whether they are whole, and one tensor at a time out of them.
+"""Megatron's torch_dist checkpoints as files: what they hold, whether they are whole, and one tensor at a time out of
+them.
 
     stored = TorchDist(directory)                    # reads .metadata
     stored.tensors["decoder.layers.mlp.linear_fc2.weight"].shape    # (layers, rows, columns): of the whole model
@@ -49,7 +50,9 @@ class TorchDist:
     def __init__(self, path: str | Path, *, whole: bool = True) -> None:
         self.path = Path(path)
         if not (self.path / ".metadata").is_file():
-            raise DataError(f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory")
+            raise DataError(
+                f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory"
+            )
         try:
             with (self.path / ".metadata").open("rb") as stream:
                 metadata = read_plain(stream)
@@ -57,13 +60,16 @@ class TorchDist:
             found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         except Refused as error:
             raise DataError(
-                f"{self.path / '.metadata'} is not read: {error.what}", "did Megatron-core or torch write it, and which version?"
+                f"{self.path / '.metadata'} is not read: {error.what}",
+                "did Megatron-core or torch write it, and which version?",
             ) from error
         except Exception as error:  # whatever unpickling a damaged file gives
             raise DataError(f"{self.path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
         self.all = {
             key: Stored(
-                tuple(value.size), value.properties.dtype, tuple((tuple(c.offsets), tuple(c.sizes)) for c in value.chunks)
+                tuple(value.size),
+                value.properties.dtype,
+                tuple((tuple(c.offsets), tuple(c.sizes)) for c in value.chunks),
             )
             for key, value in found.items()
         }
@@ -91,11 +97,13 @@ class TorchDist:
                 raise DataError(f"{file} is not there", "the checkpoint is not complete")
             if file.stat().st_size < size:
                 raise DataError(
-                    f"{file} is truncated: {file.stat().st_size} bytes, {size} are needed", "the checkpoint is not complete"
+                    f"{file} is truncated: {file.stat().st_size} bytes, {size} are needed",
+                    "the checkpoint is not complete",
                 )
 
     def check_sums(self, part: int = 0, parts: int = 1) -> None:
-        """Read every `parts`-th of what is stored, from `part` on, and compare it with the checksums that torch wrote beside it.
+        """Read every `parts`-th of what is stored, from `part` on, and compare it with the checksums that torch wrote
+        beside it.
 
         DataError names the file and what is damaged in it.  Each piece is a zip archive, as torch.save writes them.
         """
@@ -117,7 +125,9 @@ class TorchDist:
         parts = [(offset, shape) for offset, shape in stored.pieces if _holds(offset, shape, at)]
         wanted = stored.shape[lead:]
         if sum(_count(shape[lead:]) for _, shape in parts) != _count(wanted):
-            raise DataError(f"{self.path}: {key}{list(at) if at else ''} is not complete", "its pieces do not make up the whole")
+            raise DataError(
+                f"{self.path}: {key}{list(at) if at else ''} is not complete", "its pieces do not make up the whole"
+            )
         whole = None
         for offset, shape in parts:
             piece = self._piece(key, offset, shape)[tuple(i - o for i, o in zip(at, offset, strict=False))]
@@ -128,7 +138,8 @@ class TorchDist:
         return torch.empty(wanted, dtype=stored.dtype) if whole is None else whole
 
     def _piece(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """One piece as it was stored; the last is kept, as a grouped layer's piece is asked for once for each expert."""
+        """One piece as it was stored; the last is kept, as a grouped layer's piece is asked for once for each
+        expert."""
         if self._last is not None and self._last[0] == (key, offset):
             return self._last[1]
         self._last = None  # before the next one is read, so that only one is in memory
@@ -162,7 +173,10 @@ class _Window(io.RawIOBase):
     """Bytes [start, start + length) of a file as a file of its own."""
 
     def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self.stream, self.start, self.length, self.at = stream, start, length, 0
+        self.stream = stream
+        self.start = start
+        self.length = length
+        self.at = 0
 
     def readable(self) -> bool:
         return True
@@ -206,7 +220,9 @@ def latest(directory: Path) -> Path | None:
     text = tracker.read_text().strip()
     path = step(directory, int(text)) if text.isdigit() else directory / text
     if not text or not path.is_dir():
-        raise HpcrlError(f"{tracker} names {path.name}, which is not there", "write the number of an iter_* directory into it")
+        raise HpcrlError(
+            f"{tracker} names {path.name}, which is not there", "write the number of an iter_* directory into it"
+        )
     return path
 
 

@@ -1,6 +1,7 @@
 """Whether two models speak of the same tokens, by the files of their Hugging Face directories.
 
-Invariant: nothing is loaded but JSON; where a directory has no tokenizer.json, the size of the vocabulary is all that is compared.
+Invariant: nothing is loaded but JSON; where a directory has no tokenizer.json, the size of the vocabulary is all that
+is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def check_same_vocabulary(directory: Path, flag: str, own: Path) -> None:
     """
     theirs, ours = _size(directory, flag), _size(own)
     if theirs != ours:
-        raise DataError(f"{flag} {directory} has a vocabulary of {theirs} tokens, --hf-checkpoint {own} of {ours}", HINT)
+        raise DataError(
+            f"{flag} {directory} has a vocabulary of {theirs} tokens, --hf-checkpoint {own} of {ours}", HINT
+        )
     a, b = _tokens(directory, flag), _tokens(own)
     if a and b and (different := sorted(id for id in a.keys() | b.keys() if a.get(id) != b.get(id))):
         first = different[0]

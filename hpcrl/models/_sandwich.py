@@ -23,9 +23,12 @@ class NormThenAdd(torch.nn.Module):
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """The function that Megatron's layer calls with ((x, bias), residual, dropout probability), all [t, b, hidden]."""
+        """The function that Megatron's layer calls with ((x, bias), residual, dropout probability), all [t, b,
+        hidden]."""
 
-        def add(x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float) -> torch.Tensor:
+        def add(
+            x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
+        ) -> torch.Tensor:
             x, bias = x_with_bias
             assert prob == 0.0, "dropout is off"
             return residual + self.norm(x if bias is None else x + bias)

@@ -1,4 +1,5 @@
-"""What the dense families share: settings of a decoder with rotary embedding, RMS norms and SwiGLU, and its tensors' names.
+"""What the dense families share: settings of a decoder with rotary embedding, RMS norms and SwiGLU, and its tensors'
+names.
 
 Invariant: `settings` refuses whatever of the common settings of config.json it does not carry over to Megatron.
 """
@@ -71,17 +72,26 @@ ATTENTION = (
     Rule(M + "input_layernorm.weight", "same", (H + "input_layernorm.weight",)),
     Rule(M + "self_attention.linear_qkv.layer_norm_weight", "same", (H + "input_layernorm.weight",)),
     Rule(M + "self_attention.linear_qkv.weight", "qkv", tuple(f"{H}self_attn.{x}_proj.weight" for x in "qkv")),
-    Rule(M + "self_attention.linear_qkv.bias", "qkv", tuple(f"{H}self_attn.{x}_proj.bias" for x in "qkv"), needs="add_qkv_bias"),
+    Rule(
+        M + "self_attention.linear_qkv.bias",
+        "qkv",
+        tuple(f"{H}self_attn.{x}_proj.bias" for x in "qkv"),
+        needs="add_qkv_bias",
+    ),
     Rule(M + "self_attention.q_layernorm.weight", "same", (H + "self_attn.q_norm.weight",), needs="qk_layernorm"),
     Rule(M + "self_attention.k_layernorm.weight", "same", (H + "self_attn.k_norm.weight",), needs="qk_layernorm"),
     Rule(M + "self_attention.linear_proj.weight", "row", (H + "self_attn.o_proj.weight",)),
     Rule(M + "pre_mlp_layernorm.weight", "same", (H + "post_attention_layernorm.weight",)),
 )
-FUSED_NORM = Rule(M + "mlp.linear_fc1.layer_norm_weight", "same", (H + "post_attention_layernorm.weight",), layers="dense")
+FUSED_NORM = Rule(
+    M + "mlp.linear_fc1.layer_norm_weight", "same", (H + "post_attention_layernorm.weight",), layers="dense"
+)
 DOWN = Rule(M + "mlp.linear_fc2.weight", "row", (H + "mlp.down_proj.weight",), layers="dense")
 MLP = (
     FUSED_NORM,
-    Rule(M + "mlp.linear_fc1.weight", "gate_up", (H + "mlp.gate_proj.weight", H + "mlp.up_proj.weight"), layers="dense"),
+    Rule(
+        M + "mlp.linear_fc1.weight", "gate_up", (H + "mlp.gate_proj.weight", H + "mlp.up_proj.weight"), layers="dense"
+    ),
     DOWN,
 )
 

@@ -1,4 +1,5 @@
-"""Whether a model can be cut as a layout says: heads, layers and experts over the ranks of the trainer and the GPUs of an engine.
+"""Whether a model can be cut as a layout says: heads, layers and experts over the ranks of the trainer and the GPUs of
+an engine.
 
 Megatron and vLLM would say so themselves, but on the nodes, when the job has begun.
 
@@ -14,16 +15,20 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
 
-_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_FIRST = "num_layers_in_first_pipeline_stage"
+_LAST = "num_layers_in_last_pipeline_stage"
 
 
 def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> Iterator[UsageError]:
     """What cannot be cut.  fields: `Family.transformer` of config.json; positions: max_position_embeddings."""
     yield from _heads(fields, "--tensor-model-parallel-size", o.tensor_model_parallel_size)
     if o.num_engines:
-        each, parts = o.rollout_num_gpus_per_engine, o.engine_data_parallel_size
+        each = o.rollout_num_gpus_per_engine
+        parts = o.engine_data_parallel_size
         flag = (
-            f"--rollout-num-gpus-per-engine {each} / --vllm-data-parallel-size" if parts > 1 else "--rollout-num-gpus-per-engine"
+            f"--rollout-num-gpus-per-engine {each} / --vllm-data-parallel-size"
+            if parts > 1
+            else "--rollout-num-gpus-per-engine"
         )
         yield from _heads(fields, flag, parts if each % parts else each // parts, shown=parts if parts > 1 else each)
     yield from _exchanged_heads(o, fields)
@@ -37,22 +42,31 @@ def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> I
 
 
 def _heads(fields: Mapping[str, Any], flag: str, size: int, shown: int | None = None) -> Iterator[UsageError]:
-    heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+    heads = fields["num_attention_heads"]
+    groups = fields["num_query_groups"]
     given = f"{flag} {shown or size}"
     if heads % size:
-        yield UsageError(f"{given}: the {heads} attention heads of config.json cannot be divided by {size}", "change it")
+        yield UsageError(
+            f"{given}: the {heads} attention heads of config.json cannot be divided by {size}", "change it"
+        )
     elif groups % size and size % groups:
         yield UsageError(
-            f"{given}: the {groups} key-value heads of config.json are no multiple of {size}, nor a divisor", "change it"
+            f"{given}: the {groups} key-value heads of config.json are no multiple of {size}, nor a divisor",
+            "change it",
         )
 
 
 def _exchanged_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
     """With a2a every rank of a context-parallel group has whole sequences of some of a tensor-parallel rank's heads."""
-    tp, cp, kind = o.tensor_model_parallel_size, o.context_parallel_size, o.megatron.get("cp_comm_type")
+    tp = o.tensor_model_parallel_size
+    cp = o.context_parallel_size
+    kind = o.megatron.get("cp_comm_type")
     if cp == 1 or "a2a" not in (kind if isinstance(kind, list) else [kind]):
         return
-    for what, count in (("attention heads", fields["num_attention_heads"]), ("key-value heads", fields["num_query_groups"])):
+    for what, count in (
+        ("attention heads", fields["num_attention_heads"]),
+        ("key-value heads", fields["num_query_groups"]),
+    ):
         own = max(1, count // tp)
         if own % cp:
             yield UsageError(
@@ -69,7 +83,9 @@ def _stages(o: Options, layers: int) -> Iterator[UsageError]:
         return
     ends = {name: megatron[name] for name in (_FIRST, _LAST) if megatron.get(name)}
     rest, middle = layers - sum(ends.values()), stages - len(ends)
-    said = " and ".join([f"--pipeline-model-parallel-size {stages}", *(as_flag(name, value) for name, value in ends.items())])
+    said = " and ".join(
+        [f"--pipeline-model-parallel-size {stages}", *(as_flag(name, value) for name, value in ends.items())]
+    )
     if rest < 0 or (middle and (rest < middle or rest % middle)) or (not middle and rest):
         yield UsageError(
             f"{said}: the {layers} layers of config.json cannot be divided so",
@@ -101,7 +117,8 @@ def _virtual_stages(o: Options, layers: int, stages: int) -> Iterator[UsageError
 
 
 def _experts(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
-    experts, ranks = fields.get("num_moe_experts"), o.expert_model_parallel_size
+    experts = fields.get("num_moe_experts")
+    ranks = o.expert_model_parallel_size
     if experts:
         if experts % ranks:
             yield UsageError(

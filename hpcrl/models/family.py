@@ -1,7 +1,7 @@
 """What a model family is: one file beside this one that says how a Hugging Face model becomes a Megatron model.
 
-To add a family, add a file whose `FAMILY` is a `Family`; files without one are helpers, and those whose name begins with
-an underscore may import torch.  Nothing else here imports torch, so a command line can ask.
+To add a family, add a file whose `FAMILY` is a `Family`; files without one are helpers, and those whose name begins
+with an underscore may import torch.  Nothing else here imports torch, so a command line can ask.
 
 Invariant: the architecture is read from the model directory's config.json alone; a setting of it that the family does
 not implement is an error, never ignored.
@@ -63,9 +63,10 @@ class Family:
     model_type: of config.json.  transformer: fields of Megatron's TransformerConfig (activation_func by name; with
     num_moe_experts also moe_layer_freq, a list of 0 and 1).  gpt: arguments of Megatron's GPTModel beyond them.
     rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's layers
-    may stand here.  ignored: patterns of tensors that files may hold in excess.  adapt: changes a layer's spec in place,
-    given the spec, the norm class and the TransformerConfig.  facts: what Megatron's own flags may say of the model
-    beyond these fields (`model_args.py` compares them).  specs: words of slime's --spec that stand for the family.
+    may stand here.  ignored: patterns of tensors that files may hold in excess.  adapt: changes a layer's spec in
+    place, given the spec, the norm class and the TransformerConfig.  facts: what Megatron's own flags may say of the
+    model beyond these fields (`model_args.py` compares them).  specs: words of slime's --spec that stand for the
+    family.
     """
 
     model_type: str
@@ -149,11 +150,14 @@ def check_spec(words: Sequence[str], config: Config) -> None:
         known = sorted(" ".join(spec) for family in registry().values() for spec in family.specs)
         raise UsageError(f"{shown} names no model family", f"known: {'; '.join(known)}; or leave the flag out")
     if named != config.get("model_type"):
-        raise UsageError(f"{shown} is a {named} model, config.json says {config.get('model_type')!r}", "leave the flag out")
+        raise UsageError(
+            f"{shown} is a {named} model, config.json says {config.get('model_type')!r}", "leave the flag out"
+        )
 
 
 def tied(config: Config) -> bool:
-    """Whether the output layer shares the embedding's weight (the default of all these families in transformers: no)."""
+    """Whether the output layer shares the embedding's weight (the default of all these families in transformers:
+    no)."""
     return bool(config.get("tie_word_embeddings", False))
 
 
@@ -175,7 +179,8 @@ def refuse(config: Config, wanted: Mapping[str, Sequence[Any]]) -> None:
         if name in config and config[name] not in values:
             shown = " or ".join(repr(value) for value in values)
             raise DataError(
-                f"config.json of this {config['model_type']} model has {name} = {config[name]!r}", f"only {shown} is supported"
+                f"config.json of this {config['model_type']} model has {name} = {config[name]!r}",
+                f"only {shown} is supported",
             )
 
 

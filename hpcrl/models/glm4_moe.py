@@ -53,7 +53,9 @@ def _groups(config: Config) -> dict[str, Any]:
     A group's score is the sum of its best 2 experts here, of its best (chosen / groups) in Megatron: DataError if
     these are not the same.
     """
-    groups, best, chosen = config.get("n_group", 1), config.get("topk_group", 1), config["num_experts_per_tok"]
+    groups = config.get("n_group", 1)
+    best = config.get("topk_group", 1)
+    chosen = config["num_experts_per_tok"]
     if groups == 1:
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if config["n_routed_experts"] % groups or chosen != 2 * best:

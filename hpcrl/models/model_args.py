@@ -60,8 +60,8 @@ BOUNDS = ("max_position_embeddings", "seq_length")
 def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: Mapping[str, Any]) -> dict[str, Any]:
     """What is left of `given` when all that describes the model has been compared with config.json.
 
-    given: Megatron's settings by field; fields: `Family.transformer` of config.json; gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and
-    max_position_embeddings.  UsageError for a setting that says otherwise.
+    given: Megatron's settings by field; fields: `Family.transformer` of config.json; gpt: `Family.gpt` and
+    `Family.facts` of it, with vocab_size and max_position_embeddings.  UsageError for a setting that says otherwise.
     """
     facts = {**WITHOUT, **fields, **gpt}
     if facts["num_moe_experts"]:
@@ -150,11 +150,16 @@ def _runs(layers: Sequence[int]) -> str:
 def _check_bound(field: str, value: Any, most: int | None) -> None:
     number = _number(value) if isinstance(value, str) else value
     if most is not None and (isinstance(number, str) or number > most):
-        raise UsageError(f"{as_flag(field, value)}: the model's config.json says {most} positions at most", "leave the flag out")
+        raise UsageError(
+            f"{as_flag(field, value)}: the model's config.json says {most} positions at most", "leave the flag out"
+        )
 
 
 def _check_grouped(value: Any, facts: Mapping[str, Any]) -> None:
     """The switch says only that there may be fewer key-value heads than heads."""
-    heads, groups = facts["num_attention_heads"], facts["num_query_groups"]
+    heads = facts["num_attention_heads"]
+    groups = facts["num_query_groups"]
     if not value and heads != groups:
-        raise UsageError(f"--no-group-query-attention: the model's config.json says {groups} key-value heads for {heads} heads")
+        raise UsageError(
+            f"--no-group-query-attention: the model's config.json says {groups} key-value heads for {heads} heads"
+        )

@@ -26,7 +26,8 @@ def settings(config: Config, experts: int, sparse: Sequence[bool]) -> dict[str, 
         raise DataError(f"config.json of this {kind} model leaves no layer with experts")
     if not FEWEST <= chosen <= experts:
         raise DataError(
-            f"config.json of this {kind} model has num_experts_per_tok = {chosen!r}", f"it must lie from {FEWEST} to {experts}"
+            f"config.json of this {kind} model has num_experts_per_tok = {chosen!r}",
+            f"it must lie from {FEWEST} to {experts}",
         )
     return {
         "num_moe_experts": experts,
@@ -39,7 +40,10 @@ def settings(config: Config, experts: int, sparse: Sequence[bool]) -> dict[str, 
 def _experts(fc: int, kind: Any, hf: tuple[str, ...]) -> tuple[Rule, ...]:
     """One of the two linear layers of every expert, under the names of both of Megatron's implementations."""
     names = tuple(f"{H}mlp.experts.{{expert}}.{name}.weight" for name in hf)
-    places = (f"mlp.experts.local_experts.{{expert}}.linear_fc{fc}.weight", f"mlp.experts.linear_fc{fc}.weight{{expert}}")
+    places = (
+        f"mlp.experts.local_experts.{{expert}}.linear_fc{fc}.weight",
+        f"mlp.experts.linear_fc{fc}.weight{{expert}}",
+    )
     return tuple(Rule(M + place, kind, names, layers="experts") for place in places)
 
 

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5, dense: biases on queries, keys and values, grouped-query attention, SwiGLU, no norms of single heads."""
+"""Qwen2 and Qwen2.5, dense: biases on queries, keys and values, grouped-query attention, SwiGLU, no norms of single
+heads."""
 
 from __future__ import annotations
 

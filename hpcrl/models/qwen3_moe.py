@@ -16,7 +16,8 @@ def transformer(config: Config) -> dict[str, Any]:
     require(config, ["num_experts"])
     refuse(config, {"attention_bias": [False]})
     fields = dense.settings(config, needed=NEEDED) | {"qk_layernorm": True}
-    period, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    period = config.get("decoder_sparse_step", 1)
+    plain = config.get("mlp_only_layers") or []
     sparse = [layer not in plain and (layer + 1) % period == 0 for layer in range(config["num_hidden_layers"])]
     return (
         fields

@@ -20,7 +20,8 @@ R2, R3 = "--use-routing-replay", "--use-rollout-routing-replay"
 
 @dataclass(frozen=True)
 class Routing:
-    """layers: the numbers of those with experts, from 0; of: all layers; experts: of each; chosen: of them for a token."""
+    """layers: the numbers of those with experts, from 0; of: all layers; experts: of each; chosen: of them for a
+    token."""
 
     layers: tuple[int, ...]
     of: int

@@ -1,7 +1,7 @@
 """How one Megatron parameter is cut out of Hugging Face tensors, and put together again.
 
-Every kind of `Rule` is a `Cut`, which says by `places` alone, in numbers, which rectangle of which tensor lies where in a
-rank's part.  `part` reads only those (a safetensors slice does that lazily), `join` is its exact inverse over all
+Every kind of `Rule` is a `Cut`, which says by `places` alone, in numbers, which rectangle of which tensor lies where in
+a rank's part.  `part` reads only those (a safetensors slice does that lazily), `join` is its exact inverse over all
 tensor-parallel ranks, and the plan of a weight update asks the same function who holds what.
 
 Invariant: join of all ranks' parts gives back the tensors bit for bit; rows that pad the vocabulary are zero.
@@ -151,7 +151,8 @@ class GateUp(Cut):
 
 
 class FusedGateUp(Cut):
-    """One tensor that holds two, one below the other; a rank holds its part of the upper above its part of the lower."""
+    """One tensor that holds two, one below the other; a rank holds its part of the upper above its part of the
+    lower."""
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] * s.tp, *shape[1:])]
@@ -163,7 +164,8 @@ class FusedGateUp(Cut):
 
 
 class Qkv(Cut):
-    """Queries, keys and values (weights or biases), laid [queries of group 0, key 0, value 0, queries of group 1, ...]; rows cut.
+    """Queries, keys and values (weights or biases), laid [queries of group 0, key 0, value 0, queries of group 1, ...];
+    rows cut.
 
     With fewer groups than ranks a group lies on several ranks, and a rank's rows may begin within it.
     """

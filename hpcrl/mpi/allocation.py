@@ -1,4 +1,5 @@
-"""What a shell's environment says of the job around it: whether an mpirun has started us, and how mpirun will start others.
+"""What a shell's environment says of the job around it: whether an mpirun has started us, and how mpirun will start
+others.
 
 Invariant: a shell inside a job is no MPI rank, whatever variables its launcher has left in it.
 """
@@ -14,8 +15,8 @@ LEFT_BEHIND = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "HYDI_", "
 def under_mpi(environment: Mapping[str, str]) -> bool:
     """Whether an mpirun has started this process.
 
-    `srun --pty bash` gives its shell the variables of a world of one (PMIX_RANK, or PMI_SIZE=1) and SLURM_PTY_PORT: that is no
-    rank; mpirun called in such a shell sets variables of its own.
+    `srun --pty bash` gives its shell the variables of a world of one (PMIX_RANK, or PMI_SIZE=1) and SLURM_PTY_PORT:
+    that is no rank; mpirun called in such a shell sets variables of its own.
     """
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return True
@@ -30,6 +31,6 @@ def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def started_by_scheduler(kind: str, agent: str, environment: Mapping[str, str]) -> bool:
-    """Whether mpirun reaches the hosts through the scheduler and needs no ssh: Open MPI inside a Slurm job takes srun, unless it
-    was given an agent (its plm slurm)."""
+    """Whether mpirun reaches the hosts through the scheduler and needs no ssh: Open MPI inside a Slurm job takes srun,
+    unless it was given an agent (its plm slurm)."""
     return kind == "openmpi" and agent == "ssh" and "SLURM_JOB_ID" in environment

@@ -1,7 +1,7 @@
 """Messages between the launchers of a run's hosts, over MPI.
 
-Invariants: nothing is pickled (see messages.py); nothing blocks: sends complete in the background, and who does not take what
-is sent to it, or is silent for DEAD seconds, counts as gone.
+Invariants: nothing is pickled (see messages.py); nothing blocks: sends complete in the background, and who does not
+take what is sent to it, or is silent for DEAD seconds, counts as gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from hpcrl.errors import PeerError
 from hpcrl.mpi.messages import Beat, FromHost, FromLauncher, Message, check_size, pack, unpack
 
 TAG = 7
-BEAT, DEAD = 2.0, 20.0  #: seconds between signs of life, and without one until a host counts as gone
+#: seconds between signs of life, and without one until a host counts as gone
+BEAT = 2.0
+DEAD = 20.0
 
 M = TypeVar("M")
 
@@ -25,7 +27,8 @@ class Channel(Generic[M]):
     """
 
     def __init__(self, mpi: Any) -> None:
-        self.mpi, self.world = mpi, mpi.COMM_WORLD.Dup()
+        self.mpi = mpi
+        self.world = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
         self.spoke = 0.0
@@ -46,7 +49,8 @@ class Channel(Generic[M]):
 
     def close(self, seconds: float) -> bool:
         """Take what is still under way, so that MPI can end: some implementations wait for ever for a message nobody
-        received.  Collective; False if the others do not come to it within `seconds`, or say what nobody understands."""
+        received.  Collective; False if the others do not come to it within `seconds`, or say what nobody
+        understands."""
         deadline, barrier = time.monotonic() + seconds, None
         while time.monotonic() < deadline:
             try:
@@ -68,7 +72,8 @@ class Channel(Generic[M]):
         found: list[tuple[int, M]] = []
         status = self.mpi.Status()
         while self.world.Iprobe(source=self.mpi.ANY_SOURCE, tag=TAG, status=status):
-            size, source = status.Get_count(self.mpi.BYTE), status.Get_source()
+            size = status.Get_count(self.mpi.BYTE)
+            source = status.Get_source()
             check_size(size, source)
             buffer = bytearray(size)
             self.world.Recv([buffer, self.mpi.BYTE], source=source, tag=TAG)
@@ -89,8 +94,8 @@ class Channel(Generic[M]):
         return [rank for rank, at in self.heard.items() if rank != self.rank and now - at > DEAD]
 
     def gather(self, message: Message) -> list[Any]:
-        """Every rank's message, all of one kind, in rank order; collective.  PeerError, on every rank, names one that sends
-        something else."""
+        """Every rank's message, all of one kind, in rank order; collective.  PeerError, on every rank, names one that
+        sends something else."""
         data = pack(message)
         sizes = bytearray(8 * self.size)
         self.world.Allgather([len(data).to_bytes(8, "little"), self.mpi.BYTE], [sizes, self.mpi.BYTE])

@@ -1,8 +1,8 @@
 """The files by which the processes of an attempt find each other, carried to hosts that do not share the run directory.
 
 What the roles publish (address, port, public key), the first error, a stop, the trainer's summary: small files of
-attempts/N and summary.json.  Invariants: a file that is there already is never overwritten, but for the summary; nothing
-outside of the run directory is written, whatever a message says.
+attempts/N and summary.json.  Invariants: a file that is there already is never overwritten, but for the summary;
+nothing outside of the run directory is written, whatever a message says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class FileSync:
     """What this host has seen of one attempt's files."""
 
     def __init__(self, rundir: RunDir) -> None:
-        self.rundir, self.seen = rundir, set[str]()
+        self.rundir = rundir
+        self.seen = set[str]()
 
     def new(self) -> dict[str, bytes]:
         """Files that have appeared since the last look, by path."""
@@ -50,7 +51,12 @@ def write_files(rundir: RunDir, files: dict[str, bytes]) -> None:
     """Write files from a message.  PeerError for a path that has no business there, before anything is written."""
     for name in files:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or path.parts[:1] not in {(part,) for part in ALLOWED}:
+        if (
+            path.is_absolute()
+            or ".." in path.parts
+            or "\0" in name
+            or path.parts[:1] not in {(part,) for part in ALLOWED}
+        ):
             raise PeerError(f"another host sent {name!r}, which is no file of an attempt")
     for name, data in files.items():
         target = rundir.root / name

@@ -1,6 +1,7 @@
 """The MPI ranks other than 0: each does for its host, or slot, what the launcher on rank 0 says.
 
-Invariants: a rank ends by itself when the launcher is silent; when it ends, by whatever, all that it started ends with it.
+Invariants: a rank ends by itself when the launcher is silent; when it ends, by whatever, all that it started ends with
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hpcrl.run.rundir import RunDir
 
 @dataclass
 class HostPart:
-    """What a rank has started for an attempt.  sync: the files that it carries, None where all see the run directory."""
+    """What a rank has started for an attempt.  sync: the files that it carries, None where all see the run
+    directory."""
 
     rundir: RunDir
     process: subprocess.Popen[bytes]
@@ -52,7 +54,8 @@ class HostRank:
     """One rank, from the launcher's first word to its last."""
 
     def __init__(self, channel: Channel[FromLauncher], placement: Placement) -> None:
-        self.channel, self.per_slot = channel, placement.per_slot
+        self.channel = channel
+        self.per_slot = placement.per_slot
         self.place = placement.places[channel.rank]
         self.part: HostPart | None = None
 

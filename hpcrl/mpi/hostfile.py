@@ -5,11 +5,12 @@
     Slurm       node[01-03,07]  node[1-2]:8    (a node list; every node gets the same slots)
     slime       10.0.0.1 slot=8                (no launcher reads this one)
 
-A host may be repeated: its slots are added up, as MPICH and Open MPI do.  A host with slots=0 runs nothing but the rollout
-process.  IPv6 addresses stand bare, or in brackets where slots follow: [fe80::1]:8.
+A host may be repeated: its slots are added up, as MPICH and Open MPI do.  A host with slots=0 runs nothing but the
+rollout process.  IPv6 addresses stand bare, or in brackets where slots follow: [fe80::1]:8.
 
-Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored.
-Two spellings of one machine are refused.  Order is line order.  What a launcher would read differently from us is said in `notes`.
+Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored. Two
+spellings of one machine are refused.  Order is line order.  What a launcher would read differently from us is said in
+`notes`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class HostfileError(UsageError):
     """A line of a hostfile that is not understood: says file, line, column, and how to write it."""
 
     def __init__(self, origin: str, line: int, column: int, what: str, hint: str = "") -> None:
-        self.line, self.column = line, column
+        self.line = line
+        self.column = column
         super().__init__(f"{origin}:{line}:{column}: {what}", hint)
 
 
@@ -130,7 +132,9 @@ def _first_word(body: str, start: int) -> str:
 def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
     """(host, its slots) of `node1`, `node1:8`, `node1:8,node2:8`, `node[01-03,07]:8`, `[fe80::1]:8`."""
     if "@" in word:
-        raise line.error(column, f"{word} names a user", "put it into ~/.ssh/config (Host, User), which every launcher reads")
+        raise line.error(
+            column, f"{word} names a user", "put it into ~/.ssh/config (Host, User), which every launcher reads"
+        )
     if _address(word.strip("[]")) == 6:
         return [(word.strip("[]"), None)]
     parts = re.split(r",(?![^\[]*\])", word)
@@ -140,7 +144,9 @@ def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None
         column += len(part) + 1
     if len({count is None for _, count in found}) > 1:
         raise line.error(
-            column - len(word) - 1, f"{word} has slots behind some hosts and not behind others", "write them behind each"
+            column - len(word) - 1,
+            f"{word} has slots behind some hosts and not behind others",
+            "write them behind each",
         )
     return found
 
@@ -150,7 +156,8 @@ def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
     bracketed = re.match(r"\[([0-9A-Fa-f:.]+)\](?=:|\Z)", word)
     if bracketed and _address(bracketed[1]) == 6:
         names, name = [bracketed[1]], bracketed[0]
-        colon, number = word[len(name) : len(name) + 1], word[len(name) + 1 :]
+        colon = word[len(name) : len(name) + 1]
+        number = word[len(name) + 1 :]
     else:
         name, colon, number = word.partition(":")
         try:
@@ -183,7 +190,9 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
             word = rest[at:].split()[0]
             hint = f"write slots={word}" if word.isdigit() else "write slots=N"
             raise line.error(where, f"{word!r} is not understood (Open MPI would ignore it silently)", hint)
-        key, value, at = match[1].lower(), match[2], match.end()
+        key = match[1].lower()
+        value = match[2]
+        at = match.end()
         if at < len(rest) and not rest[at].isspace():
             raise line.error(column + at, f"{rest[at:].split()[0]!r} does not belong here")
         value_column = column + match.start(2)
@@ -200,7 +209,9 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
         elif key in _MAXIMUM:
             maximum = _number(line, value_column, value)
         elif key in _OTHER:
-            raise line.error(where, f"{key}= would not be used", "put it into ~/.ssh/config, which every launcher reads")
+            raise line.error(
+                where, f"{key}= would not be used", "put it into ~/.ssh/config, which every launcher reads"
+            )
         else:
             raise line.error(where, f"{match[1]}= is unknown", "hosts take slots=N")
     if maximum is not None and slots is None:
@@ -225,7 +236,9 @@ def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Hos
         if (other := spelled.setdefault(_key(host.name), host.name)) != host.name:
             raise _same(line, host.name, other)
         if host.name in merged and host.name != last:
-            notes.append(f"{line.origin}:{line.number}: {host.name} comes again; its ranks stay together, where it stood first")
+            notes.append(
+                f"{line.origin}:{line.number}: {host.name} comes again; its ranks stay together, where it stood first"
+            )
         merged[host.name] = merged.get(host.name, 0) + host.slots
         if merged[host.name] > MAX_SLOTS:
             raise line.error(0, f"{host.name} has more than {MAX_SLOTS} slots in all")
@@ -247,7 +260,8 @@ def _same(line: _Line, name: str, other: str) -> HostfileError:
 
 
 def _key(name: str) -> str:
-    """The same for all spellings of a machine: an address however written, a name's letters in either case, the loopback."""
+    """The same for all spellings of a machine: an address however written, a name's letters in either case, the
+    loopback."""
     if _address(name):
         address = ipaddress.ip_address(name)
         return "localhost" if address.is_loopback else str(address)
@@ -270,7 +284,9 @@ def write_hostfile(hosts: tuple[Host, ...], dialect: str) -> str:
     """The hosts as a file of `dialect`: openmpi, mpich, intel, slime, or slurm (one node list)."""
     if dialect == "slurm":
         if len({host.slots for host in hosts}) > 1:
-            raise UsageError("a Slurm node list has no slots, and these hosts differ in theirs", "choose openmpi or mpich")
+            raise UsageError(
+                "a Slurm node list has no slots, and these hosts differ in theirs", "choose openmpi or mpich"
+            )
         return hostlist.collect_hostlist([host.name for host in hosts]) + "\n"
     if dialect not in WRITERS:
         raise UsageError(f"--to {dialect} is unknown", f"choose one of {', '.join([*WRITERS, 'slurm'])}")

@@ -25,7 +25,9 @@ def job_hostfile(scheduler: str, environment: Mapping[str, str]) -> tuple[str, s
     names = VARIABLES[scheduler]
     name = next((name for name in names if environment.get(name, "").strip()), None)
     if name is None:
-        raise UsageError(f"{' and '.join(names)} are not set" if len(names) > 1 else f"{names[0]} is not set", "run it in a job")
+        raise UsageError(
+            f"{' and '.join(names)} are not set" if len(names) > 1 else f"{names[0]} is not set", "run it in a job"
+        )
     text = environment[name]
     if name in ("PE_HOSTFILE", "PBS_NODEFILE"):
         try:

@@ -1,8 +1,8 @@
-"""The words of rank 0, or of a rank that has lost it, to `hpcrl launch`: lines of what mpirun hands on from its ranks, so that it
-does not matter on which machines they are.
+"""The words of rank 0, or of a rank that has lost it, to `hpcrl launch`: lines of what mpirun hands on from its ranks,
+so that it does not matter on which machines they are.
 
-Invariants: what mpirun says goes to the user as it comes, but for those lines; nobody waits for an end of file, which processes that
-outlive mpirun may hold off for ever.
+Invariants: what mpirun says goes to the user as it comes, but for those lines; nobody waits for an end of file, which
+processes that outlive mpirun may hold off for ever.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _Stream:
 class Listener:
     """Passes on what mpirun's output and errors bring.
 
-    status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, died: on which it said that a rank
-    had died, or "".
+    status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, died: on which it
+    said that a rank had died, or "".
     """
 
     def __init__(self, out: BinaryIO, errors: BinaryIO, word: str) -> None:
@@ -84,7 +84,8 @@ class Listener:
 
     def wait(self, seconds: float) -> bool:
         """Pass on what comes within `seconds`; whether something did, and more may follow."""
-        ready, some = select.select([stream.number for stream in self._open], [], [], seconds)[0], False
+        ready = select.select([stream.number for stream in self._open], [], [], seconds)[0]
+        some = False
         for stream in list(self._open):
             data = os.read(stream.number, BLOCK) if stream.number in ready else b""
             if stream.number in ready and not data:
@@ -97,7 +98,8 @@ class Listener:
         *lines, stream.rest = (stream.rest + data).split(b"\n")
         said = [line for line in lines if not self._heard(line)]
         if not data and MARK.encode() not in stream.rest:  # an unfinished line of one who waits
-            said, stream.rest = [*said, stream.rest], b""
+            said = [*said, stream.rest]
+            stream.rest = b""
             _pass_on(b"\n".join(said), stream.to)
         else:
             _pass_on(b"".join(line + b"\n" for line in said), stream.to)

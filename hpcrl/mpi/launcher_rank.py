@@ -1,7 +1,7 @@
 """MPI rank 0: the hosts of a run as the launcher sees them, each behind a rank that does what it is told.
 
-Invariants: no wait is for ever: a host that is silent for a while ends the run; who sees the run directory is asked before
-each attempt, and whoever does not gets the small files by which roles find each other.
+Invariants: no wait is for ever: a host that is silent for a while ends the run; who sees the run directory is asked
+before each attempt, and whoever does not gets the small files by which roles find each other.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RemoteHost:
 class MpiHosts:
     """The launcher's backend under mpirun.
 
-    reports: of each host; apart: ranks that do not see the run directory; remote: members of the running attempt on other
-    ranks; part: that on this one.
+    reports: of each host; apart: ranks that do not see the run directory; remote: members of the running attempt on
+    other ranks; part: that on this one.
     """
 
     channel: Channel[FromHost]
@@ -107,7 +107,8 @@ class MpiHosts:
     # ---- while the run goes on
 
     def carry(self, stop: Stop, rundir: RunDir | None) -> None:
-        """Take and pass on messages; called about five times a second.  PeerError names a rank that sends what is none."""
+        """Take and pass on messages; called about five times a second.  PeerError names a rank that sends what is
+        none."""
         if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a wish to stop
             stop.nudges = 0
             stop.ask("asked to")

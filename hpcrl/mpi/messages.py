@@ -4,8 +4,8 @@
     host -> launcher   Beat, Sees, Files, Ended, Bye
     all to all, once   Joined
 
-Invariants: every message is one typed msgspec Struct with a tag, in one buffer of at most MAX_MESSAGE bytes; bytes that are
-none raise PeerError, which names the rank that sent them, and nothing else.
+Invariants: every message is one typed msgspec Struct with a tag, in one buffer of at most MAX_MESSAGE bytes; bytes that
+are none raise PeerError, which names the rank that sent them, and nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Sees(_Message, tag="sees"):
 
 
 class Begin(_Message, tag="begin"):
-    """Start your host's part of an attempt.  files: what it needs where it does not see the run directory; see Files."""
+    """Start your host's part of an attempt.  files: what it needs where it does not see the run directory; see
+    Files."""
 
     root: str
     attempt: Count
@@ -99,7 +100,8 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
-    """The message in `data`, which must be one of `kinds` (a Struct, or a union).  PeerError names the rank that sent it."""
+    """The message in `data`, which must be one of `kinds` (a Struct, or a union).  PeerError names the rank that sent
+    it."""
     try:
         return msgspec.msgpack.decode(data, type=kinds)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -1,10 +1,10 @@
 """`hpcrl launch`: a run over the machines of a hostfile.
 
-Under mpirun it is one of the ranks (hpcrl/mpi/ranks.py).  Otherwise it looks whether every host answers, calls the mpirun
-that is here with a hostfile of its dialect, and waits.
+Under mpirun it is one of the ranks (hpcrl/mpi/ranks.py).  Otherwise it looks whether every host answers, calls the
+mpirun that is here with a hostfile of its dialect, and waits.
 
-Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so that
-the run can save; mpirun dies with this process.
+Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so
+that the run can save; mpirun dies with this process.
 """
 
 from __future__ import annotations
@@ -96,10 +96,14 @@ def launch(argv: list[str]) -> int:
     return _call(argv, recipe, overrides, resume, own)
 
 
-def _recipe(words: list[str], arguments: list[str] | None, overrides: dict[str, Any], resume: Path | None) -> Recipe | None:
+def _recipe(
+    words: list[str], arguments: list[str] | None, overrides: dict[str, Any], resume: Path | None
+) -> Recipe | None:
     if resume:
         if words or overrides or arguments is not None:
-            raise UsageError("--resume goes on with the options that the run began with", "leave recipe and options out")
+            raise UsageError(
+                "--resume goes on with the options that the run began with", "leave recipe and options out"
+            )
         return None
     if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")
@@ -110,7 +114,9 @@ def _recipe(words: list[str], arguments: list[str] | None, overrides: dict[str, 
 # ---- calling mpirun
 
 
-def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, own: dict[str, Any]) -> int:
+def _call(
+    argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, own: dict[str, Any]
+) -> int:
     if "hostfile" not in own:
         raise UsageError("no hostfile given", "name the machines: --hostfile FILE; hpcrl run needs none")
     found = read_hostfile(own["hostfile"])
@@ -148,16 +154,21 @@ def _call(argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], res
 
 
 def handed_on(word: str) -> list[str]:
-    """An `env` command with what the ranks need of our environment: not every mpirun hands it on, and hosts that differ in
-    a setting of NCCL's hang."""
-    kept = {"HPCRL_PYTHON": sys.executable} | {name: os.environ[name] for name in sorted(os.environ) if _is_handed_on(name)}
+    """An `env` command with what the ranks need of our environment: not every mpirun hands it on, and hosts that differ
+    in a setting of NCCL's hang."""
+    kept = {"HPCRL_PYTHON": sys.executable} | {
+        name: os.environ[name] for name in sorted(os.environ) if _is_handed_on(name)
+    }
     kept |= {last_word.ENVIRONMENT: word, last_word.ASKED: f"{time.time() - process_age():.2f}"} if word else {}
     return ["env", *(f"{name}={value}" for name, value in kept.items())]
 
 
 def _is_handed_on(name: str) -> bool:
-    """Whether every host is to have this variable as we have it: none of ours alone, and nothing secret, which `ps` would show."""
-    return (name in HANDED_ON or name.startswith(FAMILIES)) and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
+    """Whether every host is to have this variable as we have it: none of ours alone, and nothing secret, which `ps`
+    would show."""
+    return (
+        (name in HANDED_ON or name.startswith(FAMILIES)) and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
+    )
 
 
 def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:
@@ -191,7 +202,19 @@ def mpi_command(
     if kind == "openmpi":
         mapping = "slot" if per_slot else "ppr:1:node"
         rsh = [] if agent == "ssh" else ["--mca", "plm_rsh_agent", agent]
-        return [*mpirun, "--hostfile", str(file), "-np", str(count), "--map-by", mapping, "--bind-to", "none", *rsh, *program]
+        return [
+            *mpirun,
+            "--hostfile",
+            str(file),
+            "-np",
+            str(count),
+            "--map-by",
+            mapping,
+            "--bind-to",
+            "none",
+            *rsh,
+            *program,
+        ]
     words = shlex.split(agent)
     rsh = [] if agent == "ssh" else ["-launcher", "ssh", "-launcher-exec", words[0]]
     # -machinefile: with -f Intel MPI does not read the slots behind a host
@@ -201,8 +224,9 @@ def mpi_command(
 def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[str] = ()) -> int:
     """Run mpirun to its end; a first signal asks the run to save, a second ends it.
 
-    word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or after a second
-    signal, has GRACE seconds.  hosts: those that run a command for us, which are asked if the run ends without a word.
+    word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or after a
+    second signal, has GRACE seconds.  hosts: those that run a command for us, which are asked if the run ends without a
+    word.
     """
     environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
     extra = shlex.split(agent)[1:]

@@ -1,7 +1,7 @@
 """Which MPI rank starts what: a pure function of what every rank reports and of the hostfile.
 
-Invariant: role order comes from the hostfile (line order, then slot), or without one from the ranks' order; every host of
-the hostfile has a rank, and no two lines of it are one machine.
+Invariant: role order comes from the hostfile (line order, then slot), or without one from the ranks' order; every host
+of the hostfile has a rank, and no two lines of it are one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """places: in rank order; hosts: in role order, without addresses; per_slot: a rank for each slot, not one for each host."""
+    """places: in rank order; hosts: in role order, without addresses; per_slot: a rank for each slot, not one for each
+    host."""
 
     places: tuple[RankPlace, ...]
     hosts: tuple[Host, ...]
@@ -53,7 +54,9 @@ def place_ranks(reports: Sequence[Report], gpus: Sequence[int], hostfile: Sequen
     else:
         hosts = [Host(names[m], gpus[next(i for i, r in enumerate(reports) if r.hostname == m)]) for m in machines]
         if bare := [host.name for host in hosts if not host.slots]:
-            raise UsageError(f"host {bare[0]} shows no GPU, so its slots are not known", "give the hostfile: --hostfile FILE")
+            raise UsageError(
+                f"host {bare[0]} shows no GPU, so its slots are not known", "give the hostfile: --hostfile FILE"
+            )
     if per_slot:
         _check_slots(hosts, {names[m]: n for m, n in counts.items()})
     seen: dict[str, int] = {}
@@ -94,7 +97,11 @@ def _names(machines: Sequence[str], reports: Sequence[Report], hostfile: Sequenc
     missing = [host.name for host in hostfile if host.name not in found.values()]
     strange = [machine for machine in machines if machine not in found]
     if missing or strange:
-        what = f"host {missing[0]} of the hostfile runs no MPI rank" if missing else f"{strange[0]} is not in the hostfile"
+        what = (
+            f"host {missing[0]} of the hostfile runs no MPI rank" if missing else f"{strange[0]} is not in the hostfile"
+        )
         has = ", ".join(machines)
-        raise UsageError(f"{what}; mpirun started ranks on {has}", "give mpirun the same hosts, and -np for all of them")
+        raise UsageError(
+            f"{what}; mpirun started ranks on {has}", "give mpirun the same hosts, and -np for all of them"
+        )
     return found

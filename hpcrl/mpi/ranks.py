@@ -2,8 +2,8 @@
 
 Rank 0 is the launcher of the run (launcher_rank.py); the others do what it says (host_rank.py).
 
-Invariants: MPI itself must come up in INIT seconds; when a rank ends, by whatever, all that it started ends with it, and the
-MPI world ends with the run.
+Invariants: MPI itself must come up in INIT seconds; when a rank ends, by whatever, all that it started ends with it,
+and the MPI world ends with the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from hpcrl.run.process import adopt_orphans, die_with_parent, end_descendants
 INIT = 60.0
 
 
-def run_ranks(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, hostfile: list[Host] | None) -> int:
+def run_ranks(
+    recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, hostfile: list[Host] | None
+) -> int:
     """Be this MPI rank to the end of the run; the exit status."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a wish to stop
     die_with_parent()

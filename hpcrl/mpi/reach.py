@@ -47,7 +47,9 @@ def silent(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
             # a file, since whoever shares our connection to a host (ssh's ControlMaster) may hold a pipe open for ever
             said[host] = tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
             command = [*words, host, "true"]
-            asked[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said[host])
+            asked[host] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said[host]
+            )
         deadline = time.monotonic() + REACH
         while any(p.poll() is None for p in asked.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -61,12 +63,14 @@ def silent(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
 
 
 def lost(hosts: Sequence[str], agent: list[str]) -> list[str]:
-    """The hosts that cannot be reached, or answer nothing, for REACH seconds; one whose shell alone takes long is there."""
+    """The hosts that cannot be reached, or answer nothing, for REACH seconds; one whose shell alone takes long is
+    there."""
     return [host for host, why in silent(hosts, agent).items() if not why.startswith(SLOW)]
 
 
 def _wrong(status: int | None, said: IO[bytes]) -> str:
-    """What is wrong with a host, by the exit status of the command (None: it has not ended) and what was said on stderr; or ""."""
+    """What is wrong with a host, by the exit status of the command (None: it has not ended) and what was said on
+    stderr; or ""."""
     said.seek(0)
     lines = said.read().decode(errors="replace").strip().splitlines()
     if status is None and any(line.startswith(IN) for line in lines):

@@ -1,6 +1,7 @@
 """A run whose mpirun has ended all of its ranks before any of them could say why, as it does when it loses a host.
 
-Invariant: what was said of the run before stands behind the cause; of a run that is over, or another, nothing is changed.
+Invariant: what was said of the run before stands behind the cause; of a run that is over, or another, nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from hpcrl.run.job_state import STATE, JobState, write_state
 def unsaid_end(place: Place, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
     """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
 
-    lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank die.
+    lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank
+    die.
     """
     hosts = f"{'hosts' if lost[1:] else 'host'} {', '.join(lost)}"
     what = f"{hosts} cannot be reached any more, and mpirun {how}" if lost else f"mpirun {how} before the run was over"
@@ -49,4 +51,6 @@ def _record(job: Job, lost: Sequence[str], what: str) -> None:
     except Damaged:
         return
     if state.phase in WORKING:  # the launcher had no time to say how it ended
-        write_state(job.root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname()))
+        write_state(
+            job.root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname())
+        )

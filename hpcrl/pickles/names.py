@@ -1,8 +1,9 @@
 """Which names a pickle may hold: exact pairs of module and name, each with who writes it.
 
-Seen in saves and loads of Megatron-core 0.16.1 (Python 3.11) and 0.19.2 (Python 3.12) with torch 2.13, of one to four ranks in all layouts.
-Invariant: a name stands for something that cannot be called (Record, Enum, Maker, or a kind of numbers); the class or function itself
-never gets into the hands of a pickle.
+Seen in saves and loads of Megatron-core 0.16.1 (Python 3.11) and 0.19.2 (Python 3.12) with torch 2.13, of one to four
+ranks in all layouts.
+Invariant: a name stands for something that cannot be called (Record, Enum, Maker, or a kind of numbers); the class or
+function itself never gets into the hands of a pickle.
 """
 
 from __future__ import annotations
@@ -58,7 +59,16 @@ ENUMS = {
 #: torch's kinds of numbers: of shards, and of tensors that are sent
 DTYPES = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "complex64", "complex128"),
-    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    *(
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+    ),
     *("float8_e8m0fnu", "float4_e2m1fn_x2"),
 }
 

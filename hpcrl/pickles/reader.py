@@ -1,9 +1,9 @@
 """Reads pickles of others as plain values.
 
 torch's object collectives (all_gather_object and kin) and the `.metadata` of a torch_dist checkpoint are pickles, and a
-pickle may name any function to be called, and hand any object a state.  Invariant: every step is one of this file's: a name is
-looked up in `names.py`; what is called is a maker of `values.py`; what is handed a state is a record that this same pickle has just
-made, and takes it as plain attributes; what is a key can be hashed.
+pickle may name any function to be called, and hand any object a state.  Invariant: every step is one of this file's: a
+name is looked up in `names.py`; what is called is a maker of `values.py`; what is handed a state is a record that this
+same pickle has just made, and takes it as plain attributes; what is a key can be hashed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from typing import Any, BinaryIO, ClassVar
 from hpcrl.pickles.names import Enum, Maker, Record, look_up
 from hpcrl.pickles.refusal import refused, wrong
 
-#: opcodes that no writer of these pickles needs: classes of Python 2, numbered names, references and buffers out of the stream
+#: opcodes that no writer of these pickles needs: classes of Python 2, numbered names, references and buffers out of the
+#: stream
 UNUSED = (
     *(pickle.INST, pickle.OBJ, pickle.DICT, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID),
     *(pickle.BINPERSID, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.BYTEARRAY8),
 )
 ATOMS = frozenset((str, int, float, complex, bytes, bool, type(None)))
-DEEP, LONG = 3, 32  #: tuples within tuples, and parts of each, that are keys: Python hashes them without a limit of its own
+DEEP, LONG = (
+    3,
+    32,
+)  #: tuples within tuples, and parts of each, that are keys: Python hashes them without a limit of its own
 
 
 class PlainUnpickler(pickle._Unpickler):

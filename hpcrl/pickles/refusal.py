@@ -1,6 +1,7 @@
 """What a pickle is refused with.
 
-Invariant: Refused is for what may well be whole but is not on the list; a damaged pickle raises UnpicklingError or what Python does.
+Invariant: Refused is for what may well be whole but is not on the list; a damaged pickle raises UnpicklingError or what
+Python does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How values are made that a pickle builds from others: tensors, sizes, errors.
 
-Invariant: each function looks at the types of all that it is given before it makes anything, and calls nothing of what it is given.
-`writer.py` writes names of these functions; of any other message's parts they raise UnpicklingError.
+Invariant: each function looks at the types of all that it is given before it makes anything, and calls nothing of what
+it is given. `writer.py` writes names of these functions; of any other message's parts they raise UnpicklingError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ ARRAYS = {"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", 
 #: errors of other ranks that keep their class
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (OSError, FileNotFoundError, FileExistsError, PermissionError, MemoryError, RuntimeError, ValueError, TypeError)
+    for kind in (
+        OSError,
+        FileNotFoundError,
+        FileExistsError,
+        PermissionError,
+        MemoryError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+    )
 }
 
 
@@ -35,7 +44,8 @@ def tensor_from(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def array_from(data: bytes, kind: str, shape: tuple[int, ...]) -> Any:
-    """numpy's array of `shape` and one of the ARRAYS kinds, whose memory in row order is `data`; of shape (), the number."""
+    """numpy's array of `shape` and one of the ARRAYS kinds, whose memory in row order is `data`; of shape (), the
+    number."""
     import numpy as np
 
     if type(kind) is not str or kind not in ARRAYS or not is_shape(shape) or type(data) is not bytes:
@@ -60,8 +70,11 @@ def error_from(name: str, text: str) -> Exception:
 
 
 def stack_from(frames: list[tuple[str, int, str, str]]) -> traceback.StackSummary:
-    """Where it was raised: (file, line number, function, line) each.  The line comes along, so that no file is read for it."""
-    if type(frames) is not list or any(type(one) is not tuple or [*map(type, one)] != [str, int, str, str] for one in frames):
+    """Where it was raised: (file, line number, function, line) each.  The line comes along, so that no file is read for
+    it."""
+    if type(frames) is not list or any(
+        type(one) is not tuple or [*map(type, one)] != [str, int, str, str] for one in frames
+    ):
         raise wrong("a stack")
     return traceback.StackSummary.from_list(
         traceback.FrameSummary(file, number, name, lookup_line=False, line=line) for file, number, name, line in frames

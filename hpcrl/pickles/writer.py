@@ -14,7 +14,9 @@ from hpcrl.errors import HpcrlError
 from hpcrl.pickles import values
 from hpcrl.pickles.reader import PlainUnpickler
 
-PROTOCOL = 4  #: what torch writes with Python 3.11 to 3.13; protocol 5 has buffers beside the stream, which nobody needs
+PROTOCOL = (
+    4  #: what torch writes with Python 3.11 to 3.13; protocol 5 has buffers beside the stream, which nobody needs
+)
 
 
 class PlainPickler(pickle.Pickler):
@@ -48,9 +50,13 @@ class PlainPickler(pickle.Pickler):
 
 
 def refuse_foreign_pickles() -> None:
-    """Have torch's object collectives in this process written and read by these rules.  HpcrlError if torch has no such place."""
+    """Have torch's object collectives in this process written and read by these rules.  HpcrlError if torch has no such
+    place."""
     from torch.distributed import distributed_c10d
 
     if not hasattr(distributed_c10d, "_unpickler") or not hasattr(distributed_c10d, "_pickler"):
-        raise HpcrlError("this version of torch does not say how it reads what ranks send one another", "see docs/install.md")
-    distributed_c10d._pickler, distributed_c10d._unpickler = PlainPickler, PlainUnpickler
+        raise HpcrlError(
+            "this version of torch does not say how it reads what ranks send one another", "see docs/install.md"
+        )
+    distributed_c10d._pickler = PlainPickler
+    distributed_c10d._unpickler = PlainUnpickler

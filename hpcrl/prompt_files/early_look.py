@@ -1,7 +1,7 @@
 """A look at the first rows of the prompt files that a run begins with, before anything of it is made.
 
-Invariant: what is refused here the roles would refuse too; what cannot be known here (a file that is yet to be made, or that other
-machines alone can see, the length of a prompt in tokens) is left to them.
+Invariant: what is refused here the roles would refuse too; what cannot be known here (a file that is yet to be made, or
+that other machines alone can see, the length of a prompt in tokens) is left to them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FIRST = 100  #: rows of each file that are looked at
 
 
 def look_at(stages: Sequence[Options]) -> None:
-    """UsageError or DataError for the first thing that is wrong with the held-out sets or the prompt files of these stages."""
+    """UsageError or DataError for the first thing that is wrong with the held-out sets or the prompt files of these
+    stages."""
     for options in stages:
         for word, keys in _files(options):
             _look(word, keys)
@@ -68,7 +69,9 @@ def _look(word: PromptWord, keys: Keys) -> None:
 
         rows = first_parquet_rows(path, FIRST)
     else:
-        raise DataError(f"{path} is not a .jsonl or .parquet file", "a prompt file has one JSON object a line and ends in .jsonl")
+        raise DataError(
+            f"{path} is not a .jsonl or .parquet file", "a prompt file has one JSON object a line and ends in .jsonl"
+        )
     found = False
     for where, row in rows:
         read_row(where, row, keys)

@@ -1,6 +1,7 @@
 """A parquet file as rows.  Needs the package pyarrow, an extra of hpcrl: pip install hpcrl[parquet].
 
-Invariant: the table lies in memory as Arrow's columns, not as Python objects; a row becomes Python values when it is asked for.
+Invariant: the table lies in memory as Arrow's columns, not as Python objects; a row becomes Python values when it is
+asked for.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ class ParquetRows:
             import pyarrow as arrow
             import pyarrow.parquet as parquet
         except ImportError:
-            raise HpcrlError(f"{path}: reading parquet needs the package pyarrow", "pip install 'hpcrl[parquet]'") from None
-        self.path, self.size, self.sha256 = path, path.stat().st_size, sha256_of(path)
+            raise HpcrlError(
+                f"{path}: reading parquet needs the package pyarrow", "pip install 'hpcrl[parquet]'"
+            ) from None
+        self.path = path
+        self.size = path.stat().st_size
+        self.sha256 = sha256_of(path)
         try:
             table = parquet.ParquetFile(path, memory_map=True).read()
         except arrow.ArrowException as error:
@@ -63,7 +68,8 @@ def first_parquet_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, 
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, and nulls inside of its columns left out: Arrow gives every object of a column the keys of all of them."""
+    """The row, and nulls inside of its columns left out: Arrow gives every object of a column the keys of all of
+    them."""
     return {key: _clean(value) for key, value in row.items()}
 
 

@@ -1,7 +1,7 @@
 """What a row of a prompt file must hold, and what it says: the prompt, the label, the metadata, the tools.
 
-Invariant: pure functions of a row and the keys; every fault is a DataError that names file and line.  A row that passes can be
-rendered, unless the chat template itself refuses it, and be graded, as far as its label is concerned.
+Invariant: pure functions of a row and the keys; every fault is a DataError that names file and line.  A row that passes
+can be rendered, unless the chat template itself refuses it, and be graded, as far as its label is concerned.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ASSISTANT = "assistant"
 class Keys:
     """Where a row has what.
 
-    label None: labels are not wanted; label_needed: the reward compares with it (or it is learned); own_types: the metadata's
-    rm_type takes the reward's place; learned: the keys of responses that are learned, or, with `conversation`, none of them:
-    then the prompt is a whole conversation, whose assistant turns are learned.
+    label None: labels are not wanted; label_needed: the reward compares with it (or it is learned); own_types: the
+    metadata's rm_type takes the reward's place; learned: the keys of responses that are learned, or, with
+    `conversation`, none of them: then the prompt is a whole conversation, whose assistant turns are learned.
     """
 
     input: str = "input"
@@ -183,7 +183,9 @@ def _part(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else kind_of_json(part)
-    raise DataError(f"{where}: a part of a chat message is {kind!r}, only text is read", "leave out images, audio and video")
+    raise DataError(
+        f"{where}: a part of a chat message is {kind!r}, only text is read", "leave out images, audio and video"
+    )
 
 
 def _tools(where: str, row: dict[str, Any], keys: Keys) -> list[Any] | None:

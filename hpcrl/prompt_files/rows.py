@@ -1,7 +1,7 @@
 """A prompt file as numbered rows, each read when it is asked for.
 
-Invariant: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes that the
-size and SHA-256 were taken of, or the file is refused as changed.
+Invariant: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
+that the size and SHA-256 were taken of, or the file is refused as changed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def open_rows(word: PromptWord) -> Rows:
         raise DataError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
     if not len(rows):
         whole = word.whole
-        raise DataError(f"{path if whole else word.word} holds no prompts", "one JSON object a line is wanted" if whole else "")
+        raise DataError(
+            f"{path if whole else word.word} holds no prompts", "one JSON object a line is wanted" if whole else ""
+        )
     return rows
 
 
@@ -91,10 +93,13 @@ class JsonlRows:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        begin, end = int(self._starts[index]), int(self._starts[index + 1])
+        begin = int(self._starts[index])
+        end = int(self._starts[index + 1])
         text = os.pread(self._file.fileno(), end - begin, begin)
         if self._stamp() != self._written:
-            raise DataError(f"{self.path} was written to while the run reads it", "put the old file back, and resume the run")
+            raise DataError(
+                f"{self.path} was written to while the run reads it", "put the old file back, and resume the run"
+            )
         try:
             row = msgspec.json.decode(text.strip() if begin else text.removeprefix(BOM).strip())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -111,8 +116,12 @@ class JsonlRows:
 
 
 def _index(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, int, str]:
-    """Where every row of a .jsonl file begins (int64 [rows + 1], the last is its end), their line numbers, its size and SHA-256."""
-    digest, at, begins, lines = hashlib.sha256(), 0, array("q"), array("q")
+    """Where every row of a .jsonl file begins (int64 [rows + 1], the last is its end), their line numbers, its size and
+    SHA-256."""
+    digest = hashlib.sha256()
+    at = 0
+    begins = array("q")
+    lines = array("q")
     for number, text in enumerate(file, 1):
         digest.update(text)
         if not _blank(text, number):

@@ -7,10 +7,10 @@
     RUN/keys/http.key                what the key of every engine is made from
     RUN/keys/engine-I.key            the key of an engine that this run has not started
 
-Invariants: keys are made anew for every attempt and lie in a directory of mode 0700, in files of mode 0600; each process
-reads one file; the server admits the clients of this attempt and nobody else (a ZAP allow-list, ZeroMQ RFC 27), a client
-speaks to the holder of the server's secret key and nobody else (CurveZMQ, RFC 26); who is not refused has a rank, and
-that rank comes from the key it holds, never from what it says.
+Invariants: keys are made anew for every attempt and lie in a directory of mode 0700, in files of mode 0600; each
+process reads one file; the server admits the clients of this attempt and nobody else (a ZAP allow-list, ZeroMQ RFC 27),
+a client speaks to the holder of the server's secret key and nobody else (CurveZMQ, RFC 26); who is not refused has a
+rank, and that rank comes from the key it holds, never from what it says.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _make(folder: Path, service: Service, count: int) -> None:
 
 
 def make_engine_keys(folder: Path) -> None:
-    """Keys for engines that serve one run after another, unless `folder` has them: http.key, and the store's of weights."""
+    """Keys for engines that serve one run after another, unless `folder` has them: http.key, and the store's of
+    weights."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     at = os.open(folder, os.O_RDONLY)
@@ -115,7 +116,8 @@ def lend_keys(folder: Path, address: str, to: Path) -> None:
 
 
 def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: int) -> None:
-    """Make the run one that the engines at `addresses` answer; `first` is the number of the first.  HpcrlError names what is missing."""
+    """Make the run one that the engines at `addresses` answer; `first` is the number of the first.  HpcrlError names
+    what is missing."""
     for name in (_server_file(Path(), "weights").name, _client_file(Path(), 0, "weights").name):
         write_atomic(rundir.keys / name, _read(folder / name))
     for index, address in enumerate(addresses, first):
@@ -126,8 +128,8 @@ def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: i
 def http_key(rundir: RunDir, index: int, life: int = 0) -> str:
     """The key of the HTTP routes of an engine in one of its lives, hexadecimal.
 
-    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the run has not started
-    keeps its key over its lives.
+    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the run has
+    not started keeps its key over its lives.
     """
     given = rundir.keys / f"engine-{index}.key"
     if given.exists():
@@ -185,7 +187,8 @@ def _read(path: Path) -> bytes:
 def lock_server(socket: zmq.Socket, keys: ServerKeys) -> None:
     """Make `socket` a CURVE server that admits nobody whom no ZAP handler admits."""
     socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
     # with the domain enforced, libzmq refuses everybody when there is no handler; by default it would admit everybody
     socket.zap_domain = ZAP_DOMAIN
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -193,7 +196,8 @@ def lock_server(socket: zmq.Socket, keys: ServerKeys) -> None:
 
 def lock_client(socket: zmq.Socket, keys: ClientKeys) -> None:
     """Make `socket` a CURVE client that speaks only to the holder of the server's secret key."""
-    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
     socket.curve_serverkey = keys.server.encode()
 
 
@@ -217,7 +221,9 @@ class Doorkeeper(AsyncioAuthenticator):
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys, say: Callable[[str], None]) -> None:
         super().__init__(context)
         self._ranks = {key.encode(): rank for rank, key in enumerate(keys.clients)}
-        self._say, self._address, self._refused = say, "?", 0
+        self._say = say
+        self._address = "?"
+        self._refused = 0
         self.configure_curve_callback(ZAP_DOMAIN.decode(), self)
         self.start()
 

@@ -41,19 +41,25 @@ class Late(DeadlineError):
 class QueueClient:
     """One data-parallel rank's end of the queue of one attempt.
 
-    timeout: seconds for the server to come up and answer the first message, and what `fetch` and `call` wait unless told
-    otherwise.  credit: parts that may be under way.
+    timeout: seconds for the server to come up and answer the first message, and what `fetch` and `call` wait unless
+    told otherwise.  credit: parts that may be under way.
     """
 
     def __init__(
         self, rundir: RunDir, plan: Plan, dp_rank: int, dp_size: int, timeout: float, credit: int = messages.CREDIT
     ) -> None:
-        self._rundir, self._plan = rundir, plan
-        self._rank, self._size, self._timeout, self._credit = dp_rank, dp_size, timeout, credit
+        self._rundir = rundir
+        self._plan = plan
+        self._rank = dp_rank
+        self._size = dp_size
+        self._timeout = timeout
+        self._credit = credit
         self._name = secrets.token_hex(8)
         self._parts: dict[int, dict[int, tuple[messages.Part, list[zmq.Frame]]]] = {}
         self._done = self._calls = -1
-        self._awaited: messages.FromClient | None = None  # what is not answered yet, and is said again after a reconnect
+        self._awaited: messages.FromClient | None = (
+            None  # what is not answered yet, and is said again after a reconnect
+        )
         self._welcomed = self._shut_out = False
         end = time.monotonic() + timeout
         self._open(self._address(wait_for(rundir, RolloutPeer, 0, timeout)))
@@ -117,8 +123,10 @@ class QueueClient:
     # ---- connecting
 
     def _address(self, peer: RolloutPeer) -> str:
-        """Where the server is.  PeerError unless what it published is of this run and attempt, and under the key we know."""
-        mine, its = (self._plan.run_id, self._plan.attempt), (peer.run_id, peer.attempt)
+        """Where the server is.  PeerError unless what it published is of this run and attempt, and under the key we
+        know."""
+        mine = (self._plan.run_id, self._plan.attempt)
+        its = (peer.run_id, peer.attempt)
         self._keys = auth.client_keys(self._rundir, self._rank)
         self._where = f"rollout-0 on {peer.host}:{peer.port}"
         if mine != its:
@@ -151,7 +159,14 @@ class QueueClient:
     def _hello(self) -> messages.Hello:
         plan = self._plan
         return messages.Hello(
-            messages.PROTOCOL, plan.run_id, plan.attempt, self._rank, self._size, self._name, socket.gethostname(), os.getpid()
+            messages.PROTOCOL,
+            plan.run_id,
+            plan.attempt,
+            self._rank,
+            self._size,
+            self._name,
+            socket.gethostname(),
+            os.getpid(),
         )
 
     # ---- waiting
@@ -192,7 +207,8 @@ class QueueClient:
         self._shut_out = True
         if event["event"] == _REFUSED:
             raise PeerError(
-                f"{self._where} refuses the key of {self._me()}", f"are {self._rundir.keys} and the server of one attempt?"
+                f"{self._where} refuses the key of {self._me()}",
+                f"are {self._rundir.keys} and the server of one attempt?",
             )
 
     def _ask(self, message: messages.FromClient) -> None:
@@ -242,7 +258,9 @@ class QueueClient:
         mine = self._plan.run_id, self._plan.attempt, messages.PROTOCOL
         its = welcome.run_id, welcome.attempt, welcome.protocol
         if mine != its:
-            said = [f"run {run_id}, attempt {attempt}, protocol {protocol}" for run_id, attempt, protocol in (its, mine)]
+            said = [
+                f"run {run_id}, attempt {attempt}, protocol {protocol}" for run_id, attempt, protocol in (its, mine)
+            ]
             raise PeerError(f"{self._where} says that it is of {said[0]}; {self._me()} is of {said[1]}")
 
     # ---- shares
@@ -250,11 +268,15 @@ class QueueClient:
     def _fetched(self, rollout_id: int, message: messages.FromServer) -> Share | messages.StoppedAt | None:
         if isinstance(message, messages.StoppedAt) and message.rollout_id == rollout_id:
             return message
-        return self._complete(rollout_id) if isinstance(message, messages.Part) and message.rollout_id == rollout_id else None
+        return (
+            self._complete(rollout_id)
+            if isinstance(message, messages.Part) and message.rollout_id == rollout_id
+            else None
+        )
 
     def _keep(self, part: messages.Part, pieces: list[zmq.Frame]) -> None:
-        """Keep a part that is new.  Parts of the fetched share are acknowledged, so that more come; those of later shares
-        are not before their fetch, so that no more than the credit ever waits here."""
+        """Keep a part that is new.  Parts of the fetched share are acknowledged, so that more come; those of later
+        shares are not before their fetch, so that no more than the credit ever waits here."""
         if part.rollout_id <= self._done:
             self._send(messages.Ack(part.rollout_id, part.part))
             return
@@ -273,7 +295,9 @@ class QueueClient:
             (p.parts, p.sizes) != (first.parts, first.sizes) for p, _ in parts.values()
         ):
             raise WireError(f"the parts of the share of rollout {rollout_id} do not fit each other")
-        share = decode(messages.join(first.sizes, [piece.buffer for number in sorted(parts) for piece in parts[number][1]]))
+        share = decode(
+            messages.join(first.sizes, [piece.buffer for number in sorted(parts) for piece in parts[number][1]])
+        )
         if share.rollout_id != rollout_id:
             raise WireError(f"the share of rollout {rollout_id} says that it is of rollout {share.rollout_id}")
         for number in parts:

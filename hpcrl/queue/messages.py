@@ -22,8 +22,8 @@ from hpcrl.queue.share_format import Buffer, Count, WireError
 PROTOCOL = 1
 #: bytes of one part of a share, and so of what one credit allows to be under way
 PART_BYTES = 64 * 2**20
-#: bytes of one frame of a part: a frame is encrypted, sent and decrypted as a whole, so that smaller ones let these overlap
-#: (a quarter faster than whole columns in bench/queue.py; smaller still is slower)
+#: bytes of one frame of a part: a frame is encrypted, sent and decrypted as a whole, so that smaller ones let these
+#: overlap (a quarter faster than whole columns in bench/queue.py; smaller still is slower)
 PIECE_BYTES = 2**19
 #: bytes of one message (a call with its parameters, a reply)
 MAX_FRAME = PART_BYTES + 2**20
@@ -85,8 +85,8 @@ class Fetch(_Message, tag="fetch"):
 class Part(_Message, tag="part"):
     """One part of a share; its pieces follow as frames.
 
-    parts: number of parts; sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation the pieces
-    of all parts, in order, make up.
+    parts: number of parts; sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation
+    the pieces of all parts, in order, make up.
     """
 
     rollout_id: Count
@@ -212,7 +212,8 @@ def error_of(message: Failed) -> HpcrlError:
 
 
 def split(frames: Sequence[Buffer], limit: int = PART_BYTES, piece: int = PIECE_BYTES) -> list[list[memoryview]]:
-    """The frames cut into parts of at most `limit` bytes, each a list of pieces of at most `piece` bytes: views, in order."""
+    """The frames cut into parts of at most `limit` bytes, each a list of pieces of at most `piece` bytes: views, in
+    order."""
     parts: list[list[memoryview]] = [[]]
     room = limit
     for frame in frames:

@@ -37,7 +37,8 @@ class Outbox:
     """
 
     def __init__(self, lease: float, part_bytes: int) -> None:
-        self._lease, self._part_bytes = lease, part_bytes
+        self._lease = lease
+        self._part_bytes = part_bytes
         self._shares: dict[int, _Share] = {}
         self._credit = 0  # nothing leaves before the client has given credit
         self.last_put = self.last_done = -1
@@ -52,11 +53,14 @@ class Outbox:
         """Keep a share until it is acknowledged.  ValueError if its id does not come after those before."""
         if rollout_id <= self.last_put:
             raise ValueError(f"the share of rollout {rollout_id} was put after that of rollout {self.last_put}")
-        self._shares[rollout_id] = _Share([memoryview(frame).nbytes for frame in frames], split(frames, self._part_bytes))
+        self._shares[rollout_id] = _Share(
+            [memoryview(frame).nbytes for frame in frames], split(frames, self._part_bytes)
+        )
         self.last_put = rollout_id
 
     def reconnected(self, same_client: bool) -> None:
-        """Nothing is under way any more, no credit is left; a new client has none of what an earlier one acknowledged."""
+        """Nothing is under way any more, no credit is left; a new client has none of what an earlier one
+        acknowledged."""
         self._credit = 0
         for share in self._shares.values():
             share.sent.clear()
@@ -64,7 +68,8 @@ class Outbox:
                 share.arrived.clear()
 
     def want(self, rollout_id: int, credit: int, have: Iterable[int], now: float) -> None:
-        """The client waits for this rollout: it has those before, and `have` of this one.  See `Outbox` for the lease."""
+        """The client waits for this rollout: it has those before, and `have` of this one.  See `Outbox` for the
+        lease."""
         self._credit = credit
         for earlier in [number for number in self._shares if number < rollout_id]:
             self._let_go(earlier)

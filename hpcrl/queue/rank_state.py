@@ -66,7 +66,9 @@ class Rank:
     """One data-parallel rank, across connections."""
 
     def __init__(self, number: int, outbox: Outbox) -> None:
-        self.number, self.outbox, self.calls = number, outbox, Calls()
+        self.number = number
+        self.outbox = outbox
+        self.calls = Calls()
         self.seat: Seat | None = None
         self.complaints = 0
         self._replaced: dict[str, None] = {}
@@ -79,7 +81,8 @@ class Rank:
     def refusal(self, hello: Hello, plan: Plan, dp_size: int) -> HpcrlError | None:
         """Why whoever says `hello`, and holds this rank's key, cannot have its seat; None if it can."""
         here = f"trainer DP rank {self.number} on {hello.host}"
-        mine, its = (plan.run_id, plan.attempt), (hello.run_id, hello.attempt)
+        mine = (plan.run_id, plan.attempt)
+        its = (hello.run_id, hello.attempt)
         if hello.protocol != PROTOCOL:
             return WireError(
                 f"{here} speaks queue protocol {hello.protocol}, the rollout process {PROTOCOL}",
@@ -90,15 +93,20 @@ class Rank:
                 f"{here} belongs to run {its[0]}, attempt {its[1]}; the rollout process to run {mine[0]}, attempt {mine[1]}"
             )
         if hello.dp_rank != self.number:
-            return PeerError(f"{here} says that it is DP rank {hello.dp_rank}, but holds the key of DP rank {self.number}")
+            return PeerError(
+                f"{here} says that it is DP rank {hello.dp_rank}, but holds the key of DP rank {self.number}"
+            )
         if hello.dp_size != dp_size:
             return PeerError(f"{here} counts {hello.dp_size} DP ranks, the rollout process {dp_size}")
         if hello.client in self._replaced:
             return PeerError(f"{here} (pid {hello.pid}) was replaced: {self.name} has its place")
         return None
 
-    def refuse_fetch(self, wanted: int | None, stop: int | None, failure: HpcrlError | None) -> Failed | StoppedAt | None:
-        """The answer to a fetch of rollout `wanted` that will get no share; stop: the first rollout that is not made."""
+    def refuse_fetch(
+        self, wanted: int | None, stop: int | None, failure: HpcrlError | None
+    ) -> Failed | StoppedAt | None:
+        """The answer to a fetch of rollout `wanted` that will get no share; stop: the first rollout that is not
+        made."""
         if wanted is None:
             return None
         if failure:
@@ -107,7 +115,8 @@ class Rank:
             return None
         if wanted <= self.outbox.last_done:
             return Failed(
-                f"the share of rollout {wanted} was delivered to trainer DP rank {self.number} before", rollout_id=wanted
+                f"the share of rollout {wanted} was delivered to trainer DP rank {self.number} before",
+                rollout_id=wanted,
             )
         return StoppedAt(wanted) if stop is not None and wanted >= stop else None
 

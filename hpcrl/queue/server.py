@@ -51,7 +51,10 @@ class QueueServer:
         lease: float = 60.0,
         part_bytes: int = messages.PART_BYTES,
     ) -> None:
-        self._rundir, self._plan, self._handlers, self._depth = rundir, plan, dict(handlers), depth
+        self._rundir = rundir
+        self._plan = plan
+        self._handlers = dict(handlers)
+        self._depth = depth
         self._ranks = [Rank(number, Outbox(lease, part_bytes)) for number in range(dp_size)]
         self._seats: dict[bytes, Seat] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,7 +82,9 @@ class QueueServer:
             ) from error
         port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
         self._spawn(self._listen())
-        peer = RolloutPeer(host=host, port=port, public_key=public_key, run_id=self._plan.run_id, attempt=self._plan.attempt)
+        peer = RolloutPeer(
+            host=host, port=port, public_key=public_key, run_id=self._plan.run_id, attempt=self._plan.attempt
+        )
         publish(self._rundir, peer)
 
     async def close(self) -> None:
@@ -115,7 +120,9 @@ class QueueServer:
         unacknowledged shares; DeadlineError names the ranks after `timeout` seconds, PeerError after `fail`.
         """
         if len(shares) != len(self._ranks) or any(share.rollout_id != rollout_id for share in shares):
-            raise ValueError(f"rollout {rollout_id}: one share of that rollout for each of {len(self._ranks)} ranks expected")
+            raise ValueError(
+                f"rollout {rollout_id}: one share of that rollout for each of {len(self._ranks)} ranks expected"
+            )
         frames = [encode(share) for share in shares]
         await self._room(rollout_id, timeout)
         if self._stop is not None and rollout_id >= self._stop:
@@ -165,8 +172,8 @@ class QueueServer:
     async def _receive(self, route: bytes, frames: list[zmq.Frame]) -> None:
         rank = self._rank_of(frames[0])
         try:
-            # libzmq's own ids begin with a zero byte and are never used again.  An id of the peer's choice could be that
-            # of a rank that left, and what is under way to that rank would go to the wrong one.
+            # libzmq's own ids begin with a zero byte and are never used again.  An id of the peer's choice could be
+            # that of a rank that left, and what is under way to that rank would go to the wrong one.
             if not frames or route[:1] != b"\0":
                 raise WireError(f"a message comes from an unnamed socket, this one from {route[:40]!r}")
             message = messages.read_from_client(messages.whole([frame.buffer for frame in frames]))
@@ -193,7 +200,9 @@ class QueueServer:
             if rank.seat is not None:
                 self._seats.pop(rank.seat.route, None)
             self._seats[route] = rank.sit(route, hello)
-        await self._send(route, messages.Welcome(messages.PROTOCOL, self._plan.run_id, self._plan.attempt, socket.gethostname()))
+        await self._send(
+            route, messages.Welcome(messages.PROTOCOL, self._plan.run_id, self._plan.attempt, socket.gethostname())
+        )
 
     async def _obey(self, rank: Rank, seat: Seat, message: messages.FromClient) -> None:
         match message:

@@ -6,12 +6,12 @@
     frame 3-6 their tokens, loss_mask, logprobs, versions (see `sample.SampleBatch`), little-endian
     frame 7-  the columns of `sample.OPTIONAL` that this run has, in that order
 
-Encryption costs more than all else together, so two columns go in fewer bytes: the versions of the tokens as runs (a sample
-has one version, or a few, but thousands of tokens), the loss mask as bits.
+Encryption costs more than all else together, so two columns go in fewer bytes: the versions of the tokens as runs (a
+sample has one version, or a few, but thousands of tokens), the loss mask as bits.
 
 Invariants: nothing is pickled and no Python object exists per token; whatever the bytes are, `decode` returns a share
-whose parts fit each other, or raises WireError and nothing else; table, tokens and logprobs of a decoded share are views on
-the frames.
+whose parts fit each other, or raises WireError and nothing else; table, tokens and logprobs of a decoded share are
+views on the frames.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Buffer = Any
 FORMAT = 4
 #: so many tokens in a row, of one policy version
 RUN = np.dtype([("version", "<i8"), ("length", "<i8")])
-#: name and dtype of each column on the wire, in frame order; loss_mask: 8 tokens an element, the first in the highest bit
+#: name and dtype of each column on the wire, in frame order; loss_mask: 8 tokens an element, the first in the highest
+#: bit
 COLUMNS: tuple[tuple[str, np.dtype], ...] = (
     ("table", ROW),
     ("own", np.dtype("<i4")),
@@ -44,7 +45,8 @@ COLUMNS: tuple[tuple[str, np.dtype], ...] = (
 )
 #: a share has so many frames at most
 MOST_FRAMES = 1 + len(COLUMNS) + len(OPTIONAL)
-_OF_TABLE, _WRONG = "row {} of the table: ", "is not between 0 and length"
+_OF_TABLE = "row {} of the table: "
+_WRONG = "is not between 0 and length"
 _WHAT_DECODING_RAISES = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, BufferError)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -62,8 +64,8 @@ class Share:
     batch: the rank's samples; micro_batches[optimizer step][micro-batch]: rows of `batch`, each row in exactly one;
     step_samples: samples of each optimizer step over all ranks; step_tokens: sum of the loss mask of each step over all
     ranks; version: the policy version that the batch is meant for; metrics: numbers about the rollout, to be logged.
-    table: ROW [n], every sample of the rollout, on all ranks, by group and index; own: int32 [samples of the batch], where
-    in it the batch's rows are; without them the batch is the whole rollout.
+    table: ROW [n], every sample of the rollout, on all ranks, by group and index; own: int32 [samples of the batch],
+    where in it the batch's rows are; without them the batch is the whole rollout.
     frames: the bytes that it was decoded from, for handing them on as they are; none where the share was made.
     """
 
@@ -132,7 +134,9 @@ def encode(share: Share) -> list[Buffer]:
         table, own, tokens, mask, logprobs = (np.ascontiguousarray(array, dtype) for (_, dtype), array in parts)
         arrays = [table, own, tokens, np.packbits(mask), logprobs, _runs(batch.versions)]
         extra = {
-            name: np.ascontiguousarray(batch.extra[name], kind.dtype) for name, kind in OPTIONAL.items() if name in batch.extra
+            name: np.ascontiguousarray(batch.extra[name], kind.dtype)
+            for name, kind in OPTIONAL.items()
+            if name in batch.extra
         }
         columns = [Column(name, str(dtype), len(array)) for (name, dtype), array in zip(COLUMNS, arrays, strict=True)]
         columns += [Column(name, str(array.dtype), len(array), array.shape[1:]) for name, array in extra.items()]
@@ -169,7 +173,8 @@ def decode(frames: Sequence[Buffer]) -> Share:
     table, own, tokens, bits, logprobs, runs, *others = (_column(*part) for part in parts)
     _check_own(table, own)  # before it says where to look
     extra = dict(zip((column.name for column in header.columns[len(COLUMNS) :]), others, strict=True))
-    mask, versions = _unpack_mask(bits, len(logprobs)), _spread(runs, len(logprobs))
+    mask = _unpack_mask(bits, len(logprobs))
+    versions = _spread(runs, len(logprobs))
     batch = SampleBatch(table[own], tokens, mask, logprobs, versions, extra)
     _check(header, batch, table, own)
     return Share(
@@ -191,7 +196,8 @@ def _header(frame: Buffer) -> Header:
         found = _unpack_format(frame).format
         if found != FORMAT:
             raise WireError(
-                f"the share is in wire format {found}, this side speaks {FORMAT}", "use one version of hpcrl on all hosts"
+                f"the share is in wire format {found}, this side speaks {FORMAT}",
+                "use one version of hpcrl on all hosts",
             )
         return _unpack_header(frame)
     except _WHAT_DECODING_RAISES as error:
@@ -199,11 +205,14 @@ def _header(frame: Buffer) -> Header:
 
 
 def _expected(columns: Sequence[Column]) -> list[tuple[str, np.dtype, int]]:
-    """Name, dtype and further dimensions of each column: those of every share, then those that it says it has, in order."""
+    """Name, dtype and further dimensions of each column: those of every share, then those that it says it has, in
+    order."""
     said = [column.name for column in columns[len(COLUMNS) :]]
     known = [name for name in OPTIONAL if name in said]
     if said != known:
-        raise WireError(f"a share has the columns {', '.join(map(repr, said))} beside the usual, {', '.join(OPTIONAL)} may be")
+        raise WireError(
+            f"a share has the columns {', '.join(map(repr, said))} beside the usual, {', '.join(OPTIONAL)} may be"
+        )
     return [(*column, 0) for column in COLUMNS] + [(name, OPTIONAL[name].dtype, OPTIONAL[name].dims) for name in known]
 
 
@@ -212,7 +221,8 @@ def _column(expected: tuple[str, np.dtype, int], column: Column, frame: Buffer) 
     if (column.name, column.dtype, len(column.shape)) != (name, str(dtype), dims):
         what = f"found {column.name!r} of type {column.dtype!r} and {len(column.shape)}"
         raise WireError(f"column {name} of type {dtype} and {dims} dimensions an element expected, {what}")
-    found, declared = memoryview(frame).nbytes, column.size * math.prod(column.shape) * dtype.itemsize
+    found = memoryview(frame).nbytes
+    declared = column.size * math.prod(column.shape) * dtype.itemsize
     if found != declared:
         raise WireError(f"column {name}: {column.size} elements declared ({declared} bytes), {found} bytes found")
     array = np.frombuffer(frame, dtype).reshape(column.size, *column.shape)
@@ -243,7 +253,9 @@ def _spread(runs: np.ndarray, tokens: int) -> np.ndarray:
     lengths, versions = runs["length"], runs["version"]
     _refuse((lengths < 1) | (lengths > tokens), "versions: the length of run {} does not fit")
     _refuse(versions != versions.astype(np.int32), "versions: that of run {} is no 32-bit number")
-    if len(runs) > tokens or int(lengths.sum()) != tokens:  # no overflow: the sum is at most the square of a column's length
+    if (
+        len(runs) > tokens or int(lengths.sum()) != tokens
+    ):  # no overflow: the sum is at most the square of a column's length
         raise WireError(f"the columns hold {tokens} elements, the runs of versions {len(runs)} runs of other lengths")
     return np.repeat(versions.astype(np.int32), lengths)
 
@@ -272,7 +284,10 @@ def _check_own(table: np.ndarray, own: np.ndarray) -> None:
 
 
 def _check_table(table: np.ndarray) -> None:
-    _refuse((table["response_length"] < 0) | (table["response_length"] > table["length"]), f"{_OF_TABLE}response_length {_WRONG}")
+    _refuse(
+        (table["response_length"] < 0) | (table["response_length"] > table["length"]),
+        f"{_OF_TABLE}response_length {_WRONG}",
+    )
     _refuse((table["status"] < 0) | (table["status"] >= len(STATUSES)), _OF_TABLE + "unknown status code")
     _refuse(~np.isfinite(table["reward"]), _OF_TABLE + "reward is not finite")
     _refuse(np.isinf(table["baseline"]), _OF_TABLE + "baseline is not finite")
@@ -282,13 +297,17 @@ def _check_lengths(batch: SampleBatch) -> None:
     length, response = (batch.rows[name].astype(np.int64) for name in ("length", "response_length"))
     _refuse((response < 0) | (response > length), f"row {{}}: response_length {_WRONG}")
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
-        declared, found = int((length if name == "tokens" else response).sum()), len(getattr(batch, name))
+        declared = int((length if name == "tokens" else response).sum())
+        found = len(getattr(batch, name))
         if declared != found:
             raise WireError(f"the rows hold {declared} elements of {name}, the column {found}")
     for name, column in batch.extra.items():
-        declared, dims = int(batch.offsets_of(name)[-1]), OPTIONAL[name].dims
+        declared = int(batch.offsets_of(name)[-1])
+        dims = OPTIONAL[name].dims
         if (len(column), column.ndim) != (declared, 1 + dims):
-            raise WireError(f"the rows hold {declared} elements of {name} with {dims} dimensions, the column {column.shape}")
+            raise WireError(
+                f"the rows hold {declared} elements of {name} with {dims} dimensions, the column {column.shape}"
+            )
 
 
 def _check_values(batch: SampleBatch) -> None:

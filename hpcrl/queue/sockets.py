@@ -1,8 +1,9 @@
 """What the sockets of both sides have in common: limits, heartbeats and addresses.
 
-Invariants: a client reads no frame larger than MAX_FRAME, and the server, to which anybody may connect, none larger than
-MAX_PIECE, neither before it knows who is there nor after; a connection whose other end is silent for HEARTBEAT_TIMEOUT is
-given up by libzmq, on both sides; the server listens on one interface, the one that the plan names.
+Invariants: a client reads no frame larger than MAX_FRAME, and the server, to which anybody may connect, none larger
+than MAX_PIECE, neither before it knows who is there nor after; a connection whose other end is silent for
+HEARTBEAT_TIMEOUT is given up by libzmq, on both sides; the server listens on one interface, the one that the plan
+names.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from hpcrl.errors import UsageError
 from hpcrl.plan import Plan
 from hpcrl.queue.messages import MAX_FRAME, MAX_PIECE
 
-#: milliseconds between heartbeats, and of silence until a connection counts as dead.  They are libzmq's own, answered by
-#: its threads whatever Python does; a heartbeat may queue behind a part of 64 MiB, hence not shorter.
+#: milliseconds between heartbeats, and of silence until a connection counts as dead.  They are libzmq's own, answered
+#: by its threads whatever Python does; a heartbeat may queue behind a part of 64 MiB, hence not shorter.
 HEARTBEAT, HEARTBEAT_TIMEOUT = 5_000, 30_000
 #: milliseconds until who has not said who it is must go; it may try again (libzmq's own default is 30 s)
 HANDSHAKE = 10_000
@@ -32,7 +33,8 @@ def set_limits(sock: zmq.Socket, *, server: bool = False) -> None:
     sock.maxmsgsize = MAX_PIECE if server else MAX_FRAME
     sock.handshake_ivl = HANDSHAKE
     sock.sndhwm = sock.rcvhwm = HIGH_WATER
-    sock.heartbeat_ivl, sock.heartbeat_timeout = HEARTBEAT, HEARTBEAT_TIMEOUT
+    sock.heartbeat_ivl = HEARTBEAT
+    sock.heartbeat_timeout = HEARTBEAT_TIMEOUT
     sock.linger = LINGER
     sock.ipv6 = True
 
@@ -43,7 +45,8 @@ def endpoint(host: str, port: int) -> str:
 
 
 def bind_address(plan: Plan) -> str:
-    """The address of the rollout's host, to listen on and to be reached at.  UsageError if it is no single interface."""
+    """The address of the rollout's host, to listen on and to be reached at.  UsageError if it is no single
+    interface."""
     host = plan.rollout.at
     try:
         address = ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -1,1 +1,2 @@
-"""Who sends which rectangle of which tensor to whom: the plan of a weight update, as pure functions of numbers (numpy alone)."""
+"""Who sends which rectangle of which tensor to whom: the plan of a weight update, as pure functions of numbers (numpy
+alone)."""

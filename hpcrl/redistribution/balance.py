@@ -1,8 +1,8 @@
 """Which copy of a part is sent: loads as even as the copies allow.
 
-Invariant: `shares` comes to the least that the busiest rank can send, to a thousandth: of all ways to divide the bytes of each
-set of copies among its ranks, the one with the smallest sum of squares also has the smallest maximum, and giving each set in
-turn the best division beside the others' leads there.
+Invariant: `shares` comes to the least that the busiest rank can send, to a thousandth: of all ways to divide the bytes
+of each set of copies among its ranks, the one with the smallest sum of squares also has the smallest maximum, and
+giving each set in turn the best division beside the others' leads there.
 """
 
 from __future__ import annotations

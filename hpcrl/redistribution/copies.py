@@ -22,9 +22,11 @@ def sources(places: Sequence[Place], tensor: int, area: Rectangle) -> Iterator[t
     """(index in the rank's part, index in the piece) of everything of the rectangle that the part has."""
     top, bottom, left, right = area
     for place in places:
-        first, last = max(top, place.rows[0]), min(bottom, place.rows[1])
+        first = max(top, place.rows[0])
+        last = min(bottom, place.rows[1])
         start = place.columns[0] if place.columns else 0
-        begin, end = max(left, start), min(right, place.columns[1] if place.columns else right)
+        begin = max(left, start)
+        end = min(right, place.columns[1] if place.columns else right)
         if place.tensor == tensor and first < last and begin < end:
             row = place.at + first - place.rows[0]
             yield (
@@ -33,11 +35,15 @@ def sources(places: Sequence[Place], tensor: int, area: Rectangle) -> Iterator[t
             )
 
 
-def targets(rows: Sequence[Sequence[int]], columns: Sequence[int] | None, area: Rectangle) -> Iterator[tuple[Index, Index]]:
-    """(index in what the worker holds, index in the piece); rows: (start, length) one below the other, columns: or None for all."""
+def targets(
+    rows: Sequence[Sequence[int]], columns: Sequence[int] | None, area: Rectangle
+) -> Iterator[tuple[Index, Index]]:
+    """(index in what the worker holds, index in the piece); rows: (start, length) one below the other, columns: or None
+    for all."""
     top, bottom, left, right = area
     start = columns[0] if columns is not None else 0
-    begin, end = max(left, start), min(right, start + columns[1]) if columns is not None else right
+    begin = max(left, start)
+    end = min(right, start + columns[1]) if columns is not None else right
     at = 0
     for row, length in rows:
         first, last = max(top, row), min(bottom, row + length)

@@ -13,11 +13,13 @@ from hpcrl.redistribution.layouts import Part, Pattern
 Span = Sequence[int]  #: (start, length)
 
 
-def held_parts(kind: str, shape: Shape, shapes: Shapes, copies: Sequence[tuple[int, ...]]) -> list[tuple[Shape, Pattern]]:
+def held_parts(
+    kind: str, shape: Shape, shapes: Shapes, copies: Sequence[tuple[int, ...]]
+) -> list[tuple[Shape, Pattern]]:
     """(shape, who holds which part) of each tensor of a rule of `kind`.
 
-    shape: of one rank's part of the parameter; copies: for each part, in order of TP (of an expert's: ETP) rank, the ranks
-    that hold it.
+    shape: of one rank's part of the parameter; copies: for each part, in order of TP (of an expert's: ETP) rank, the
+    ranks that hold it.
     """
     cut = CUTS[kind]
     full = cut.full(shape, shapes)
@@ -30,13 +32,15 @@ def held_parts(kind: str, shape: Shape, shapes: Shapes, copies: Sequence[tuple[i
 
 
 def merged(parts: Iterable[Part]) -> Pattern:
-    """Neighbouring rows of the same columns that the same ranks hold become one part; equal parts of several become one."""
+    """Neighbouring rows of the same columns that the same ranks hold become one part; equal parts of several become
+    one."""
     who: dict[tuple[tuple[int, int], tuple[int, int]], set[int]] = {}
     for part in parts:
         who.setdefault((part.columns, part.rows), set()).update(part.who)
     found: list[Part] = []
     for (columns, rows), ranks in sorted(who.items()):
-        part, last = Part(rows, columns, tuple(sorted(ranks))), found[-1] if found else None
+        part = Part(rows, columns, tuple(sorted(ranks)))
+        last = found[-1] if found else None
         if last and last.columns == columns and last.rows[1] == rows[0] and last.who == part.who:
             found[-1] = Part((last.rows[0], rows[1]), columns, part.who)
         else:
@@ -45,7 +49,8 @@ def merged(parts: Iterable[Part]) -> Pattern:
 
 
 def needed_parts(shape: Shape, spans: Iterable[tuple[int, Sequence[Span], Span | None]]) -> Pattern:
-    """What workers need of a tensor; spans: (worker, rows that it holds, its columns or None for all), as a manifest has them."""
+    """What workers need of a tensor; spans: (worker, rows that it holds, its columns or None for all), as a manifest
+    has them."""
     width = shape[1] if len(shape) > 1 else 1
     who: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
     for worker, rows, columns in spans:

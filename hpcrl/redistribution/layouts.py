@@ -1,4 +1,5 @@
-"""Both sides of a weight update as numbers: which rectangles of each tensor every trainer rank holds and every worker needs.
+"""Both sides of a weight update as numbers: which rectangles of each tensor every trainer rank holds and every worker
+needs.
 
     layouts = Layouts()
     held = layouts.pattern([Part((0, 4), (0, 8), (0, 2)), Part((4, 8), (0, 8), (1, 3))])     # two halves, two copies of each
@@ -6,8 +7,8 @@
 
 A large model has tens of thousands of tensors and few patterns, so a tensor names its pattern by number.
 
-Invariants: a tensor has two dimensions, (rows, columns), a vector (length, 1); the parts that are held of one are disjoint
-and together are the whole; a part that is needed lies inside it.
+Invariants: a tensor has two dimensions, (rows, columns), a vector (length, 1); the parts that are held of one are
+disjoint and together are the whole; a part that is needed lies inside it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Worker:
 
 @dataclass
 class Layouts:
-    """Every tensor of an update, by columns: name, shape, bytes of an element, and the numbers of both of its patterns."""
+    """Every tensor of an update, by columns: name, shape, bytes of an element, and the numbers of both of its
+    patterns."""
 
     names: list[str] = field(default_factory=list)
     shapes: list[tuple[int, int]] = field(default_factory=list)

@@ -3,13 +3,13 @@
     plan = redistribute(layouts, workers, ranks=64, limit=256 * 2**20)
     plan.sent(), plan.received()             # bytes of each rank, of each landing
 
-A *landing* is a host with workers of engines.  What several workers of a host need is sent there once and shared among them.
-Where several engines need the same in the same cut, either each gets it from the trainer, from whichever copies are least
-busy, or a landing hands on what it got to the next (`relays`): whichever the plan finds cheaper.
+A *landing* is a host with workers of engines.  What several workers of a host need is sent there once and shared among
+them. Where several engines need the same in the same cut, either each gets it from the trainer, from whichever copies
+are least busy, or a landing hands on what it got to the next (`relays`): whichever the plan finds cheaper.
 
-Invariants: every element that a landing's workers need reaches it exactly once; the busiest rank sends no more than the least
-possible beside rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and every landing, for which what
-it reads in place is none.
+Invariants: every element that a landing's workers need reaches it exactly once; the busiest rank sends no more than the
+least possible beside rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and every
+landing, for which what it reads in place is none.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Landing:
 class Redistribution:
     """The pieces as columns of int64, in the order of rounds, and within one of (sender, landing).
 
-    tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; landing; round.  relays[i]:
-    the landing that hands everything on to landing i (which then has no pieces of its own), or -1.  hosts: of each rank.
+    tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; landing; round.
+    relays[i]: the landing that hands everything on to landing i (which then has no pieces of its own), or -1.  hosts:
+    of each rank.
     in_place: bytes of a landing's own host are read where they lie.
     """
 
@@ -84,8 +85,12 @@ class Redistribution:
 
     def _far(self) -> np.ndarray:
         """Whether each piece goes to another host."""
-        places = {host: number for number, host in enumerate(dict.fromkeys((*self.hosts, *(x.host for x in self.landings))))}
-        rank, landing = (np.asarray([places[host] for host in found]) for found in (self.hosts, [x.host for x in self.landings]))
+        places = {
+            host: number for number, host in enumerate(dict.fromkeys((*self.hosts, *(x.host for x in self.landings))))
+        }
+        rank, landing = (
+            np.asarray([places[host] for host in found]) for found in (self.hosts, [x.host for x in self.landings])
+        )
         return rank[self.sender] != landing[self.landing]
 
     def received(self) -> np.ndarray:
@@ -105,7 +110,8 @@ class Redistribution:
         return landing
 
     def largest(self) -> tuple[int, int]:
-        """(most bytes that a rank packs for one round, most that a landing takes in one), with the gaps between pieces."""
+        """(most bytes that a rank packs for one round, most that a landing takes in one), with the gaps between
+        pieces."""
         packed, found = padded(self.nbytes), []
         taken = packed * self._far() if self.in_place else packed
         for sizes, who, count in ((packed, self.sender, self.ranks), (taken, self.landing, len(self.landings))):
@@ -126,9 +132,10 @@ def redistribute(
 ) -> Redistribution:
     """The plan, the same wherever it is made.
 
-    hosts: of each rank; limit: bytes that a rank packs, and a landing takes, in one round.  Copies on a landing's own host are
-    taken before others.  in_place: a landing reads where they lie the bytes of ranks of its own host, so they take none of its memory
-    and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is below 64 bytes.
+    hosts: of each rank; limit: bytes that a rank packs, and a landing takes, in one round.  Copies on a landing's own
+    host are taken before others.  in_place: a landing reads where they lie the bytes of ranks of its own host, so they
+    take none of its memory and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is
+    below 64 bytes.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")
@@ -142,7 +149,8 @@ def redistribute(
 
 
 def busiest(plan: Redistribution) -> float:
-    """Bytes through the busiest link; a rank has one and each worker has one, with two directions; within a host they are free."""
+    """Bytes through the busiest link; a rank has one and each worker has one, with two directions; within a host they
+    are free."""
     relayed = np.asarray([up >= 0 for up in plan.relays])
     arriving = np.where(relayed, plan.received(), plan.arriving())
     there = np.maximum(arriving, plan.handed_on()) / np.asarray([len(landing.workers) for landing in plan.landings])
@@ -150,7 +158,8 @@ def busiest(plan: Redistribution) -> float:
 
 
 def _chain(layouts: Layouts, landings: Sequence[Landing], near: set[str]) -> tuple[int, ...]:
-    """For each landing the one before it that needs the same of every tensor, or -1; none for those on the ranks' own hosts."""
+    """For each landing the one before it that needs the same of every tensor, or -1; none for those on the ranks' own
+    hosts."""
     patterns = [layouts.patterns[number] for number in sorted(set(layouts.needed))]
     last: dict[tuple[object, ...], int] = {}
     found = []
@@ -159,14 +168,21 @@ def _chain(layouts: Layouts, landings: Sequence[Landing], near: set[str]) -> tup
         if landing.host in near:
             found.append(-1)
             continue
-        key = tuple(frozenset((p.rows, p.columns) for p in pattern if not mine.isdisjoint(p.who)) for pattern in patterns)
+        key = tuple(
+            frozenset((p.rows, p.columns) for p in pattern if not mine.isdisjoint(p.who)) for pattern in patterns
+        )
         found.append(last.get(key, -1))
         last[key] = number
     return tuple(found)
 
 
 def _ordered(
-    layouts: Layouts, landings: Sequence[Landing], relays: tuple[int, ...], hosts: tuple[str, ...], limit: int, in_place: bool
+    layouts: Layouts,
+    landings: Sequence[Landing],
+    relays: tuple[int, ...],
+    hosts: tuple[str, ...],
+    limit: int,
+    in_place: bool,
 ) -> Redistribution:
     """Pieces with senders and rounds."""
     roots = [landing if up < 0 else None for landing, up in zip(landings, relays, strict=True)]
@@ -186,11 +202,13 @@ def _ordered(
     return Redistribution(layouts, tuple(landings), relays, hosts, limit, in_place, **columns)
 
 
-def _pieces(layouts: Layouts, landings: Sequence[Landing | None], hosts: Sequence[str]) -> tuple[list[tuple[int, ...]], Columns]:
+def _pieces(
+    layouts: Layouts, landings: Sequence[Landing | None], hosts: Sequence[str]
+) -> tuple[list[tuple[int, ...]], Columns]:
     """(sets of copies, what each landing needs, in order of tensors); "set" says which copies there are of a piece."""
-    kinds = np.column_stack([np.asarray(layouts.shapes).reshape(-1, 2), layouts.items, layouts.held, layouts.needed]).astype(
-        np.int64
-    )
+    kinds = np.column_stack(
+        [np.asarray(layouts.shapes).reshape(-1, 2), layouts.items, layouts.held, layouts.needed]
+    ).astype(np.int64)
     unique, members = np.unique(kinds, axis=0, return_inverse=True)
     order = np.argsort(members.reshape(-1), kind="stable")
     bounds = np.searchsorted(members.reshape(-1)[order], np.arange(len(unique) + 1))
@@ -234,7 +252,9 @@ def _bands(pieces: Columns, low: str, high: str, count: np.ndarray) -> Columns:
     """Each piece as `count` bands of (nearly) equal width between `low` and `high`."""
     source = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-    start, width, parts = pieces[low][source], (pieces[high] - pieces[low])[source], count[source]
+    start = pieces[low][source]
+    width = (pieces[high] - pieces[low])[source]
+    parts = count[source]
     cut = {name: column[source] for name, column in pieces.items()}
     cut[low], cut[high] = start + width * number // parts, start + width * (number + 1) // parts
     return _weighed(cut)
@@ -243,8 +263,8 @@ def _bands(pieces: Columns, low: str, high: str, count: np.ndarray) -> Columns:
 def _sent_by(pieces: Columns, sets: list[tuple[int, ...]], ranks: int, limit: int) -> Columns:
     """The pieces with their senders, and "at": how far along each lies, from 0 to 1, among those with the same copies.
 
-    A set of copies takes turns, in runs of no more than a round's bytes, each member as long as its share is; a piece that lies
-    over the end of a turn is cut between two rows.
+    A set of copies takes turns, in runs of no more than a round's bytes, each member as long as its share is; a piece
+    that lies over the end of a turn is cut between two rows.
     """
     amounts = np.bincount(pieces["set"], pieces["nbytes"], minlength=len(sets))
     divided = shares(sets, amounts, ranks)
@@ -279,7 +299,10 @@ def _cut_at(pieces: Columns, edges: np.ndarray) -> Columns:
     """The pieces, cut at the rows that lie nearest to the bytes `edges` of all of them one after the other."""
     end = np.cumsum(pieces["nbytes"])
     which = np.minimum(np.searchsorted(end, edges, side="left"), len(end) - 1)
-    begin, width = end[which] - pieces["nbytes"][which], (pieces["right"] - pieces["left"])[which] * pieces["item"][which]
+    begin, width = (
+        end[which] - pieces["nbytes"][which],
+        (pieces["right"] - pieces["left"])[which] * pieces["item"][which],
+    )
     row = pieces["top"][which] + np.rint((edges - begin) / width).astype(np.int64)
     inside = (row > pieces["top"][which]) & (row < pieces["bottom"][which])
     cuts = np.unique(np.column_stack([which[inside], row[inside]]), axis=0)

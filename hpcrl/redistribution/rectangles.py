@@ -1,6 +1,7 @@
 """Rectangles: what one place needs of a tensor, cut where those who hold it change.
 
-Invariant: what `wanted` gives is disjoint, together exactly what is needed, and each of it is held whole by all that it names.
+Invariant: what `wanted` gives is disjoint, together exactly what is needed, and each of it is held whole by all that it
+names.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def _place(rows: list[int], columns: list[int], own_rows: Segment, own_columns: 
 
 
 def _joined(grid: np.ndarray) -> list[tuple[int, int, int, int, int]]:
-    """Neighbouring cells with the same number as (first row, end, first column, end, number); those with 0 are left out."""
-    open_, done = dict[tuple[int, int, int], int](), list[tuple[int, int, int, int, int]]()
+    """Neighbouring cells with the same number as (first row, end, first column, end, number); those with 0 are left
+    out."""
+    open_ = dict[tuple[int, int, int], int]()
+    done = list[tuple[int, int, int, int, int]]()
     for row in range(grid.shape[0] + 1):
         runs = _runs(grid[row]) if row < grid.shape[0] else set()
         for run in [run for run in open_ if run not in runs]:

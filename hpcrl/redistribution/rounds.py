@@ -1,7 +1,7 @@
 """The order of the pieces, and rounds that bound memory: in one round nobody sends or receives more than a limit.
 
-Invariant: whatever the pieces, in each round every rank sends and every host receives at most `limit` bytes, counted with the
-gaps between pieces; a round is a run of neighbours in the order of the pieces.
+Invariant: whatever the pieces, in each round every rank sends and every host receives at most `limit` bytes, counted
+with the gaps between pieces; a round is a run of neighbours in the order of the pieces.
 """
 
 from __future__ import annotations

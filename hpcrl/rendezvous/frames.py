@@ -32,7 +32,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """values: of the keys, in order (get, swap); amount: the sum (add), how many keys (count), 0 or 1 (check, delete)."""
+    """values: of the keys, in order (get, swap); amount: the sum (add), how many keys (count), 0 or 1 (check,
+    delete)."""
 
     number: int
     values: list[bytes] = []

@@ -1,7 +1,7 @@
 """The server of a store: a thread beside whatever opened it, on one address, for holders of the run's keys alone.
 
-Invariants: a peer has proved to hold its key (CURVE, ZeroMQ RFC 26) before anything that it says is read; until then it can
-make the server keep a few hundred bytes, and for HANDSHAKE milliseconds; what a peer says never ends the server.
+Invariants: a peer has proved to hold its key (CURVE, ZeroMQ RFC 26) before anything that it says is read; until then it
+can make the server keep a few hundred bytes, and for HANDSHAKE milliseconds; what a peer says never ends the server.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ class StoreServer:
         self._door.bind(ZAP)
         self._socket = self._context.socket(zmq.ROUTER)
         auth.lock_server(self._socket, keys)
-        self._socket.maxmsgsize, self._socket.ipv6, self._socket.linger = MAX_ASK, True, 1_000
-        self._socket.handshake_ivl, self._socket.backlog = HANDSHAKE, 512
+        self._socket.maxmsgsize = MAX_ASK
+        self._socket.ipv6 = True
+        self._socket.linger = 1_000
+        self._socket.handshake_ivl = HANDSHAKE
+        self._socket.backlog = 512
         self._socket.sndhwm = self._socket.rcvhwm = 0  # members ask one thing at a time
         self.address = address
         try:
@@ -43,7 +46,9 @@ class StoreServer:
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(0)
             reason = error.strerror or str(error)
-            raise UsageError(f"cannot listen on {address}: {reason}", "does the plan name this host? see --interface") from error
+            raise UsageError(
+                f"cannot listen on {address}: {reason}", "does the plan name this host? see --interface"
+            ) from error
         self.port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)

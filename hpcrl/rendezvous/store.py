@@ -3,9 +3,10 @@
     store = KeyedStore(host, port, keys, timeout)
     torch.distributed.init_process_group("gloo", store=store, rank=..., world_size=...)
 
-torch's own TCPStore takes keys and values from whoever finds its port, and where the members of a group find one another,
-an address planted there is as good as the right one.  Invariants: what this store returns was put there by a member of the
-run; every call ends within the store's timeout, or as soon as `check` says that there is nothing left to wait for.
+torch's own TCPStore takes keys and values from whoever finds its port, and where the members of a group find one
+another, an address planted there is as good as the right one.  Invariants: what this store returns was put there by a
+member of the run; every call ends within the store's timeout, or as soon as `check` says that there is nothing left to
+wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
 from hpcrl.rendezvous.frames import Answer, Ask, Verb, to_answer, to_bytes
 
 LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
-KNOCK = 1.0  #: seconds that a look at the server's port may take; between two of them pass LOOK, twice that, four times, ...
+#: seconds that a look at the server's port may take; between two of them pass LOOK, twice that, four times, ...
+KNOCK = 1.0
 
 
 def nothing() -> None:
@@ -33,10 +35,11 @@ def nothing() -> None:
 
 
 class KeyedStore(Store):
-    """A member's view.  check: called now and then during a wait, may raise.  Threads share it, each with a connection of its own.
+    """A member's view.  check: called now and then during a wait, may raise.  Threads share it, each with a connection
+    of its own.
 
-    Whoever hands it to torch keeps it too, for as long as torch uses it: torch keeps the part of it alone that is torch's.
-    DistStoreError if the server does not answer, or a key does not appear, in time.
+    Whoever hands it to torch keeps it too, for as long as torch uses it: torch keeps the part of it alone that is
+    torch's. DistStoreError if the server does not answer, or a key does not appear, in time.
     """
 
     def __init__(
@@ -44,8 +47,12 @@ class KeyedStore(Store):
     ) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self.host, self.port, self._keys, self._check = host, port, keys, check
-        self._mine, self._pid = threading.local(), os.getpid()
+        self.host = host
+        self.port = port
+        self._keys = keys
+        self._check = check
+        self._mine = threading.local()
+        self._pid = os.getpid()
 
     # ---- what torch calls
 
@@ -86,7 +93,9 @@ class KeyedStore(Store):
         return True
 
     # torch asks for these under the names that they have in C++
-    deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api
+    deleteKey = delete_key
+    getNumKeys = num_keys
+    hasExtendedApi = has_extended_api
 
     def clone(self) -> KeyedStore:
         return self  # threads have connections of their own anyway
@@ -94,13 +103,20 @@ class KeyedStore(Store):
     # ---- how
 
     def _ask(
-        self, verb: Verb, keys: list[str] | None = None, values: list[bytes] | None = None, amount: int = 0, seconds: float = 0
+        self,
+        verb: Verb,
+        keys: list[str] | None = None,
+        values: list[bytes] | None = None,
+        amount: int = 0,
+        seconds: float = 0,
     ) -> Answer:
         """Ask, and wait for the answer."""
         seconds = seconds or self.timeout.total_seconds()
         connection = self._connection()
         self._mine.number = number = self._mine.number + 1
-        end, knock, pause = time.monotonic() + seconds, time.monotonic(), LOOK
+        end = time.monotonic() + seconds
+        knock = time.monotonic()
+        pause = LOOK
         connection.send(to_bytes(Ask(number, verb, keys or [], values or [], amount)))
         while True:
             left = end - time.monotonic()
@@ -110,7 +126,9 @@ class KeyedStore(Store):
                     return answer
             elif left <= 0:
                 what = ", ".join((keys or [])[:3])
-                raise DistStoreError(f"the store at {self.host}:{self.port} did not answer {verb} {what} within {seconds:.0f} s")
+                raise DistStoreError(
+                    f"the store at {self.host}:{self.port} did not answer {verb} {what} within {seconds:.0f} s"
+                )
             else:
                 self._check()
                 if time.monotonic() > knock:
@@ -120,7 +138,8 @@ class KeyedStore(Store):
     def _knock(self, verb: Verb) -> None:
         """DistStoreError if nobody listens at the server's port any more: it ended, and no answer will ever come.
 
-        ZeroMQ alone would connect again and again, and torchrun on all hosts but the server's wait for minutes as they end.
+        ZeroMQ alone would connect again and again, and torchrun on all hosts but the server's wait for minutes as they
+        end.
         """
         try:
             socket.create_connection((self.host, self.port), timeout=KNOCK).close()
@@ -132,19 +151,23 @@ class KeyedStore(Store):
     def _connection(self) -> zmq.Socket:
         """This thread's own; a forked process has new ones.
 
-        All are in the process's one context: that of a store would end with it, and where the store is part of a cycle of garbage
-        wait without end for connections that are collected after it.
+        All are in the process's one context: that of a store would end with it, and where the store is part of a cycle
+        of garbage wait without end for connections that are collected after it.
         """
         if self._pid != os.getpid():
-            self._pid, self._mine = os.getpid(), threading.local()
+            self._pid = os.getpid()
+            self._mine = threading.local()
         found = getattr(self._mine, "socket", None)
         if found is None:
             found = zmq.Context.instance().socket(zmq.DEALER)
             auth.lock_client(found, self._keys)
-            found.ipv6, found.linger = True, 1_000
-            found.heartbeat_ivl, found.heartbeat_timeout = HEARTBEAT, HEARTBEAT_TIMEOUT
+            found.ipv6 = True
+            found.linger = 1_000
+            found.heartbeat_ivl = HEARTBEAT
+            found.heartbeat_timeout = HEARTBEAT_TIMEOUT
             found.connect(endpoint(self.host, self.port))
-            self._mine.socket, self._mine.number = found, 0
+            self._mine.socket = found
+            self._mine.number = 0
         return found
 
 

@@ -1,6 +1,7 @@
 """What a run says at its end: what there is to look at and to go on with, and held-out accuracy before and after.
 
-Invariant: the numbers come from metrics.jsonl and from nowhere else; a command is named only where it has something to work on.
+Invariant: the numbers come from metrics.jsonl and from nowhere else; a command is named only where it has something to
+work on.
 """
 
 from __future__ import annotations
@@ -22,25 +23,32 @@ def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
     for row in read_metrics(directory / "metrics.jsonl"):
         for name, value in row.items():
             if name.startswith("eval/") and name.endswith("/accuracy") and value is not None:
-                found.setdefault(name.removeprefix("eval/").removesuffix("/accuracy"), []).append((row["rollout_id"], value))
+                found.setdefault(name.removeprefix("eval/").removesuffix("/accuracy"), []).append(
+                    (row["rollout_id"], value)
+                )
     return found
 
 
 def closing_line(directory: Path, root: Path) -> str:
     """`held-out accuracy: 0.41 -> 0.83  runs/...`, or where the run lies if nothing was evaluated.
 
-    Several sets stand each with its name; after one evaluation alone there is one number; means outside of 0 to 1 are no accuracy,
-    but a mean reward.  directory: the stage whose evaluations count; root: the run.
+    Several sets stand each with its name; after one evaluation alone there is one number; means outside of 0 to 1 are
+    no accuracy, but a mean reward.  directory: the stage whose evaluations count; root: the run.
     """
     where, sets = _shown(root), held_out(directory)
     if not sets:
         return f"finished  {where}"
     shown = {
-        name: " -> ".join(f"{points[i][1]:.2f}" for i in ((0, -1) if len(points) > 1 else (0,))) for name, points in sets.items()
+        name: " -> ".join(f"{points[i][1]:.2f}" for i in ((0, -1) if len(points) > 1 else (0,)))
+        for name, points in sets.items()
     }
     every = [value for points in sets.values() for _, value in points]
     what = "accuracy" if all(0 <= value <= 1 for value in every) else "mean reward"
-    values = ", ".join(f"{name} {numbers}" for name, numbers in shown.items()) if len(shown) > 1 else next(iter(shown.values()))
+    values = (
+        ", ".join(f"{name} {numbers}" for name, numbers in shown.items())
+        if len(shown) > 1
+        else next(iter(shown.values()))
+    )
     return f"held-out {what}: {values}  {where}"
 
 

@@ -73,7 +73,9 @@ def draw(rundir: RunDir, title: str = "") -> bool:
     """Draw curves.png; False if there is nothing to draw, matplotlib is not installed, or the disk is full."""
     rows = list(read_metrics(rundir.metrics_file))
     panels = [(panel, curves) for panel in PANELS if (curves := series(rows, panel.metrics))]
-    if any(panel.title == "reward" for panel, _ in panels):  # the policy loss is 0 where its ratios are 1: it says nothing
+    if any(
+        panel.title == "reward" for panel, _ in panels
+    ):  # the policy loss is 0 where its ratios are 1: it says nothing
         panels = [(panel, curves) for panel, curves in panels if panel.title != "loss"]
     if not panels:
         return False

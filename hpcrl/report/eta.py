@@ -1,7 +1,7 @@
 """How long a stage still takes, from the steps it has logged.
 
-Invariant: pure; an estimate uses the last WINDOW steps only, and medians, so that neither a slow start, a restart nor one
-long checkpoint moves it much.
+Invariant: pure; an estimate uses the last WINDOW steps only, and medians, so that neither a slow start, a restart nor
+one long checkpoint moves it much.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def evaluated(row: dict[str, Any]) -> bool:
 
 
 def waited_for(row: dict[str, Any]) -> bool:
-    """Whether the record is of an evaluation that the trainer has waited for: one beside the training names its policy version."""
+    """Whether the record is of an evaluation that the trainer has waited for: one beside the training names its policy
+    version."""
     return evaluated(row) and not any(name.startswith("eval/") and name.endswith("/policy_version") for name in row)
 
 
 def step_time(rows: list[dict[str, Any]]) -> float | None:
-    """Median seconds of the last steps, or None if none is known.  rows: the last records of metrics.jsonl, in order."""
+    """Median seconds of the last steps, or None if none is known.  rows: the last records of metrics.jsonl, in
+    order."""
     times = [row["perf/step_time"] for row in step_rows(rows) if number(row.get("perf/step_time"))]
     return median(times[-WINDOW:]) if times else None
 
@@ -86,4 +88,6 @@ def due(step: int, interval: int | None) -> bool:
 
 def number(value: object) -> bool:
     """Whether it is a number that counts: what was not finite is logged as null, and nothing here reaches LARGEST."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST  # false for not-a-number
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    )  # false for not-a-number

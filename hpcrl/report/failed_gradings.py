@@ -2,7 +2,8 @@
 
 Their samples count with reward 0, so the means of a run are only as good as these counts are small.
 
-Invariant: the counts come from metrics.jsonl, the place from the samples of the last record that has any; nothing else is read.
+Invariant: the counts come from metrics.jsonl, the place from the samples of the last record that has any; nothing else
+is read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from hpcrl.report.eta import number
 
 _COUNT = re.compile(r"(?:rollout|eval/(.+))/reward_(?:errors|timeouts)")
 _PLACE = re.compile(r" \(([^()]+:\d+) in [^()]+\)$")
-MOST, LONGEST = 10_000, 100  #: samples that are looked through for a reason; its characters
+#: samples that are looked through for a reason; its characters
+MOST = 10_000
+LONGEST = 100
 
 
 def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -37,7 +40,9 @@ def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     for what in sorted(counts, reverse=True):
         reason = _reason(stage, *last[what])
         few = "grading" if counts[what] == 1 else "gradings"
-        lines.append(f"{counts[what]:.0f} {what} {few} failed{since} and counted as reward 0{f' ({reason})' if reason else ''}")
+        lines.append(
+            f"{counts[what]:.0f} {what} {few} failed{since} and counted as reward 0{f' ({reason})' if reason else ''}"
+        )
     return lines
 
 

@@ -1,7 +1,8 @@
 """The end of a file that may be long and may still grow: its last lines, and those that come.
 
-Invariants: what is read does not grow with the length of the file, and each byte that comes is read once; a line counts when its
-newline is there, so that half of one is never taken; a file that cannot be read has no lines, since it may come yet.
+Invariants: what is read does not grow with the length of the file, and each byte that comes is read once; a line counts
+when its newline is there, so that half of one is never taken; a file that cannot be read has no lines, since it may
+come yet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ FARTHEST = 1 << 23  #: bytes that are looked at for the last lines, and that are
 
 
 def last_lines(path: Path, count: int | None = None, within: int = FARTHEST) -> list[bytes]:
-    """The last `count` lines (None: all) that lie whole within the last `within` bytes of a file, without their newlines."""
+    """The last `count` lines (None: all) that lie whole within the last `within` bytes of a file, without their
+    newlines."""
     try:
         with open_regular(path) as file:
             return _backwards(file, file.seek(0, os.SEEK_END), count, within)[0]
@@ -33,7 +35,9 @@ def end_of_text(path: Path) -> str:
 def _backwards(file: BinaryIO, end: int, count: int | None, within: int) -> tuple[list[bytes], bytes]:
     """(the lines, what follows the last newline) of a file of `end` bytes."""
     start = max(0, end - within)
-    at, blocks, newlines = end, list[bytes](), 0
+    at = end
+    blocks = list[bytes]()
+    newlines = 0
     while at > start and (count is None or newlines <= count):
         size = min(BLOCK, at - start)
         at -= size
@@ -50,14 +54,17 @@ class FileTail:
     """Follows one file.  rest: what follows the last newline that was seen."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.rest = path, b""
-        self._at, self._file = 0, 0
+        self.path = path
+        self.rest = b""
+        self._at = 0
+        self._file = 0
 
     def last(self, count: int) -> list[bytes]:
         """The last `count` lines; what comes after them is left to `new`."""
         try:
             with open_regular(self.path) as file:
-                self._file, self._at = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+                self._file = os.fstat(file.fileno()).st_ino
+                self._at = file.seek(0, os.SEEK_END)
                 lines, self.rest = _backwards(file, self._at, count, FARTHEST)
         except OSError:
             return []
@@ -69,7 +76,9 @@ class FileTail:
             with open_regular(self.path) as file:
                 number = os.fstat(file.fileno()).st_ino
                 if number != self._file or file.seek(0, os.SEEK_END) < self._at:
-                    self._file, self._at, self.rest = number, 0, b""
+                    self._file = number
+                    self._at = 0
+                    self.rest = b""
                 file.seek(self._at)
                 data = file.read(FARTHEST)
         except OSError:

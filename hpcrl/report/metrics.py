@@ -1,7 +1,7 @@
 """Metrics of a run: one JSON line a record in metrics.jsonl, and the same numbers as TensorBoard events.
 
-Invariant: only trainer rank 0 writes; a step stands in metrics.jsonl once, whatever was killed and resumed, and a reader
-sees whole lines only.
+Invariant: only trainer rank 0 writes; a step stands in metrics.jsonl once, whatever was killed and resumed, and a
+reader sees whole lines only.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class MetricsLog:
     """The writer of a run's metrics."""
 
     def __init__(self, rundir: RunDir) -> None:
-        self.path, self.rundir = rundir.metrics_file, rundir
+        self.path = rundir.metrics_file
+        self.rundir = rundir
         self.events: EventFile | NoEvents | None = None
         self._purge: int | None = None
         self._size = 0  # bytes that must be there
@@ -70,8 +71,8 @@ class MetricsLog:
     def truncate(self, rollout_id: int) -> None:
         """Forget what is logged for `rollout_id` and later, and a torn last line: those steps come again.
 
-        At 0, what was logged before the first step (-1) goes too.  If earlier steps are missing, because the file was removed or
-        damaged, the log says so.
+        At 0, what was logged before the first step (-1) goes too.  If earlier steps are missing, because the file was
+        removed or damaged, the log says so.
         """
         first = rollout_id if rollout_id > 0 else -1
         kept = [row for row in read_metrics(self.path) if row["rollout_id"] < first]
@@ -85,7 +86,10 @@ class MetricsLog:
 
     def evaluated(self, rollout_id: int) -> bool:
         """Whether an evaluation after `rollout_id`, or a later one, is logged."""
-        return any(row["rollout_id"] >= rollout_id and any(k.startswith("eval/") for k in row) for row in read_metrics(self.path))
+        return any(
+            row["rollout_id"] >= rollout_id and any(k.startswith("eval/") for k in row)
+            for row in read_metrics(self.path)
+        )
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Add one record; a number that is not finite is written as null.  HpcrlError when it cannot be written."""
@@ -100,7 +104,9 @@ class MetricsLog:
                 self.events = open_events(at, self.rundir.attempt, self._purge)
             self.events.add(rollout_id + 1, values)
         except OSError as error:
-            raise HpcrlError(f"cannot write {at}: {words(error, at)}", f"{mend(error)}, then continue with --resume") from error
+            raise HpcrlError(
+                f"cannot write {at}: {words(error, at)}", f"{mend(error)}, then continue with --resume"
+            ) from error
 
     def _add(self, line: bytes) -> None:
         """A line at the end, or nothing.  OSError."""
@@ -143,8 +149,8 @@ class NoEvents:
 class EventFile:
     """One event file, written at once and by this thread, so that a full disk is seen where it happens.
 
-    The package's own protobuf classes and record format are used; torch.utils.tensorboard would add a writer thread that
-    reports a failed write one step late.
+    The package's own protobuf classes and record format are used; torch.utils.tensorboard would add a writer thread
+    that reports a failed write one step late.
     """
 
     def __init__(self, directory: Path, attempt: int, purge: int | None) -> None:
@@ -153,7 +159,8 @@ class EventFile:
 
         directory.mkdir(exist_ok=True, mode=0o700)
         name = f"events.out.tfevents.{int(time.time()):010d}.attempt-{attempt}"
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
         self._records = RecordWriter((directory / name).open("wb"))
         self._write(file_version="brain.Event:2")
         if purge is not None:

@@ -1,7 +1,8 @@
 """Progress on the screen: of a stage, whose metrics.jsonl the launcher follows, and of a conversion.
 
 Invariant: it only reads, and reads every byte once; on a terminal it is one bar and the numbers that matter below it,
-elsewhere a line every few seconds, so that a job's log stays readable.  Until the first step is done it says what is waited for.
+elsewhere a line every few seconds, so that a job's log stays readable.  Until the first step is done it says what is
+waited for.
 """
 
 from __future__ import annotations
@@ -42,14 +43,20 @@ class Progress:
     """One bar for one stage.  total: rollouts; the trainer corrects it if it is not known before."""
 
     def __init__(self, rundir: RunDir, title: str, total: int | None) -> None:
-        self.rundir, self.title, self.total = rundir, title, total
+        self.rundir = rundir
+        self.title = title
+        self.total = total
         self.done = 0
         self.latest: dict[str, Any] = {}
         self.accuracy: dict[str, float | None] = {}
-        self._tail, self._looked = FileTail(rundir.metrics_file), 0.0
+        self._tail = FileTail(rundir.metrics_file)
+        self._looked = 0.0
         self._begun = self._told = self._said = time.monotonic()
-        self._line, self._working, self._awaits = "", False, ""
-        self._bar, self._closed = _bar(strip_control(title), total), False
+        self._line = ""
+        self._working = False
+        self._awaits = ""
+        self._bar = _bar(strip_control(title), total)
+        self._closed = False
 
     def poll(self) -> None:
         """Look at the run and bring the screen up to date.  Cheap: may be called as often as one likes."""
@@ -66,11 +73,15 @@ class Progress:
         while lines := self._tail.new():
             for row in filter(None, map(parse_record, lines)):
                 if step_rows([row]):
-                    self.latest, self.done = row, row["rollout_id"] + 1
-                found = {k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")}
+                    self.latest = row
+                    self.done = row["rollout_id"] + 1
+                found = {
+                    k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")
+                }
                 self.accuracy |= found
         if not self._working and (trainer := find(self.rundir, TrainerPeer)):
-            self._working, self.total = True, trainer.total
+            self._working = True
+            self.total = trainer.total
             self.done = max(self.done, trainer.start)
         self._awaits = "" if self.latest else awaited(self.rundir)
 
@@ -81,14 +92,18 @@ class Progress:
         bar.show(strip_control(self.title + phase), self.done, self.total, strip_control(self.text() or self._awaits))
 
     def _tell(self, now: float) -> None:
-        """A line, unless it would say the same again; of what is waited for now and then, so that a log shows that it is."""
-        count = "" if self.total == 0 else f"{self.done}/{'?' if self.total is None else self.total}  "  # an evaluation alone
+        """A line, unless it would say the same again; of what is waited for now and then, so that a log shows that it
+        is."""
+        count = (
+            "" if self.total == 0 else f"{self.done}/{'?' if self.total is None else self.total}  "
+        )  # an evaluation alone
         waits = self._awaits if self._working else f"starting: {self._awaits}"
         line = f"{self.title}: {count}{self.text() or waits}"
         if line != self._line or (self._awaits and now - self._said >= AGAIN):
             _print_line(line, now - self._begun)
             self._said = now
-        self._line, self._told = line, now
+        self._line = line
+        self._told = now
 
     def text(self) -> str:
         """The latest numbers in one line."""
@@ -117,8 +132,12 @@ class Meter:
     """How far a conversion is.  A context; total: how many units, bytes if `size` is given."""
 
     def __init__(self, title: str, total: int, unit: str, size: bool = False) -> None:
-        self.title, self.total, self.unit, self.size = title, total, unit, size
-        self.done, self._begun = 0, time.monotonic()
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.size = size
+        self.done = 0
+        self._begun = time.monotonic()
         self._shown = self._begun
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 """A run directory as files: what launcher, roles and trainer have left in it, for those who look from outside.
 
-Invariants: it only reads; a file that is missing, half written or damaged counts as absent and, if it was there, is noted;
-the cost does not grow with the length of the run, since of metrics.jsonl only the end is read.
+Invariants: it only reads; a file that is missing, half written or damaged counts as absent and, if it was there, is
+noted; the cost does not grow with the length of the run, since of metrics.jsonl only the end is read.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class StageFiles:
         with contextlib.suppress(OSError), open_regular(self.root / "metrics.jsonl") as file:
             row = parse_record(file.readline(1 << 20))
             if row is not None and row["rollout_id"] > 0:
-                self.notes.append(f"metrics.jsonl begins with step {row['rollout_id']}: what came before was removed from it")
+                self.notes.append(
+                    f"metrics.jsonl begins with step {row['rollout_id']}: what came before was removed from it"
+                )
 
 
 @dataclass
@@ -160,7 +162,8 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """The log to read first after a failure: of the role that failed first, else the job's last, else their directory."""
+        """The log to read first after a failure: of the role that failed first, else the job's last, else their
+        directory."""
         if self.stage and self.stage.failure:
             return self.stage.log_of(self.stage.failure)
         logs = self.root / "logs"

@@ -1,8 +1,8 @@
 """What a run is doing: the run directory and, where there is one, the scheduler's word, judged into one Status.
 
-Phases: `pending` (waits in the scheduler's queue), `preparing`, `starting`, `running`, `saving`, `requeued` (ended early, to
-be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it should be at work
-and gives no sign of life.
+Phases: `pending` (waits in the scheduler's queue), `preparing`, `starting`, `running`, `saving`, `requeued` (ended
+early, to be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it should
+be at work and gives no sign of life.
 
 Invariant: pure but for the reading of the directory; a launcher's word counts only as long as it is fresh, or final and
 newer than the job that is in the queue now.
@@ -70,23 +70,34 @@ class Status(msgspec.Struct):
 
 
 def judge_run(
-    run: Run, now: float, queued: QueuedJob | None = None, here: bool | None = None, title: str = "", brief: bool = False
+    run: Run,
+    now: float,
+    queued: QueuedJob | None = None,
+    here: bool | None = None,
+    title: str = "",
+    brief: bool = False,
 ) -> Status:
     """The status of a run.
 
-    now: unix time.  queued: the scheduler's word on the job, None if it could not be asked.  here: whether the launcher's
-    process lives on this host (None: it may be on another).  title: what the scheduler is called.  brief: the recipe's
-    stages are left out.
+    now: unix time.  queued: the scheduler's word on the job, None if it could not be asked.  here: whether the
+    launcher's process lives on this host (None: it may be on another).  title: what the scheduler is called.  brief:
+    the recipe's stages are left out.
     """
-    job, state, stage = run.job, run.state, run.stage
+    job = run.job
+    state = run.state
+    stage = run.stage
     phase, message = _phase(run, now, queued, here, title)
     status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, title=title, notes=run.notes)
     if job:
-        status.scheduler, status.job_id, status.by_hand = job.scheduler, job.job_id, job.queued and job.site is None
+        status.scheduler = job.scheduler
+        status.job_id = job.job_id
+        status.by_hand = job.queued and job.site is None
     if queued and queued.phase != "gone":
         status.job_state = queued.word
     if state:
-        status.host, status.restarts, status.silent = state.host, state.restarts, max(0.0, now - state.time)
+        status.host = state.host
+        status.restarts = state.restarts
+        status.silent = max(0.0, now - state.time)
     if stage:
         _numbers(status, stage, now, *(BRIEF if brief else LONG))
     if not brief:
@@ -134,7 +145,9 @@ def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None, ti
     return "lost", _silence(now - state.time, queued, state.host, here, title)
 
 
-def _without_word(run: Run, now: float, queued: QueuedJob | None, here: bool | None, since: float, title: str) -> tuple[str, str]:
+def _without_word(
+    run: Run, now: float, queued: QueuedJob | None, here: bool | None, since: float, title: str
+) -> tuple[str, str]:
     """The phase of a run whose launcher has not said anything `since`: not yet, or it is older than state.json."""
     if queued and queued.phase == "ended":
         return _ended(run, queued, since)
@@ -187,7 +200,9 @@ def _silence(age: float, queued: QueuedJob | None, host: str, here: bool | None,
         return f"its launcher on {host} is gone, {span(age)} after its last word"
     what = f"no sign of life for {span(age)}" + (f" (its launcher was on {host})" if host else "")
     if queued:
-        return what + (f", and {title} has no job of it" if queued.phase == "gone" else f", though {title} says {queued.word}")
+        return what + (
+            f", and {title} has no job of it" if queued.phase == "gone" else f", though {title} says {queued.word}"
+        )
     return what
 
 
@@ -197,7 +212,8 @@ def _silence(age: float, queued: QueuedJob | None, host: str, here: bool | None,
 def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int) -> None:
     """Fill in what the stage has logged."""
     rows, settings = stage.rows(size, most), stage.settings
-    status.stage, status.attempt = stage.name, stage.attempt
+    status.stage = stage.name
+    status.attempt = stage.attempt
     begun = stage.begun
     status.total = (begun and begun.total) or (stage.summary and stage.summary.total) or settings.num_rollout
     status.step = begun.start if begun else 0
@@ -210,13 +226,17 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
             status.accuracy = {name.removeprefix("eval/").removesuffix("/accuracy"): v for name, v in means.items()}
             status.accuracy_after = row["rollout_id"] + 1
     if status.total and status.phase in WORKING:
-        status.needs = seconds_left(rows, status.step, status.total, settings.save_interval, settings.eval_interval, now)
+        status.needs = seconds_left(
+            rows, status.step, status.total, settings.save_interval, settings.eval_interval, now
+        )
 
 
 def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
     get = {name: value for name, value in row.items() if number(value)}.get
     status.step = max(status.step, row["rollout_id"] + 1)
-    status.reward, status.loss, status.staleness = get("rollout/reward"), get("train/loss"), get("staleness/max")
+    status.reward = get("rollout/reward")
+    status.loss = get("train/loss")
+    status.staleness = get("staleness/max")
     status.tokens_per_sec = get("perf/tokens_per_sec")
     if status.tokens_per_sec is None and get("perf/step_time"):  # fine-tuning: the tokens that were learned
         status.tokens_per_sec = get("perf/train_tokens", 0.0) / get("perf/step_time")
@@ -225,7 +245,8 @@ def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
 
 
 def span(seconds: float) -> str:
-    """A length of time in at most two units: 20 ms, 4.2 s, 42 s, 5 min 10 s, 2 h 3 min, 4 d 1 h; "?" if it is no number."""
+    """A length of time in at most two units: 20 ms, 4.2 s, 42 s, 5 min 10 s, 2 h 3 min, 4 d 1 h; "?" if it is no
+    number."""
     if not number(seconds):
         return "?"
     whole = int(seconds)

@@ -5,11 +5,11 @@
     samples/trained/00000012.jsonl      what the trainer made of each, in the same order: `Trained`
     samples/trained/00000012.tokens-0.safetensors   token by token (--save-token-data), a file for each data-parallel rank
 
-A step is counted from 0, as its file is.  An evaluation is known by how many steps were done before it: 0 is before the first, and
-what its file calls 12 (the step that it followed) is 13 here and in whatever is shown.
+A step is counted from 0, as its file is.  An evaluation is known by how many steps were done before it: 0 is before the
+first, and what its file calls 12 (the step that it followed) is 13 here and in whatever is shown.
 
-Invariants: reading never fails because of what a file holds: a line that is torn or damaged is left out and counted; a file is
-read line by line, and what is kept of it does not grow with it.
+Invariants: reading never fails because of what a file holds: a line that is torn or damaged is left out and counted; a
+file is read line by line, and what is kept of it does not grow with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 LONGEST = 1 << 26  #: bytes of a line; a longer one counts as damaged
 LARGEST = 1 << 34  #: bytes of a file of tokens that is read
-#: name -> dtype of the columns of a file of tokens; `own` and `response_length` have one row a sample, the others one a token
+#: name -> dtype of the columns of a file of tokens; `own` and `response_length` have one row a sample, the others one a
+#: token
 COLUMNS = {
     "own": "int32",
     "response_length": "int32",
@@ -64,8 +65,8 @@ class Record(msgspec.Struct):
 class Trained(msgspec.Struct, omit_defaults=True):
     """What the trainer made of a sample, over its trained tokens; means, and the greatest difference.
 
-    tokens: how many; advantage: None where the loss has none; trainer, engine: log-probs, the engine's None where nothing was
-    sampled; differ, differ_max: absolute difference of the two.
+    tokens: how many; advantage: None where the loss has none; trainer, engine: log-probs, the engine's None where
+    nothing was sampled; differ, differ_max: absolute difference of the two.
     """
 
     group: int
@@ -191,7 +192,8 @@ def write_tokens(stage: Path, step: int, rank: int, columns: dict[str, np.ndarra
 
 
 def read_tokens(stage: Path, step: int, wanted: int) -> dict[str, np.ndarray] | None:
-    """The token columns of the sample at the place `wanted` of a step, without `own`; None where there are none, or they are damaged."""
+    """The token columns of the sample at the place `wanted` of a step, without `own`; None where there are none, or
+    they are damaged."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 

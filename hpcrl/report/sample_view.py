@@ -1,7 +1,7 @@
 """Samples as lines of styled words: one in full, two beside each other, one token by token.
 
-Invariants: pure; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control characters, and
-those that change the direction of text or hide it, stand there as visible signs.
+Invariants: pure; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control
+characters, and those that change the direction of text or hide it, stand there as visible signs.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def token_lines(columns: Mapping[str, np.ndarray], pieces: Sequence[str]) -> Ite
     """
     yield (Word(f"    {'token':24} {'trainer':>9} {'engine':>9} {'differ':>9} {'advantage':>9}", "bold"),)
     for number, piece in enumerate(pieces):
-        trainer, engine = float(columns["trainer"][number]), float(columns["engine"][number])
+        trainer = float(columns["trainer"][number])
+        engine = float(columns["engine"][number])
         differ = trainer - engine
         text = textwrap.shorten(visible(repr(piece)[1:-1]), 24, placeholder="...") or "..."
         numbers = " ".join(_cell(value) for value in (trainer, engine, differ, float(columns["advantage"][number])))
@@ -221,7 +222,8 @@ def numbers(steps: Sequence[int]) -> str:
 
 def summary_line(found: Sequence[Pair], names: tuple[str, str]) -> Line:
     """How many are better, worse and the same."""
-    better, worse = sum(pair.change > 0 for pair in found), sum(pair.change < 0 for pair in found)
+    better = sum(pair.change > 0 for pair in found)
+    worse = sum(pair.change < 0 for pair in found)
     before, after = (
         math.fsum(_number(look.record.reward) for look in looks) / max(len(found), 1)
         for looks in ([p.before for p in found], [p.after for p in found])

@@ -1,6 +1,7 @@
 """A Status as words: cells of a table of many runs, a page of one, a line for a log, and all of it as plain text.
 
-Terminals are drawn on elsewhere (terminal.py).  Invariant: pure; no control character of what a run has written is left.
+Terminals are drawn on elsewhere (terminal.py).  Invariant: pure; no control character of what a run has written is
+left.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def table(found: Sequence[Status]) -> str:
     """One line a run, as given, however long; for files and pipes."""
     columns = [[head, *column] for head, column in cells(found).items()]
     widths = [max(map(len, column)) for column in columns]
-    rows = zip(*([cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)), strict=True)
+    rows = zip(
+        *([cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)), strict=True
+    )
     return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
@@ -167,7 +170,9 @@ def _time(s: Status) -> str:
 
 def _hint_for(s: Status) -> str:
     if s.by_hand:
-        return f"give its script to {s.title or s.scheduler} again, with --run-dir {shorten_path(s.run)} in the last line"
+        return (
+            f"give its script to {s.title or s.scheduler} again, with --run-dir {shorten_path(s.run)} in the last line"
+        )
     ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE"}
     return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 

@@ -1,8 +1,8 @@
 """What a terminal is shown, drawn by rich: a table of runs, the page of one, and bars.
 
 Importing this takes some 50 ms, so it is imported where there is a terminal.  Invariants: text is shown as it is, never
-read as rich's markup, and comes here without control characters; nothing that matters is cut on a narrow terminal: a table
-leaves columns out, all else wraps.
+read as rich's markup, and comes here without control characters; nothing that matters is cut on a narrow terminal: a
+table leaves columns out, all else wraps.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class _BarAndNumbers(Progress):
 class Bar:
     """One bar on a terminal: title, how many of how many, the time that has passed and the time that is left.
 
-    total: None if it is not known; size: whether what is counted are bytes.  It draws when it is told to, and has no thread.
+    total: None if it is not known; size: whether what is counted are bytes.  It draws when it is told to, and has no
+    thread.
     """
 
     def __init__(self, stream: TextIO, title: str, total: int | None, size: bool = False) -> None:

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, however; what one of them has raised is looked at, and so not reported as lost."""
+    """Cancel tasks and wait until they have ended, however; what one of them has raised is looked at, and so not
+    reported as lost."""
     given = [task for task in tasks if task is not None]
     for task in given:
         task.cancel()
@@ -35,7 +36,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], late: Callable[[]
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, done in a thread.  Nobody can stop a thread: whoever is cancelled here ends when the work has."""
+    """The result of `work`, done in a thread.  Nobody can stop a thread: whoever is cancelled here ends when the work
+    has."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)

@@ -1,4 +1,5 @@
-"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no network.
+"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no
+network.
 
 Invariants: what leaves here is in the order of group and index, whatever order the samples came in, so the same samples
 make the same batch; no batch leaves whose staleness exceeds its bound; every sample of a batch is in exactly one share.
@@ -43,7 +44,12 @@ class Rollout:
 
     def wanted(self) -> list[tuple[Group, int]]:
         """(group, index) of every sample that is not there yet, in order."""
-        return [(group, index) for group in self.groups for index in range(self.each) if (group.number, index) not in self._found]
+        return [
+            (group, index)
+            for group in self.groups
+            for index in range(self.each)
+            if (group.number, index) not in self._found
+        ]
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in the finished samples of one response, one at least.
@@ -78,10 +84,12 @@ class Rollout:
 
 
 def check_staleness(samples: Sequence[Sample], version: int, bound: int | None = 0) -> None:
-    """HpcrlError if a token is older than `bound` policy versions (None: any age), or newer than the trainer, at consumption."""
+    """HpcrlError if a token is older than `bound` policy versions (None: any age), or newer than the trainer, at
+    consumption."""
     allowed = "by any number" if bound is None else f"by {bound} at most"
     for sample in samples:
-        oldest, newest = int(sample.versions.min()), int(sample.versions.max())
+        oldest = int(sample.versions.min())
+        newest = int(sample.versions.max())
         if (bound is not None and version - oldest > bound) or newest > version:
             raise HpcrlError(
                 f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to {newest}, "
@@ -89,17 +97,25 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int | None =
             )
 
 
-def make_shares(rollout: Rollout, options: Options, metrics: dict[str, float], batch: SampleBatch | None = None) -> list[Share]:
+def make_shares(
+    rollout: Rollout, options: Options, metrics: dict[str, float], batch: SampleBatch | None = None
+) -> list[Share]:
     """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all.
 
     batch: the samples as the trainer is to see them; None: as they are.
     """
     return shares_of(
-        SampleBatch.of(rollout.samples()) if batch is None else batch, options, rollout.rollout_id, rollout.version, metrics
+        SampleBatch.of(rollout.samples()) if batch is None else batch,
+        options,
+        rollout.rollout_id,
+        rollout.version,
+        metrics,
     )
 
 
-def shares_of(batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]) -> list[Share]:
+def shares_of(
+    batch: SampleBatch, options: Options, rollout_id: int, version: int, metrics: dict[str, float]
+) -> list[Share]:
     """The same for samples in the order of group and index."""
     multiple = options.data_parallel_size * options.micro_batch_multiple
     batch, sizes = in_steps(batch, options.steps_per_rollout, multiple)
@@ -168,9 +184,11 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
 
 
 def ages(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """How many of the tokens, and which share, were sampled how many policy versions before `version`, the trainer's; the last counts
-    all that are older."""
+    """How many of the tokens, and which share, were sampled how many policy versions before `version`, the trainer's;
+    the last counts all that are older."""
     stale = np.minimum(version - np.concatenate([s.versions for s in samples]), AGES)
-    counts = [(f"{age}{'+' * (age == AGES)}", float(count)) for age, count in enumerate(np.bincount(stale, minlength=1))]
+    counts = [
+        (f"{age}{'+' * (age == AGES)}", float(count)) for age, count in enumerate(np.bincount(stale, minlength=1))
+    ]
     shares = {f"staleness/share/{age}": count / max(len(stale), 1) for age, count in counts}
     return shares | {f"staleness/tokens/{age}": count for age, count in counts}

@@ -2,9 +2,9 @@
 
     python -m hpcrl.rollout.main RUN --attempt N
 
-Invariants: whatever is wrong with the data, the tokenizer or the reward shows before any engine is waited for; a rollout
-is handed over whole or not at all; a snapshot says where the data stands after its rollout, so a run that is resumed
-from it goes on with exactly the next prompts; an error here is recorded before anybody hears of it.
+Invariants: whatever is wrong with the data, the tokenizer or the reward shows before any engine is waited for; a
+rollout is handed over whole or not at all; a snapshot says where the data stands after its rollout, so a run that is
+resumed from it goes on with exactly the next prompts; an error here is recorded before anybody hears of it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class RolloutRole:
     """One attempt's rollout process, between `begin` and `finish`."""
 
     def __init__(self, context: RoleContext, work: Work) -> None:
-        self.context, self.options, self.work = context, context.options, work
+        self.context = context
+        self.options = context.options
+        self.work = work
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
         registry = Registry(restart_limit(context.options, context.plan))
         self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
@@ -90,7 +92,9 @@ class RolloutRole:
         self.stream: Stream | None = None  # in the loop whose engines never wait
         if self.options.runs_ahead and self.options.loop == "fully-async":
             look_at = functools.partial(look, self.pool)
-            self.maker = self.stream = Stream(self.options, self.shelf, self.sampler, generator.abort, look_at, work.total)
+            self.maker = self.stream = Stream(
+                self.options, self.shelf, self.sampler, generator.abort, look_at, work.total
+            )
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
         self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
@@ -169,9 +173,11 @@ class RolloutRole:
     async def generate(
         self, rollout_id: int, version: int, consumed: int | None = None, patience: float | None = None
     ) -> dict[str, Any]:
-        """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is made.
+        """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is
+        made.
 
-        consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for `Evaluations.evaluate`.
+        consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for
+        `Evaluations.evaluate`.
         """
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
@@ -183,7 +189,8 @@ class RolloutRole:
             return {UNFINISHED: {}}
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
-        self._next, self._made_id = rollout_id + 1, rollout_id
+        self._next = rollout_id + 1
+        self._made_id = rollout_id
         self.work.hooks.rollout_id = rollout_id
         self._making = asyncio.create_task(self._make(rollout_id, version, version if consumed is None else consumed))
         self._making.add_done_callback(self._made)
@@ -198,8 +205,8 @@ class RolloutRole:
     ) -> dict[str, Any]:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
-        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too; patience: as for
-        `Evaluations.evaluate`.
+        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too;
+        patience: as for `Evaluations.evaluate`.
         """
         if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
             return {UNFINISHED: {}}
@@ -249,7 +256,12 @@ class RolloutRole:
             await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
         seconds = time.monotonic() - begun
         metrics = batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
-        metrics |= self.pool.occupancy.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
+        metrics |= (
+            self.pool.occupancy.measures()
+            | self.work.source.metrics()
+            | {"perf/rollout_wait_time": waited}
+            | made.metrics
+        )
         if self.work.samples and self.options.staleness_bound != 0:
             metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
@@ -265,8 +277,8 @@ class RolloutRole:
         self._idle_since = time.monotonic()
 
     async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout: the trainer waits
-        as long, and our error can say which engine is slow."""
+        """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout:
+        the trainer waits as long, and our error can say which engine is slow."""
         seconds = self.options.rollout_timeout
 
         def late() -> str:
@@ -311,10 +323,13 @@ class RolloutRole:
         await self.server.stop_at(end)
 
     def _last_ahead(self, rollout_id: int) -> bool:
-        """Whether a run that is asked to stop still makes this rollout, so that one that goes on learns from the same samples."""
+        """Whether a run that is asked to stop still makes this rollout, so that one that goes on learns from the same
+        samples."""
         return self.ahead is not None and rollout_id == self._end_at
 
-    def _guarded(self, method: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
+    def _guarded(
+        self, method: Callable[..., Awaitable[dict[str, Any]]]
+    ) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
         """`method` as a handler of the queue: an error in it is recorded as ours before the trainer hears of it."""
 
         @functools.wraps(method)

@@ -5,8 +5,8 @@
     its numbers           --custom-rollout-log-function-path, --custom-eval-rollout-log-function-path
     what the trainer gets --custom-reward-post-process-path, --custom-convert-samples-to-train-data-path
 
-Invariants: what the hook of a sample raises costs that sample its reward, and nothing else; what another raises is one error that
-names its option; whatever they return is checked before anybody relies on it.
+Invariants: what the hook of a sample raises costs that sample its reward, and nothing else; what another raises is one
+error that names its option; whatever they return is checked before anybody relies on it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class BadSample(Exception):
 
     def __init__(self, text: str, trace: str = "") -> None:
         super().__init__(text)
-        self.text, self.trace = text, trace
+        self.text = text
+        self.trace = trace
 
 
 class RolloutHooks:
@@ -51,7 +52,8 @@ class RolloutHooks:
 
     def __init__(self, options: Options, own: Mapping[str, list[Callable[..., Any]]]) -> None:
         """own: of `plugin_points.load_points`."""
-        self._options, self._own = options, own
+        self._options = options
+        self._own = own
         self.rollout_id = 0
 
     def has(self, name: str) -> bool:
@@ -86,12 +88,15 @@ class RolloutHooks:
     # ---- a sample
 
     async def before_reward(self, sample: Sample, evaluation: bool) -> None:
-        """Let every hook see, change or replace the sample, in order.  BadSample if one raises or leaves no whole sample."""
+        """Let every hook see, change or replace the sample, in order.  BadSample if one raises or leaves no whole
+        sample."""
         paths = self._options.rollout_sample_hook_path
         for path, function in zip(paths, self._own.get("rollout_sample_hook_path", ()), strict=False):
             shown = f"--rollout-sample-hook-path {path}"
             try:
-                found = await settled(function(self._options, sample, rollout_id=self.rollout_id, evaluation=evaluation))
+                found = await settled(
+                    function(self._options, sample, rollout_id=self.rollout_id, evaluation=evaluation)
+                )
             except Exception as error:
                 raise BadSample(f"{shown} raised {said_of(error)}", trace_of(error)) from error
             if found is not None and not isinstance(found, Sample):
@@ -109,7 +114,8 @@ class RolloutHooks:
     # ---- a rollout
 
     async def filter(self, samples: Sequence[Sample], dropped: Sequence[Sample] = (), source: Any = None) -> None:
-        """Let the filter set `remove_sample`, and take those out of the loss; then show everything, what was dropped included."""
+        """Let the filter set `remove_sample`, and take those out of the loss; then show everything, what was dropped
+        included."""
         if self.has("rollout_sample_filter_path"):
             await self._call("rollout_sample_filter_path", self._options, _groups(samples))
         for sample in samples:
@@ -128,14 +134,16 @@ class RolloutHooks:
         instead = await self._call("custom_rollout_log_function_path", *given)
         _numbers(metrics, self._shown("custom_rollout_log_function_path"))
         return {
-            name: value for name, value in metrics.items() if not (instead and name in before and name.startswith("rollout/"))
+            name: value
+            for name, value in metrics.items()
+            if not (instead and name in before and name.startswith("rollout/"))
         }
 
     async def log_evaluation(
         self, rollout_id: int, samples: Mapping[str, list[Sample]], found: dict[str, dict[str, float]]
     ) -> dict[str, Any]:
-        """The results to log, by set, of the weights after `rollout_id`.  True from the function leaves of each set only how many
-        responses there were."""
+        """The results to log, by set, of the weights after `rollout_id`.  True from the function leaves of each set
+        only how many responses there were."""
         if not self.has("custom_eval_rollout_log_function_path"):
             return found
         data = {
@@ -163,7 +171,9 @@ class RolloutHooks:
         """The samples as columns, with the rewards that the trainer is to see."""
         rewards = await self._rewards(samples, metrics)
         if rewards is not None:
-            samples = [dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)]
+            samples = [
+                dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)
+            ]
         if not self.has("custom_convert_samples_to_train_data_path"):
             return SampleBatch.of(samples)
         found = await self._call("custom_convert_samples_to_train_data_path", self._options, samples)
@@ -174,7 +184,9 @@ class RolloutHooks:
             found = SampleBatch.of(found)
         if not isinstance(found, SampleBatch) or len(found) != len(samples):
             count = f" of {len(found)}" if isinstance(found, SampleBatch | list) else ""
-            raise HpcrlError(f"{shown} returned {type(found).__name__}{count}, train data of {len(samples)} samples is wanted")
+            raise HpcrlError(
+                f"{shown} returned {type(found).__name__}{count}, train data of {len(samples)} samples is wanted"
+            )
         return found
 
     async def _rewards(self, samples: list[Sample], metrics: dict[str, float]) -> list[float] | None:
@@ -184,7 +196,11 @@ class RolloutHooks:
         found = await self._call(name, self._options, samples)
         try:
             raw, processed = ([float(value) for value in part] for part in found)
-            if len(raw) != len(samples) or len(processed) != len(samples) or not all(map(math.isfinite, [*raw, *processed])):
+            if (
+                len(raw) != len(samples)
+                or len(processed) != len(samples)
+                or not all(map(math.isfinite, [*raw, *processed]))
+            ):
                 raise ValueError
         except (TypeError, ValueError) as error:
             what = f"two lists of {len(samples)} finite numbers are wanted: raw and processed rewards"

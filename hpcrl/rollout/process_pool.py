@@ -1,7 +1,8 @@
 """Processes that run the user's own code, and the jobs that wait for one: what pools of them have in common.
 
-Invariants: the event loop is never blocked by own code; a process that ends, or has to be killed, is replaced, and what becomes of its
-jobs is decided by the pool's kind; where processes do not come up, every job ends with one error that says why.
+Invariants: the event loop is never blocked by own code; a process that ends, or has to be killed, is replaced, and what
+becomes of its jobs is decided by the pool's kind; where processes do not come up, every job ends with one error that
+says why.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class PooledJob(Protocol):
 
 
 class PooledProcess(Protocol):
-    """One process.  ready: whether it has loaded what it runs; starting: seconds since it was started, until then; gone: whether it
-    has ended; jobs: what it works on, by number."""
+    """One process.  ready: whether it has loaded what it runs; starting: seconds since it was started, until then;
+    gone: whether it has ended; jobs: what it works on, by number."""
 
     ready: bool
     starting: float
@@ -134,7 +135,8 @@ class ProcessPool(ABC, Generic[P, J]):
                     print(loaded.trace, file=sys.stderr, flush=True)
                 self._break(UsageError(loaded.error, loaded.hint))
                 return
-            process.ready, self._failures = True, 0
+            process.ready = True
+            self._failures = 0
             if self._first is not None and not self._first.done():
                 self._first.set_result(None)
             self._pump()
@@ -176,7 +178,9 @@ class ProcessPool(ABC, Generic[P, J]):
         while True:
             await asyncio.sleep(POLL)
             now = time.monotonic()
-            passed, last = min(now - last, 1.0), now  # while this process itself stood still, nobody's time went by
+            # while this process itself stood still, nobody's time went by
+            passed = min(now - last, 1.0)
+            last = now
             self._ended = [process for process in self._ended if not process.reaped()]
             for process in list(self._processes):
                 if process.gone:

@@ -23,7 +23,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, object]:
-    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for; removed,
+    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for;
+    removed,
     rewards, grading, grading_error: where there are any."""
     more = {
         "removed": sample.remove_sample,

@@ -3,8 +3,8 @@
     magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole rollout
     (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
 
-Invariants: what is read is what was written, bit for bit, so training from it gives the same losses; nothing is unpickled, and
-whatever a file holds, `read_rollout` returns whole samples or raises DataError and nothing else.
+Invariants: what is read is what was written, bit for bit, so training from it gives the same losses; nothing is
+unpickled, and whatever a file holds, `read_rollout` returns whole samples or raises DataError and nothing else.
 """
 
 from __future__ import annotations
@@ -137,17 +137,21 @@ def _sample(one: SampleBatch, words: Words) -> Sample:
 class SavedRollouts:
     """In place of prompts and engines: a source whose groups, and a sampler whose samples, come from files.
 
-    Rollout k of the run is the file of rollout k; its groups are numbered on through the run, in the order that they had.  A policy
-    version counts as it did, reckoned from the version that the rollout was meant for.
+    Rollout k of the run is the file of rollout k; its groups are numbered on through the run, in the order that they
+    had.  A policy version counts as it did, reckoned from the version that the rollout was meant for.
     """
 
     def __init__(self, options: Options) -> None:
         """DataError unless the first file can be read and fits the options."""
         assert options.load_debug_rollout_data is not None
-        self.template, self.total = options.load_debug_rollout_data, options.num_rollout or 0
-        self._groups, self._each = options.rollout_batch_size, options.n_samples_per_prompt
+        self.template = options.load_debug_rollout_data
+        self.total = options.num_rollout or 0
+        self._groups = options.rollout_batch_size
+        self._each = options.n_samples_per_prompt
         self._next = 0  # the number of the group that is handed out next
-        self._read: dict[int, tuple[int, list[list[Sample]]]] = {}  # rollout -> version, samples of each response in order
+        self._read: dict[
+            int, tuple[int, list[list[Sample]]]
+        ] = {}  # rollout -> version, samples of each response in order
         self._responses(0)
 
     def __str__(self) -> str:
@@ -158,7 +162,8 @@ class SavedRollouts:
         return {}
 
     def _responses(self, rollout_id: int) -> tuple[int, list[list[Sample]]]:
-        """(policy version, the samples of each response by group and index) of a file.  DataError if it does not fit."""
+        """(policy version, the samples of each response by group and index) of a file.  DataError if it does not
+        fit."""
         if rollout_id not in self._read:
             path = file_of(self.template, rollout_id)
             found = read_rollout(path)
@@ -166,7 +171,9 @@ class SavedRollouts:
             for sample in found.samples:
                 by_key.setdefault((sample.group, sample.index), []).append(sample)
             groups = sorted({group for group, _ in by_key})
-            if len(groups) != self._groups or set(by_key) != {(group, i) for group in groups for i in range(self._each)}:
+            if len(groups) != self._groups or set(by_key) != {
+                (group, i) for group in groups for i in range(self._each)
+            }:
                 each = sorted({sum(number == group for number, _ in by_key) for group in groups})
                 raise DataError(
                     f"{path} holds {len(groups)} groups of {' or '.join(map(str, each))}, "

@@ -38,13 +38,18 @@ class Work:
             self.total, self.said = self.source.total, str(self.source)
             return
         if self.samples and not context.plan.engine_count:
-            raise UsageError(f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus")
+            raise UsageError(
+                f"--loss-type {options.loss_type} needs engines, the plan has none", "give --rollout-num-gpus"
+            )
         evaluates = options.eval_interval is not None and bool(context.plan.engine_count)
         if evaluates:
             self.held_out = read_held_out(options, self.tokenizer)
         self._open_source(options)
         self.said = "; ".join(
-            [*(str(file) for file in (self.file, *(h.file for h in self.held_out)) if len(file)), f"{self.total} rollouts"]
+            [
+                *(str(file) for file in (self.file, *(h.file for h in self.held_out)) if len(file)),
+                f"{self.total} rollouts",
+            ]
         )
         graded = [self.file] if self.samples and options.grades and self.total else []
         graded += [held.file for held in self.held_out]
@@ -59,7 +64,8 @@ class Work:
         """Where the prompts come from, and how many rollouts they make."""
         if self.hooks.data_source is not None and not options.only_evaluates:
             own = OwnSource(options, self.tokenizer, self.hooks.data_source)
-            self.source, self.file = own, own.file()
+            self.source = own
+            self.file = own.file()
             if (length := own.length()) is None and options.num_rollout is None:
                 raise UsageError(
                     f"--num-epoch: --data-source-path {options.data_source_path} does not say how many prompts an epoch has",

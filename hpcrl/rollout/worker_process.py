@@ -37,7 +37,8 @@ class WorkerProcess:
 
     def __init__(self, module: str, setup: msgspec.Struct, env: dict[str, str] | None = None) -> None:
         """setup: the first frame that it is sent; env: what its environment has besides ours."""
-        self._setup, self.gone = setup, False
+        self._setup = setup
+        self.gone = False
         self._ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", module, str(theirs.fileno())]

@@ -14,7 +14,9 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import NamedTuple
 
-LATE, MISSING = 124, 127  #: exit codes, as timeout(1) and a shell have them
+#: exit codes, as timeout(1) and a shell have them
+LATE = 124
+MISSING = 127
 
 
 class Answer(NamedTuple):
@@ -31,7 +33,8 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The last line that says something, of the errors or else of the output, without the program's name before it."""
+        """The last line that says something, of the errors or else of the output, without the program's name before
+        it."""
         lines = [line.strip() for text in (self.out, self.err) for line in text.splitlines() if line.strip()]
         return lines[-1].removeprefix(f"{self.program}: ") if lines else f"exit code {self.code}"
 
@@ -65,6 +68,7 @@ def ask(command: Sequence[str], seconds: float, stdin: str = "", env: Mapping[st
 
 
 def _end(process: Popen[str]) -> None:
-    """Kill a command with all of its session's first group; it has not been waited for, so the number is still its own."""
+    """Kill a command with all of its session's first group; it has not been waited for, so the number is still its
+    own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

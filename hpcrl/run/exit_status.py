@@ -1,6 +1,7 @@
 """How a process ended, in words: the one phrase for an exit status, and what the kernel says of memory that ran out.
 
-Invariant: no status is an error here, also one that no process of ours can have; where the kernel's files say nothing, so does this.
+Invariant: no status is an error here, also one that no process of ours can have; where the kernel's files say nothing,
+so does this.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def signal_name(number: int) -> str:
 def how_it_ended(status: int, memory: MemoryWatch | None = None) -> str:
     """ "was killed by SIGSEGV" or "ended with exit code 3", to stand behind the name of the process.
 
-    status: as `subprocess` has it, negative for a signal.  With SIGKILL stands what it often means, or, with a `memory` that was
-    there before the process, whether the kernel did it.
+    status: as `subprocess` has it, negative for a signal.  With SIGKILL stands what it often means, or, with a `memory`
+    that was there before the process, whether the kernel did it.
     """
     if status < 0:
         name = signal_name(-status)

@@ -4,8 +4,8 @@
     environment = {**wishes, **os.environ}           # what the user has set wins
     for line in overruled(wishes, os.environ): ...   # and is said, with what hpcrl would have set and why
 
-Invariants: every variable has its reason beside it; what the user has set stays; a compile cache holds code that will be
-run, so it lies in a directory that nobody else can write to, or make first under its name.
+Invariants: every variable has its reason beside it; what the user has set stays; a compile cache holds code that will
+be run, so it lies in a directory that nobody else can write to, or make first under its name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Role = Literal["trainer", "engine"]
 class Where(NamedTuple):
     """What decides a process's variables.
 
-    interface: of the plan's network, empty if not known; threads: CPU threads of one process, None: its library decides; cpu:
-    it is an engine on CPUs.
+    interface: of the plan's network, empty if not known; threads: CPU threads of one process, None: its library
+    decides; cpu: it is an engine on CPUs.
     """
 
     options: Options
@@ -97,7 +97,9 @@ TABLE: tuple[Variable, ...] = (
         "--deterministic-mode: one algorithm, and so one order of summing, whatever the size. For both roles: they have a "
         "communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they would wait for ever",
     ),
-    Variable("CUBLAS_WORKSPACE_CONFIG", ("trainer",), _deterministic(":4096:8"), "--deterministic-mode: cuBLAS asks for it"),
+    Variable(
+        "CUBLAS_WORKSPACE_CONFIG", ("trainer",), _deterministic(":4096:8"), "--deterministic-mode: cuBLAS asks for it"
+    ),
     Variable(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         ("trainer",),
@@ -161,9 +163,10 @@ def overruled(wishes: Mapping[str, str], base: Mapping[str, str]) -> Iterator[st
                 yield f"{name}={base[name]} is set and stays; hpcrl would set {variable.name}={wish}: {variable.why}"
 
 
-#: the variable that moves a cache of code -> its folder.  All have their usual place in the home directory, which on a cluster
-#: is a shared file system that every process of the run would fill at once, or (torch) under a known name in /tmp.
-#: HF_MODULES_CACHE has the code that a model brings along (trust_remote_code); models themselves stay where HF_HOME says.
+#: the variable that moves a cache of code -> its folder.  All have their usual place in the home directory, which on a
+#: cluster is a shared file system that every process of the run would fill at once, or (torch) under a known name in
+#: /tmp. HF_MODULES_CACHE has the code that a model brings along (trust_remote_code); models themselves stay where
+#: HF_HOME says.
 CACHES = {
     "HF_MODULES_CACHE": "hf-modules",
     "VLLM_CACHE_ROOT": "vllm",
@@ -174,7 +177,8 @@ CACHES = {
 
 
 def compile_caches(base: Mapping[str, str], spare: Path | None = None) -> dict[str, str]:
-    """CACHES that the environment `base` does not set, on this node, kept from run to run; with HF_HOME its own modules' as well.
+    """CACHES that the environment `base` does not set, on this node, kept from run to run; with HF_HOME its own
+    modules' as well.
 
     spare: where they lie instead if the directory for them is not ours alone; None: a new directory.
     """
@@ -210,8 +214,8 @@ def gpus_are_here() -> bool:
 
 
 def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
-    """`overrides`, with one trainer rank, and for an evaluation one engine, where neither recipe nor flags say how many and this
-    machine has no GPU.
+    """`overrides`, with one trainer rank, and for an evaluation one engine, where neither recipe nor flags say how many
+    and this machine has no GPU.
 
     The default of ranks counts the GPUs of a node in a cluster; as many processes on a laptop's cores train no faster.
     """

@@ -22,8 +22,9 @@ UNQUEUED = ("local", "mpirun")
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """What it holds.  scheduler: "local" where none has the run; job_id: the scheduler's number (of a heterogeneous job the
-    leader's); chain: the numbers of all jobs of a chain, this one among them; submitted: unix time; identity: the run's; script: the batch script; site: the profile it was submitted with."""
+    """What it holds.  scheduler: "local" where none has the run; job_id: the scheduler's number (of a heterogeneous job
+    the leader's); chain: the numbers of all jobs of a chain, this one among them; submitted: unix time; identity: the
+    run's; script: the batch script; site: the profile it was submitted with."""
 
     scheduler: str = "local"
     job_id: str | None = None
@@ -43,11 +44,12 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
-    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site as far as they are
-    known, and chain; a site that was known is kept."""
+    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site as far as
+    they are known, and chain; a site that was known is kept."""
     known = {"site": read_job(root).site, **more}
     replace_job(
-        root, JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known)
+        root,
+        JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known),
     )
 
 
@@ -57,7 +59,8 @@ def replace_job(root: Path, job: JobFile) -> None:
 
 
 def read_job(root: Path) -> JobFile:
-    """job.json of a run directory; that of a local run where no scheduler knows it.  HpcrlError names a damaged file."""
+    """job.json of a run directory; that of a local run where no scheduler knows it.  HpcrlError names a damaged
+    file."""
     try:
         return read_json(root / JOB, JobFile)
     except FileNotFoundError:

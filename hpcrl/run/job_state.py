@@ -1,7 +1,7 @@
 """JOB/state.json: what a job is doing, for whoever looks from outside.
 
-Invariant: written whole, at each change and at least every BEAT seconds while the launcher lives, so that an old file of a
-job that should be running means that its launcher is gone; the last one says how the job ended.
+Invariant: written whole, at each change and at least every BEAT seconds while the launcher lives, so that an old file
+of a job that should be running means that its launcher is gone; the last one says how the job ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from hpcrl.run.rundir import write_atomic
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0
 STOP = "stop"  #: RUN/stop is there once the run was asked to save and end
-CANCEL = "cancel"  #: JOB/cancel is there while a job is being ended by hand: whatever the launcher sees then is no failure
+CANCEL = (
+    "cancel"  #: JOB/cancel is there while a job is being ended by hand: whatever the launcher sees then is no failure
+)
 CANCELLED = "cancelled; what was saved is good"
 
 Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
@@ -32,8 +34,8 @@ OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its 
 class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What it holds, the launcher's word.
 
-    time: when it was written; ends: the allocation's time limit (unix times); restarts: how often the scheduler has started
-    the job again; host, pid: the launcher's; message: how it ended, or why it waits.
+    time: when it was written; ends: the allocation's time limit (unix times); restarts: how often the scheduler has
+    started the job again; host, pid: the launcher's; message: how it ended, or why it waits.
     """
 
     phase: Phase
@@ -54,7 +56,8 @@ def write_state(root: Path, state: JobState) -> None:
 
 
 class JobStateFile:
-    """The writer of state.json, as a context: leaving it says whether the job finished, stopped, failed or was cancelled."""
+    """The writer of state.json, as a context: leaving it says whether the job finished, stopped, failed or was
+    cancelled."""
 
     def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
         self.root = root

@@ -1,7 +1,7 @@
 """How the processes of an attempt find each other: attempts/N/peers/ROLE-I.json, which a role writes once it is up.
 
-Invariants: every role publishes one typed record and every reader gets that type or one clear error; a peer of an earlier
-attempt does not count; every wait has a deadline and names whom it waited for.
+Invariants: every role publishes one typed record and every reader gets that type or one clear error; a peer of an
+earlier attempt does not count; every wait has a deadline and names whom it waited for.
 """
 
 from __future__ import annotations
@@ -56,16 +56,18 @@ class RolloutPeer(Peer, tag="rollout"):
     attempt: Count
 
 
-#: seconds for which a client keeps an idle connection to an engine.  The server keeps it several times as long: if the server were
-#: the one to close it, a request that is sent at that moment would be lost, and look like the end of the engine
+#: seconds for which a client keeps an idle connection to an engine.  The server keeps it several times as long: if the
+#: server were the one to close it, a request that is sent at that moment would be lost, and look like the end of the
+#: engine
 IDLE = 15
 
 
 class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 
-    model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has the route of
-    `hpcrl.token_frames` beside vLLM's own.  life: how often it was started before (`run/engines/lives.py`).
+    model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has
+    the route of `hpcrl.token_frames` beside vLLM's own.  life: how often it was started before
+    (`run/engines/lives.py`).
     """
 
     role: ClassVar[str] = "engine"
@@ -113,14 +115,16 @@ def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
 
 
 def read_published(path: Path, kind: type[T]) -> T | None:
-    """What another process has written to `path`, or None if it is gone.  PeerError names a file that holds something else."""
+    """What another process has written to `path`, or None if it is gone.  PeerError names a file that holds something
+    else."""
     try:
         return read_json(path, kind)
     except FileNotFoundError:
         return None
     except (OSError, Damaged) as error:
         raise PeerError(
-            f"{path} is damaged, or of another version of hpcrl: {error}", "use one version on all hosts, and start the run again"
+            f"{path} is damaged, or of another version of hpcrl: {error}",
+            "use one version on all hosts, and start the run again",
         ) from error
 
 

@@ -30,8 +30,9 @@ def die_with_parent(forks: bool = False) -> None:
     """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
 
     Whoever starts us may put its process id into HPCRL_PARENT: then its death before this call, while we were still
-    importing, is noticed too.  What we start ourselves finds our own id there.  forks: so are processes that are forked from
-    this one's main thread, and theirs: Megatron writes each file of a checkpoint in one, which may wait for us for ever.
+    importing, is noticed too.  What we start ourselves finds our own id there.  forks: so are processes that are forked
+    from this one's main thread, and theirs: Megatron writes each file of a checkpoint in one, which may wait for us for
+    ever.
     """
     if forks:
         os.register_at_fork(after_in_child=die_with_parent)

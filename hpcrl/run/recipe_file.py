@@ -1,4 +1,5 @@
-"""RUN/recipe.json: what a run was begun with, so that it can go on with the same; RUN/recipe.toml is the recipe's own text.
+"""RUN/recipe.json: what a run was begun with, so that it can go on with the same; RUN/recipe.toml is the recipe's own
+text.
 
 Invariant: written once, when the run directory is made; a directory with this file is a run directory.
 """
@@ -15,7 +16,9 @@ from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import UsageError
 from hpcrl.run.rundir import write_atomic
 
-RECIPE, COPY = "recipe.json", "recipe.toml"  #: the names in a run directory
+#: the names in a run directory
+RECIPE = "recipe.json"
+COPY = "recipe.toml"
 
 
 class RecipeFile(msgspec.Struct, frozen=True):
@@ -44,7 +47,9 @@ def write_recipe_file(root: Path, begun: RecipeFile, text: str | None = None) ->
 def read_recipe_file(root: Path) -> RecipeFile:
     """What the run in `root` was begun with.  UsageError if there is no run, or the file is damaged."""
     if not is_run(root):
-        raise UsageError(f"--resume {root}: no run directory (it has no {RECIPE})", "name the directory that hpcrl run printed")
+        raise UsageError(
+            f"--resume {root}: no run directory (it has no {RECIPE})", "name the directory that hpcrl run printed"
+        )
     try:
         return read_json(root / RECIPE, RecipeFile)
     except (OSError, Damaged) as error:

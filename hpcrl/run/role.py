@@ -35,7 +35,8 @@ LISTEN = 0.2  #: seconds between two looks for another's error
 
 @dataclass(frozen=True)
 class RoleContext:
-    """A role's place in one attempt of a run.  life: how often this one was started before in this attempt; engines alone."""
+    """A role's place in one attempt of a run.  life: how often this one was started before in this attempt; engines
+    alone."""
 
     rundir: RunDir
     options: Options
@@ -63,8 +64,8 @@ def read_plan(rundir: RunDir) -> Plan:
 
 
 def open_role(argv: list[str] | None = None) -> RoleContext:
-    """Parse `RUN --attempt N [--index I] [--life K]` and read the options and the plan of that attempt, which for an engine that was
-    added to it holds those as well."""
+    """Parse `RUN --attempt N [--index I] [--life K]` and read the options and the plan of that attempt, which for an
+    engine that was added to it holds those as well."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
@@ -89,8 +90,8 @@ def say(text: str) -> None:
 
 
 def last_error(log: Sequence[bytes]) -> str:
-    """The error that a role, or a host's process, has said at the end of these lines of its log, "" if it has said none: on a full disk
-    it could not record it."""
+    """The error that a role, or a host's process, has said at the end of these lines of its log, "" if it has said
+    none: on a full disk it could not record it."""
     said = [found[1] for line in log[-LAST_WORDS:] if (found := ERROR_LINE.fullmatch(line))]
     return strip_control(said[-1].decode(errors="replace"))[:SAID] if said else ""
 
@@ -106,9 +107,9 @@ def act(
 ) -> int:
     """Run `body`; record what goes wrong and return the exit status.
 
-    late(error): seconds to wait for another's word before an error is recorded, for errors that are mere echoes of another's death.
-    record(message): in place of recording it as the attempt's error.  beat: the name that this process gives signs of life
-    under (default: ROLE-INDEX).
+    late(error): seconds to wait for another's word before an error is recorded, for errors that are mere echoes of
+    another's death. record(message): in place of recording it as the attempt's error.  beat: the name that this process
+    gives signs of life under (default: ROLE-INDEX).
     """
     try:
         with beating(beat or f"{role}-{index}"):

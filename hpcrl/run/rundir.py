@@ -61,7 +61,8 @@ FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
 
 
 def _claim(path: Path) -> Path:
-    """Make `path`, or the first of path-2, path-3, ... that is not there; mkdir gives it to one process alone.  OSError."""
+    """Make `path`, or the first of path-2, path-3, ... that is not there; mkdir gives it to one process alone.
+    OSError."""
     for number in count(1):
         own = path if number == 1 else path.with_name(f"{path.name}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -73,14 +74,16 @@ def _claim(path: Path) -> Path:
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0.0) -> None:
     """Write `data` beside `path`, flush it to disk, and rename: a reader sees the old file or the new one.
 
-    patience: seconds for which it is tried again while the file system is full, read-only or stale.  HpcrlError with what the
-    system said.
+    patience: seconds for which it is tried again while the file system is full, read-only or stale.  HpcrlError with
+    what the system said.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         patiently(lambda: _write(beside, path, data, mode), patience)
     except OSError as error:
-        raise HpcrlError(f"cannot write {path}: {words(error, path)}", mend(error) or "choose another --run-dir") from error
+        raise HpcrlError(
+            f"cannot write {path}: {words(error, path)}", mend(error) or "choose another --run-dir"
+        ) from error
 
 
 def _write(beside: Path, path: Path, data: bytes, mode: int) -> None:
@@ -110,7 +113,8 @@ class RunDir:
     """Paths of one attempt of one run, and the marks by which its processes tell one another how it stands."""
 
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
-        self.root, self.attempt = as_given(root), attempt
+        self.root = as_given(root)
+        self.attempt = attempt
 
     # ---- paths
 
@@ -163,7 +167,8 @@ class RunDir:
         path = as_given(root)
         if path.is_symlink() and not path.is_dir():
             raise UsageError(
-                f"--run-dir {root} is a link to {path.resolve()}, which is not there", "did you make it? name the directory"
+                f"--run-dir {root} is a link to {path.resolve()}, which is not there",
+                "did you make it? name the directory",
             )
         taken = UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         if not another and path.is_dir() and any(path.iterdir()):
@@ -183,7 +188,9 @@ class RunDir:
         except FileExistsError as error:  # by another process, since we looked
             raise taken from error
         except OSError as error:
-            raise UsageError(f"--run-dir {root}: {words(error, path)}", mend(error) or "choose a writable directory") from error
+            raise UsageError(
+                f"--run-dir {root}: {words(error, path)}", mend(error) or "choose a writable directory"
+            ) from error
         return cls(path)
 
     @classmethod
@@ -207,11 +214,14 @@ class RunDir:
         link.replace(self.root / "logs" / "latest")
 
     def _sweep(self) -> None:
-        """Remove the files that were being written beside their places when their writer was killed, and signs of life of the dead."""
+        """Remove the files that were being written beside their places when their writer was killed, and signs of life
+        of the dead."""
         last = self.root / "attempts" / str(self.attempt - 1)
         shutil.rmtree(last / BEATS, ignore_errors=True)
         trees = (self.keys, self.samples, *(self.root / name for name in WRITTEN), last)
-        below = (Path(folder) for tree in trees for folder, _, _ in os.walk(tree))  # links into other places are not followed
+        below = (
+            Path(folder) for tree in trees for folder, _, _ in os.walk(tree)
+        )  # links into other places are not followed
         for folder in (self.root, self.checkpoints, *below):
             for name in listed(folder):
                 found = HALF.fullmatch(name)
@@ -226,20 +236,24 @@ class RunDir:
         """Record an error; only the first of an attempt is kept."""
         record = Failure(role, index, message, time.time())
         beside = self.here / f".error.{role}-{index}.{os.getpid()}"
-        with contextlib.suppress(OSError):  # somebody was first, or the disk is full: exit status and launcher still tell
+        with contextlib.suppress(
+            OSError
+        ):  # somebody was first, or the disk is full: exit status and launcher still tell
             beside.write_bytes(msgspec.json.encode(record))
             os.link(beside, self.here / ERROR)
         with contextlib.suppress(OSError):
             beside.unlink()
 
     def correct(self, message: str) -> None:
-        """Have the launcher's word stand as the attempt's error, who has found the cause of what somebody else saw first."""
+        """Have the launcher's word stand as the attempt's error, who has found the cause of what somebody else saw
+        first."""
         record = Failure("launcher", 0, message, time.time())
         with contextlib.suppress(OSError, HpcrlError):
             write_atomic(self.here / ERROR, msgspec.json.encode(record))
 
     def failure(self) -> Failure | None:
-        """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has failed."""
+        """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has
+        failed."""
         path = self.here / ERROR
         try:
             return read_json(path, Failure)
@@ -248,9 +262,13 @@ class RunDir:
         except OSError as error:
             if error.errno in STALE:  # a network file system that has forgotten it for a moment; who waits looks again
                 return None
-            raise PeerError(f"the attempt has failed, and {path} {error.strerror}", f"see the logs in {self.logs}") from error
+            raise PeerError(
+                f"the attempt has failed, and {path} {error.strerror}", f"see the logs in {self.logs}"
+            ) from error
         except Damaged as error:
-            raise PeerError(f"the attempt has failed, and {path} is damaged: {error}", f"see the logs in {self.logs}") from error
+            raise PeerError(
+                f"the attempt has failed, and {path} is damaged: {error}", f"see the logs in {self.logs}"
+            ) from error
 
     def check(self) -> None:
         """PeerError if this attempt has failed somewhere: no use in waiting on."""
@@ -258,7 +276,8 @@ class RunDir:
             raise PeerError(str(found))
 
     def signs(self) -> frozenset[str]:
-        """What has been said of this attempt so far, by name, in one look: "stop", "end", the file of the first error."""
+        """What has been said of this attempt so far, by name, in one look: "stop", "end", the file of the first
+        error."""
         return listed(self.here)
 
     def request_stop(self) -> None:

@@ -1,6 +1,7 @@
 """STAGE/summary.json, the trainer's last word on a stage: whether it is finished, and where it stood.
 
-Invariant: written once, whole, by trainer rank 0 at the end of an attempt; an older attempt's word does not count for a later one.
+Invariant: written once, whole, by trainer rank 0 at the end of an attempt; an older attempt's word does not count for a
+later one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ SUMMARY = "summary.json"  #: its name in a stage's directory
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What it holds.  rollout_id: rollouts that are done, out of `total`; policy_version: optimizer steps; seconds: of this attempt."""
+    """What it holds.  rollout_id: rollouts that are done, out of `total`; policy_version: optimizer steps; seconds: of
+    this attempt."""
 
     status: Literal["finished", "stopped"]
     attempt: int
@@ -34,7 +36,8 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def write_summary(directory: Path, summary: Summary) -> None:
-    """Write it into a stage's directory, then the mark by which its hosts know.  HpcrlError if that cannot be written."""
+    """Write it into a stage's directory, then the mark by which its hosts know.  HpcrlError if that cannot be
+    written."""
     write_atomic(directory / SUMMARY, msgspec.json.encode(summary))
     here = RunDir(directory, summary.attempt).here
     if here.is_dir():
@@ -49,13 +52,16 @@ def read_summary(directory: Path) -> Summary | None:
     except FileNotFoundError:
         return None
     except (OSError, Damaged) as error:
-        raise HpcrlError(f"{path} is damaged: {error}", "remove it, and the stage goes on from its last checkpoint") from error
+        raise HpcrlError(
+            f"{path} is damaged: {error}", "remove it, and the stage goes on from its last checkpoint"
+        ) from error
 
 
 def summary_of(rundir: RunDir) -> Summary | None:
     """What this attempt has left, or None: an older attempt's summary does not count.
 
-    For whoever waits for it: the directory is read first, since a network file system remembers for a minute that a file was absent.
+    For whoever waits for it: the directory is read first, since a network file system remembers for a minute that a
+    file was absent.
     """
     if SUMMARY not in listed(rundir.root):
         return None

@@ -30,7 +30,8 @@ LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "
 
 
 def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Callable[[str], None]) -> None:
-    """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a result.
+    """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a
+    result.
 
     Without a GPU, for which they would have to take turns, the whole runs go on beside the other checks.
     """
@@ -52,7 +53,8 @@ def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Ca
 
 
 def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], None], gone: threading.Event) -> None:
-    """The checks that start whole runs.  gone: nobody waits any more, and what comes of a run that was ended is no result."""
+    """The checks that start whole runs.  gone: nobody waits any more, and what comes of a run that was ended is no
+    result."""
     for name in [name for name, check in chosen.items() if check.runs == "launcher"]:
         outcome = try_check(chosen[name], _folder(results))
         if gone.is_set():
@@ -62,8 +64,8 @@ def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], N
 
 
 def _processes(rest: Sequence[str], results: Results, ranks: int, told: Callable[[str], None], apart: bool) -> None:
-    """The checks `rest` in processes, that of one starting anew with the next.  ranks: processes in the group, 0: one alone; apart: a
-    new process for each."""
+    """The checks `rest` in processes, that of one starting anew with the next.  ranks: processes in the group, 0: one
+    alone; apart: a new process for each."""
     while rest:
         why = _one_set(rest[:1] if apart else rest, results, ranks, told)
         broken = results.interrupted(rest) or (rest[0] if why else None)
@@ -84,7 +86,9 @@ def _one_set(names: Sequence[str], results: Results, ranks: int, told: Callable[
     port = results.directory / f"port-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "hpcrl.selftest.rank", str(results.directory), *names]
     command += ["--port-file", str(port)] if ranks else ["--alone"]
-    environments = [LOCAL | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(ranks)} for r in range(ranks)] or [{}]
+    environments = [LOCAL | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(ranks)} for r in range(ranks)] or [
+        {}
+    ]
     return watch(start(command, environments, results.directory / "logs"), names, results, told)
 
 
@@ -107,7 +111,9 @@ def watch(
     seconds: float = LONG,
 ) -> str:
     """Wait for all of them, telling of each result as it comes; why the first that failed did, "" if none."""
-    deadline, why, seen = time.monotonic() + seconds, "", {*results.read()}
+    deadline = time.monotonic() + seconds
+    why = ""
+    seen = {*results.read()}
     try:
         while not why:
             over = all(process.poll() is not None for process, _ in started)

@@ -3,8 +3,8 @@
     python -m hpcrl.selftest.job DIR                          inside an allocation: what `hpcrl selftest --site` submits
     python -m hpcrl.selftest.job DIR --host NAME              one task a host: the ranks of this host
 
-DIR holds job.json; HPCRL_STEP_0 starts one task on every node, as the rendered script sets it.  With one host all is done
-there; with several, first what all ranks do together, then the rest on the first host.
+DIR holds job.json; HPCRL_STEP_0 starts one task on every node, as the rendered script sets it.  With one host all is
+done there; with several, first what all ranks do together, then the rest on the first host.
 
 Invariant: the hosts meet through files in DIR, each whole; every wait has a deadline.
 """
@@ -93,13 +93,21 @@ def host(directory: Path, name: str) -> int:
     leave_card(hosts, name, job.ranks)
     found = all_cards(hosts, job.hosts, MEET)
     if len(found) < job.hosts:
-        raise DeadlineError(f"{len(found)} of {job.hosts} hosts have left a card in {hosts} within {MEET:.0f} s: {sorted(found)}")
+        raise DeadlineError(
+            f"{len(found)} of {job.hosts} hosts have left a card in {hosts} within {MEET:.0f} s: {sorted(found)}"
+        )
     network = choose({each: found[each].base for each in sorted(found)}, job.interface)
     speeds = [each.speed for each in network.values()]
     link = ["--link", str(min(speeds) * 1e6 / 8)] if all(speeds) else []
     command = [sys.executable, "-m", "hpcrl.selftest.rank", str(directory), *names]
     command += ["--port-file", str(directory / "port"), "--hosts", str(job.hosts), *link]
-    why = watch(start(command, rank_environments(found, name, network), directory / "logs"), names, results, lambda _: None, LONG)
+    why = watch(
+        start(command, rank_environments(found, name, network), directory / "logs"),
+        names,
+        results,
+        lambda _: None,
+        LONG,
+    )
     if why:
         print(f"hpcrl: {name}: {why}", file=sys.stderr)
     return 1 if why else 0

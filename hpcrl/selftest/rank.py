@@ -75,11 +75,11 @@ def device_alone() -> torch.device:
 
 
 def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> int:
-    """Each check in a process of its own, since a deterministic mode, say, is never taken back; the exit status of the first that
-    ended badly.
+    """Each check in a process of its own, since a deterministic mode, say, is never taken back; the exit status of the
+    first that ended badly.
 
-    Of several each is a fork of this process, which then has imported what they need: that takes longer than the checks.  Only
-    where there is no GPU, which a fork could not use.
+    Of several each is a fork of this process, which then has imported what they need: that takes longer than the
+    checks.  Only where there is no GPU, which a fork could not use.
     """
     from hpcrl.convert.to_torch_dist import alone
 
@@ -111,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--link", type=float, help="bytes a second of the network between the hosts")
     args = parser.parse_args(argv)
     die_with_parent()
-    chosen, results = choose_checks(args.names, find_checks()), Results(args.directory)
+    chosen = choose_checks(args.names, find_checks())
+    results = Results(args.directory)
     if args.alone:
         return each_alone(chosen, results, args.directory)
     import torch.distributed as dist

@@ -1,7 +1,7 @@
 """What the self-test checks: a file of hpcrl/selftest/checks/ is a check, named as the file is.
 
-Each has a `CHECK`, and what it does beside it.  Invariants: to list them imports no torch; a check says passed, failed or
-skipped with the reason, and an error in it is its failure, never the end of the others.
+Each has a `CHECK`, and what it does beside it.  Invariants: to list them imports no torch; a check says passed, failed
+or skipped with the reason, and an error in it is its failure, never the end of the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Number = float | int | str | bool
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a check.  said: one line; numbers: what was measured, with the unit in the name; seconds: that it took."""
+    """What came of a check.  said: one line; numbers: what was measured, with the unit in the name; seconds: that it
+    took."""
 
     result: Literal["passed", "failed", "skipped"]
     said: str
@@ -41,8 +42,8 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs.  device: this rank's; directory: shared by all ranks, empty at first; link: bytes a second that the
-    network between the hosts can carry one way, None if its driver does not say; hosts: how many take part."""
+    """Where a check runs.  device: this rank's; directory: shared by all ranks, empty at first; link: bytes a second
+    that the network between the hosts can carry one way, None if its driver does not say; hosts: how many take part."""
 
     rank: int
     world: int
@@ -56,8 +57,8 @@ class Place:
 class Check:
     """A check.  title: what holds if it passes; turn: its place in the order.
 
-    runs: "ranks": `work` of a Place in one process a GPU of every host, in one group of torch.distributed; "alone": the same in
-    one process with one GPU; "launcher": `work` of a directory in the command itself, which starts whole runs.
+    runs: "ranks": `work` of a Place in one process a GPU of every host, in one group of torch.distributed; "alone": the
+    same in one process with one GPU; "launcher": `work` of a directory in the command itself, which starts whole runs.
     needs: modules without which it is skipped.
     """
 
@@ -94,5 +95,7 @@ def try_check(check: Check, subject: Any) -> Outcome:
     except HpcrlError as error:
         found = Outcome("failed", str(error))
     except Exception as error:  # noqa: BLE001  (whatever goes wrong in a check is what it found)
-        found = Outcome("failed", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        found = Outcome(
+            "failed", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        )
     return msgspec.structs.replace(found, seconds=round(time.monotonic() - begun, 2))

@@ -1,7 +1,7 @@
 """What the self-test has found so far, a file a check in its directory, and how it is shown.
 
-Invariant: a result is on disk as soon as it is known, whole or not at all, so that an interrupted self-test goes on with what
-it lacks.
+Invariant: a result is on disk as soon as it is known, whole or not at all, so that an interrupted self-test goes on
+with what it lacks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Results:
     def interrupted(self, names: Iterable[str]) -> str | None:
         """The check of `names` that began and has no result: what its process died in."""
         ended = self.read()
-        return next((name for name in names if name not in ended and (self.directory / "started" / name).exists()), None)
+        return next(
+            (name for name in names if name not in ended and (self.directory / "started" / name).exists()), None
+        )
 
     def hosts(self) -> list[str]:
         """Those that met in it, where there were several."""

@@ -1,7 +1,7 @@
 """The self-test's own model and prompts: a small Qwen3 with random weights, made without a network or transformers.
 
-Invariant: the same bytes for the same arguments.  The matrices are drawn wide, so that next-token distributions are far from
-uniform and a wrong weight shows in the log-probs.
+Invariant: the same bytes for the same arguments.  The matrices are drawn wide, so that next-token distributions are far
+from uniform and a wrong weight shows in the log-probs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ CONFIG: dict[str, Any] = {
 
 
 def make_model(directory: Path, seed: int = 0) -> Path:
-    """config.json, weights in float32 and, where the package for it is installed, the tokenizer in `directory`; returns it."""
+    """config.json, weights in float32 and, where the package for it is installed, the tokenizer in `directory`; returns
+    it."""
     import torch
     from safetensors.torch import save_file
 
@@ -66,8 +67,11 @@ def _tensors(generator: torch.Generator) -> Any:
     """(name, tensor) of every weight, under Hugging Face's names of a Qwen3."""
     import torch
 
-    hidden, inner, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    hidden = CONFIG["hidden_size"]
+    inner = CONFIG["intermediate_size"]
+    head = CONFIG["head_dim"]
+    queries = CONFIG["num_attention_heads"] * head
+    keys = CONFIG["num_key_value_heads"] * head
     matrix = lambda *shape: WIDE * torch.randn(*shape, generator=generator)  # noqa: E731
     norm = lambda size: 0.8 + 0.4 * torch.rand(size, generator=generator)  # noqa: E731  (not all ones: a mix-up would not show)
     yield "model.embed_tokens.weight", matrix(VOCABULARY, hidden)

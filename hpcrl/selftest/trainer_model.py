@@ -42,14 +42,17 @@ def loss_weights() -> list[torch.Tensor]:
 
 
 def load(options: Options, ranks: Any = None) -> Any:
-    """The policy with the weights of --hf-checkpoint, in the environment of a run; `ranks`: of groups that exist already; else this is the only rank."""
+    """The policy with the weights of --hf-checkpoint, in the environment of a run; `ranks`: of groups that exist
+    already; else this is the only rank."""
     os.environ.update(missing(wanted("trainer", Where(options)), os.environ))  # cuBLAS reads it when it is first used
     from torch.distributed import HashStore
 
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.parallel import parallel_state
 
-    policy = model.build(options, ranks or parallel_state.initialize(options, HashStore()))  # a rank alone: nobody else to meet
+    policy = model.build(
+        options, ranks or parallel_state.initialize(options, HashStore())
+    )  # a rank alone: nobody else to meet
     model.load_hf(policy, str(options.hf_checkpoint))
     return policy
 

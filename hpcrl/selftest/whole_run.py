@@ -47,7 +47,11 @@ def write_recipe(directory: Path, name: str, gpus: int, **values: Any) -> Path:
     if not (directory / "model" / "config.json").exists():
         make_model(directory / "model")
         make_prompts(directory / "prompts.jsonl")
-    places = {"hf_checkpoint": str(directory / "model"), "prompt_data": str(directory / "prompts.jsonl"), "bf16": gpus > 0}
+    places = {
+        "hf_checkpoint": str(directory / "model"),
+        "prompt_data": str(directory / "prompts.jsonl"),
+        "bf16": gpus > 0,
+    }
     if not gpus:
         places["rank_launcher"] = "ranks"  # one rank needs no agent, which on a CPU takes as long to start as the rank
     path = directory / f"{name}.toml"
@@ -56,10 +60,15 @@ def write_recipe(directory: Path, name: str, gpus: int, **values: Any) -> Path:
 
 
 def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] = lambda: False) -> None:
-    """`hpcrl run WORDS` to its end.  turn: called until it says True.  HpcrlError, with its last words, for another exit status."""
+    """`hpcrl run WORDS` to its end.  turn: called until it says True.  HpcrlError, with its last words, for another
+    exit status."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hpcrl", "run", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=_environment()
+            [sys.executable, "-m", "hpcrl", "run", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=_environment(),
         )
         deadline, done = time.monotonic() + LONG, False
         try:
@@ -89,7 +98,8 @@ def steps(root: Path) -> list[dict[str, Any]]:
 
 
 def sampling_run(directory: Path, gpus: int) -> Path:
-    """Two steps of GRPO with an engine, every update compared tensor by tensor; made once for the checks that read it."""
+    """Two steps of GRPO with an engine, every update compared tensor by tensor; made once for the checks that read
+    it."""
     root = directory / "sampling"
     if (root / "summary.json").exists():
         return root

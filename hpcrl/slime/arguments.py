@@ -30,7 +30,8 @@ SAYS_NOTHING = "it only says what holds anyway"
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one flag.  flag: "" where slime's default was set; given: as it stood; options: the names that it set."""
+    """What became of one flag.  flag: "" where slime's default was set; given: as it stood; options: the names that it
+    set."""
 
     flag: str
     given: str
@@ -46,7 +47,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Translation:
-    """values: options by name, as a recipe has them; lines: one for each flag, in the order given; wrong: what cannot be honoured."""
+    """values: options by name, as a recipe has them; lines: one for each flag, in the order given; wrong: what cannot
+    be honoured."""
 
     values: dict[str, Any]
     lines: tuple[Line, ...]
@@ -65,13 +67,16 @@ class _Found:
     lines: list[Line] = field(default_factory=list)
     wrong: list[UsageError] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)  #: why -> the flags, as given
-    said: dict[str, str] = field(default_factory=dict)  #: option, with its table before it -> the flag that set it, as given
+    said: dict[str, str] = field(
+        default_factory=dict
+    )  #: option, with its table before it -> the flag that set it, as given
 
 
 def translate(words: Sequence[str], program: str = "train.py") -> Translation:
     """The arguments of train.py, or of train_async.py if `program` says so.
 
-    Nothing is raised: `wrong` holds what cannot be honoured; rules that join options are checked where the recipe is resolved.
+    Nothing is raised: `wrong` holds what cannot be honoured; rules that join options are checked where the recipe is
+    resolved.
     """
     found = _Found()
     try:
@@ -91,7 +96,8 @@ def translate(words: Sequence[str], program: str = "train.py") -> Translation:
 
 
 def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse, but of REPEATED ones both."""
+    """Flag, without dashes in front -> the words after it; of a flag given twice the later counts, as in argparse, but
+    of REPEATED ones both."""
     given: dict[str, list[str]] = {}
     flag = ""
     for word in words:
@@ -129,10 +135,14 @@ def _check_said(values: dict[str, Any], shown: str, found: _Found) -> None:
     """Two flags that set one option otherwise contradict each other; of one that is given twice the later counts."""
     for name in _names(values):
         head, _, key = name.partition(".")
-        value, before = (table[head][key] if key else table.get(head) for table in (values, _padded(found.values, head, key)))
+        value, before = (
+            table[head][key] if key else table.get(head) for table in (values, _padded(found.values, head, key))
+        )
         # train_async.py is where the fully asynchronous function runs
         if name in found.said and found.said[name] != ASYNC and value != before:
-            found.wrong.append(UsageError(f"{found.said[name]} and {shown} contradict each other", "leave one of them out"))
+            found.wrong.append(
+                UsageError(f"{found.said[name]} and {shown} contradict each other", "leave one of them out")
+            )
         found.said[name] = shown
 
 
@@ -201,7 +211,8 @@ def _set_default(flag: str, value: str, found: _Found) -> None:
 
 
 def _drop_inert(found: _Found) -> None:
-    """Leave out what has no effect in this combination: slime takes such flags, so that they pass, with a line that says why."""
+    """Leave out what has no effect in this combination: slime takes such flags, so that they pass, with a line that
+    says why."""
     while True:
         try:
             options = build_options(found.values)
@@ -216,7 +227,9 @@ def _drop_inert(found: _Found) -> None:
             return
         for name in dropped:
             del found.values[name]
-        found.lines[:] = [_without(line, dropped) for line in found.lines if line.flag or not set(line.options) & set(dropped)]
+        found.lines[:] = [
+            _without(line, dropped) for line in found.lines if line.flag or not set(line.options) & set(dropped)
+        ]
 
 
 def _inert(options: Options) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What becomes of each flag of slime's and vime's scripts: `flags.toml`, read and checked.
 
-Invariant: a flag has one verdict; a verdict that names an option of hpcrl's is true of the options that are declared now.
+Invariant: a flag has one verdict; a verdict that names an option of hpcrl's is true of the options that are declared
+now.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ DEFAULTS = "defaults"  #: the section of flags.toml that holds values, not verdi
 class Verdict:
     """What becomes of a flag.
 
-    text: the reason (later, needless, refused), the flag that says the same here (is), or a function of readers.py (reader).
+    text: the reason (later, needless, refused), the flag that says the same here (is), or a function of readers.py
+    (reader).
     default: slime's default, of a flag that says nothing when it is given with it; None: there is no such value.
     """
 

@@ -1,7 +1,7 @@
 """Settings of slime's MIS example (examples/train_infer_mismatch_helper/mis.yaml) as options of hpcrl's.
 
-Invariant: what is written computes the weights and rejections that slime's example computes from the same file; a setting that
-has no counterpart is refused by its name, and never left out.
+Invariant: what is written computes the weights and rejections that slime's example computes from the same file; a
+setting that has no counterpart is refused by its name, and never left out.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from hpcrl.errors import UsageError
 
 FLAG = "--custom-config-path"
 #: setting of slime's -> our option
-WEIGHTS = {"tis_level": "tis-level", "tis_mode": "tis-mode", "tis_upper_bound": "tis-clip", "tis_lower_bound": "tis-clip-low"}
+WEIGHTS = {
+    "tis_level": "tis-level",
+    "tis_mode": "tis-mode",
+    "tis_upper_bound": "tis-clip",
+    "tis_lower_bound": "tis-clip-low",
+}
 #: the same, of those that slime reads with use_rs alone
-REJECTION = {name: name.replace("_", "-") for name in ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")}
+REJECTION = {
+    name: name.replace("_", "-") for name in ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
+}
 SWITCHES = ("use_tis", "use_rs", "tis_batch_normalize")
 
 

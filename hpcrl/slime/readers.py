@@ -2,8 +2,8 @@
 
 A reader gets the flag's words and all other flags that were given, and says what to write here instead.
 
-Invariant: pure functions of the words, and of the file that --custom-config-path names; what a reader cannot translate exactly it
-refuses.
+Invariant: pure functions of the words, and of the file that --custom-config-path names; what a reader cannot translate
+exactly it refuses.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ def eval_prompt_data(flag: str, given: Given) -> Reading:
 
 
 def own_function(flag: str, given: Given) -> Reading:
-    """A function by its dotted path: slime's own are ours where they are the same (`config/dotted_path.py` says which)."""
+    """A function by its dotted path: slime's own are ours where they are the same (`config/dotted_path.py` says
+    which)."""
     path = one(given, flag)
     try:
         mine = ours(path, f"--{flag}")
     except UsageError as error:
-        return Reading("refused", (), "; ".join(filter(None, [error.what.removeprefix(f"--{flag} {path} "), error.hint])))
+        return Reading(
+            "refused", (), "; ".join(filter(None, [error.what.removeprefix(f"--{flag} {path} "), error.hint]))
+        )
     if not mine:
         return Reading("needless", (), "it is what is done anyway")
     if flag not in own():
@@ -70,7 +73,9 @@ def rollout_function(flag: str, given: Given) -> Reading:
         if one(given, "loss-type") == "sft_loss":
             return Reading("translated", ("--apply-chat-template",), "it learns the assistant's turns of chat messages")
         return Reading("refused", (), "it belongs to --loss-type sft_loss")
-    if path.endswith("fully_async_rollout.generate_rollout_fully_async"):  # slime's example lies in a directory of its own
+    if path.endswith(
+        "fully_async_rollout.generate_rollout_fully_async"
+    ):  # slime's example lies in a directory of its own
         return Reading("translated", ("--loop", "fully-async"), "that function is a loop here")
     return own_function(flag, given)
 
@@ -83,7 +88,10 @@ def asynchronous(flag: str, given: Given) -> Reading:
 def correction(flag: str, given: Given) -> Reading:
     """slime's examples of corrections are files of hpcrl/algorithms/corrections/."""
     path = one(given, flag)
-    if path.startswith("examples.") and path.rpartition(".")[2] in ("compute_mis_weights", "compute_mis_weights_with_cp"):
+    if path.startswith("examples.") and path.rpartition(".")[2] in (
+        "compute_mis_weights",
+        "compute_mis_weights_with_cp",
+    ):
         return Reading("translated", (f"--{flag}", "mis"), "slime's example is a correction of hpcrl's")
     return own_function(flag, given)
 
@@ -104,8 +112,10 @@ IGNORES_KL_COEF = ("grpo", "gspo", "cispo")  #: estimators of slime's that take 
 
 
 def kl_in_reward(flag: str, given: Given) -> Reading:
-    """slime computes this KL for every estimator and forgets it for some; hpcrl takes it off the reward with all of them."""
-    estimator, value = one(given, "advantage-estimator", "grpo"), one(given, flag)
+    """slime computes this KL for every estimator and forgets it for some; hpcrl takes it off the reward with all of
+    them."""
+    estimator = one(given, "advantage-estimator", "grpo")
+    value = one(given, flag)
     both = _number(one(given, "kl-loss-coef", "0"))  # which slime refuses, and so do our rules
     if estimator not in IGNORES_KL_COEF or not _number(value) > 0 or both:
         return Reading("kept", (f"--{flag}", *given[flag]))
@@ -121,10 +131,16 @@ def _number(text: str) -> float:
 
 
 def _only_taught(given: Given) -> bool:
-    """Whether a run has a teacher, and a reward that finds no label to compare with: slime's is 0 for every response then."""
+    """Whether a run has a teacher, and a reward that finds no label to compare with: slime's is 0 for every response
+    then."""
     unlabelled = "label-key" not in given and "eval-interval" not in given and "custom-rm-path" not in given
     words = given.get("rm-type", ())
-    if "use-opd" not in given or not unlabelled or len(words) != 1 or one(given, "advantage-estimator", "grpo") != "grpo":
+    if (
+        "use-opd" not in given
+        or not unlabelled
+        or len(words) != 1
+        or one(given, "advantage-estimator", "grpo") != "grpo"
+    ):
         return False
     try:
         return bool(needing_labels(read_words(words[0])))
@@ -135,14 +151,18 @@ def _only_taught(given: Given) -> bool:
 def reward(flag: str, given: Given) -> Reading:
     """A reward that compares with labels which nobody names is 0: beside a teacher the run goes without it."""
     if _only_taught(given):
-        return Reading("needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned")
+        return Reading(
+            "needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned"
+        )
     return Reading("kept", (f"--{flag}", *given[flag]))
 
 
 def estimator(flag: str, given: Given) -> Reading:
     """Of rewards that are all 0 grpo makes advantages of 0, as none does without them."""
     if _only_taught(given):
-        return Reading("translated", (f"--{flag}", "none"), "without --label-key every reward, and grpo's advantage, is 0")
+        return Reading(
+            "translated", (f"--{flag}", "none"), "without --label-key every reward, and grpo's advantage, is 0"
+        )
     return Reading("kept", (f"--{flag}", *given[flag]))
 
 
@@ -151,7 +171,8 @@ SPECS = tuple((f"{plugins}.models.glm4", "get_glm_spec") for plugins in ("slime_
 
 
 def spec(flag: str, given: Given) -> Reading:
-    """How a model is built: of the plugins' some are families here; `none NAME` stands for a file of arguments that is not there."""
+    """How a model is built: of the plugins' some are families here; `none NAME` stands for a file of arguments that is
+    not there."""
     words = tuple(given[flag])
     if words[:1] == ("none",):
         return Reading("refused", (), f"{' '.join(words[1:])} is of no family that hpcrl has")
@@ -163,7 +184,9 @@ def spec(flag: str, given: Given) -> Reading:
 def teacher(flag: str, given: Given) -> Reading:
     """A teacher's server answers as vLLM does."""
     if one(given, flag) == "sglang":
-        return Reading("refused", (), "the teacher's server is vLLM's; give --opd-type vllm and --opd-teacher-url for --rm-url")
+        return Reading(
+            "refused", (), "the teacher's server is vLLM's; give --opd-type vllm and --opd-teacher-url for --rm-url"
+        )
     return Reading("kept", (f"--{flag}", *given[flag]))
 
 
@@ -172,7 +195,9 @@ def update_mode(flag: str, given: Given) -> Reading:
     name = one(given, flag)
     if name == "full":
         return Reading("needless", (), "every update brings all tensors, as long as nothing else is said")
-    return Reading("translated", ("--weight-update", *given[flag], *(("--weight-transfer", "gloo") if name == "delta" else ())))
+    return Reading(
+        "translated", ("--weight-update", *given[flag], *(("--weight-transfer", "gloo") if name == "delta" else ()))
+    )
 
 
 def update_transport(flag: str, given: Given) -> Reading:
@@ -189,7 +214,9 @@ def of_deltas(flag: str, given: Given) -> Reading:
     """How slime writes down and checks what has changed."""
     if one(given, "update-weight-mode") != "delta":
         return Reading("needless", (), "no effect: --update-weight-mode delta is not given")
-    return Reading("needless", (), "--weight-update delta has its own form, checked by digests; the engines hold the same bits")
+    return Reading(
+        "needless", (), "--weight-update delta has its own form, checked by digests; the engines hold the same bits"
+    )
 
 
 def update_directory(flag: str, given: Given) -> Reading:
@@ -227,12 +254,17 @@ def attention_backend(flag: str, given: Given) -> Reading:
 
 def expert_parallel(flag: str, given: Given) -> Reading:
     """vLLM spreads the experts over all GPUs of an engine, or over none."""
-    size, engine = one(given, flag), one(given, "rollout-num-gpus-per-engine", "1")
+    size = one(given, flag)
+    engine = one(given, "rollout-num-gpus-per-engine", "1")
     if size == "1":
         return Reading("needless", (), "experts are not spread over GPUs")
     if size == engine:
-        return Reading("translated", ("--vllm-enable-expert-parallel",), "vLLM spreads them over all GPUs of the engine")
-    return Reading("refused", (), f"vLLM spreads experts over all {engine} GPUs of an engine (--rollout-num-gpus-per-engine)")
+        return Reading(
+            "translated", ("--vllm-enable-expert-parallel",), "vLLM spreads them over all GPUs of the engine"
+        )
+    return Reading(
+        "refused", (), f"vLLM spreads experts over all {engine} GPUs of an engine (--rollout-num-gpus-per-engine)"
+    )
 
 
 def data_parallel(flag: str, given: Given) -> Reading:
@@ -261,10 +293,14 @@ def deepep_mode(flag: str, given: Given) -> Reading:
 
 
 def speculation(flag: str, given: Given) -> Reading:
-    """sglang's EAGLE without a draft model of its own drafts with the layers behind the model's last one, which vLLM calls mtp."""
-    name, steps = one(given, flag), one(given, "sglang-speculative-num-steps")
+    """sglang's EAGLE without a draft model of its own drafts with the layers behind the model's last one, which vLLM
+    calls mtp."""
+    name = one(given, flag)
+    steps = one(given, "sglang-speculative-num-steps")
     if name.upper() not in ("EAGLE", "NEXTN") or "sglang-speculative-draft-model-path" in given:
-        return Reading("refused", (), "what is translated is EAGLE with the model's own layers; write --vllm-speculative-config")
+        return Reading(
+            "refused", (), "what is translated is EAGLE with the model's own layers; write --vllm-speculative-config"
+        )
     if not steps.isdecimal():
         return Reading("refused", (), "sglang chooses how many tokens are drafted; give --sglang-speculative-num-steps")
     config = {"method": "mtp", "num_speculative_tokens": int(steps)}

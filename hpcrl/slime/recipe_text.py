@@ -22,7 +22,9 @@ TITLES = {
 
 def recipe_text(translation: Translation, name: str, about: str, notes: Sequence[str] = ()) -> str:
     """The recipe.  about: the first line of its comment, where it came from; notes: more lines of what was found."""
-    return "\n".join([*_wrapped(about), f"name = {_value(name)}", *_options(translation.values), *_story(translation, notes), ""])
+    return "\n".join(
+        [*_wrapped(about), f"name = {_value(name)}", *_options(translation.values), *_story(translation, notes), ""]
+    )
 
 
 def summary(translation: Translation) -> list[str]:
@@ -77,7 +79,11 @@ def _wrapped(text: str, lead: str = "# ") -> Iterator[str]:
 def _value(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + " }"
+            if value
+            else "{}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):

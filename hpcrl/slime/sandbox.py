@@ -1,8 +1,9 @@
-"""A bash that can do no harm: `python -m hpcrl.slime.sandbox SCRATCH BASH WORDS ...` becomes it, confined by the kernel.
+"""A bash that can do no harm: `python -m hpcrl.slime.sandbox SCRATCH BASH WORDS ...` becomes it, confined by the
+kernel.
 
-It sees the files of this machine, and can write to SCRATCH alone; it has no network, sees no other processes, and has limits
-of time and memory.  Linux namespaces do that where users may make them, else Landlock, which leaves out the processes and, on
-older kernels, the network: the first line of standard error says which (`Confined`).
+It sees the files of this machine, and can write to SCRATCH alone; it has no network, sees no other processes, and has
+limits of time and memory.  Linux namespaces do that where users may make them, else Landlock, which leaves out the
+processes and, on older kernels, the network: the first line of standard error says which (`Confined`).
 
 Invariant: nothing is started where neither can be had.
 """
@@ -19,16 +20,36 @@ import sys
 import time
 from collections.abc import Callable
 
-NAMESPACES, LANDLOCK, LANDLOCK_WITH_NETWORK = "namespaces", "landlock", "landlock, network open"
+NAMESPACES = "namespaces"
+LANDLOCK = "landlock"
+LANDLOCK_WITH_NETWORK = "landlock, network open"
 PROCESSES = 128  #: that it may have at once
 UNCONFINED = 97  #: exit status where the kernel confines nobody
 
-# linux/sched.h, linux/mount.h, linux/prctl.h, linux/landlock.h; system calls have these numbers on every architecture since 2021
-_NEW_USER, _NEW_NS, _NEW_NET, _NEW_PID, _NEW_IPC, _NEW_UTS = 0x10000000, 0x20000, 0x40000000, 0x20000000, 0x8000000, 0x4000000
-_MS_BIND, _MS_REC, _MS_PRIVATE, _NOSUID_NODEV_NOEXEC = 0x1000, 0x4000, 0x40000, 0xE
-_SYS_MOUNT_SETATTR, _SYS_CREATE_RULESET, _SYS_ADD_RULE, _SYS_RESTRICT_SELF = 442, 444, 445, 446
-_AT_FDCWD, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 1
-_PDEATHSIG, _CAPBSET_DROP, _NO_NEW_PRIVS, _SIGKILL, _LAST_CAP = 1, 24, 38, 9, 63
+# linux/sched.h, linux/mount.h, linux/prctl.h, linux/landlock.h; system calls have these numbers on every architecture
+# since 2021
+_NEW_USER = 0x10000000
+_NEW_NS = 0x20000
+_NEW_NET = 0x40000000
+_NEW_PID = 0x20000000
+_NEW_IPC = 0x8000000
+_NEW_UTS = 0x4000000
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
+_NOSUID_NODEV_NOEXEC = 0xE
+_SYS_MOUNT_SETATTR = 442
+_SYS_CREATE_RULESET = 444
+_SYS_ADD_RULE = 445
+_SYS_RESTRICT_SELF = 446
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_READ_ONLY = 1
+_PDEATHSIG = 1
+_CAPBSET_DROP = 24
+_NO_NEW_PRIVS = 38
+_SIGKILL = 9
+_LAST_CAP = 63
 _WRITES = sum(1 << bit for bit in (1, *range(4, 14)))  #: Landlock's rights that change files: write, remove, make
 _TRUNCATE, _TCP = 1 << 14, 0b11
 
@@ -51,7 +72,8 @@ def main(argv: list[str]) -> int:
 
 
 def _in_child(confine: Callable[[], None], command: list[str], how: str) -> int:
-    """Become `command` in a child, which is the first process of a new PID namespace: when it ends, so do all others there."""
+    """Become `command` in a child, which is the first process of a new PID namespace: when it ends, so do all others
+    there."""
     child = os.fork()
     if child == 0:
         try:
@@ -69,7 +91,8 @@ def _in_child(confine: Callable[[], None], command: list[str], how: str) -> int:
 
 
 def _watch(child: int) -> int:
-    """Wait for the first process of a PID namespace, and end them all if they become too many: the limit spares root."""
+    """Wait for the first process of a PID namespace, and end them all if they become too many: the limit spares
+    root."""
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -114,7 +137,9 @@ def _namespaces(scratch: str) -> None:
     """Every file system read-only but `scratch`; no capabilities that could undo it."""
     place = scratch.encode()
     _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
-    with contextlib.suppress(OSError):  # containers forbid it; then /proc shows the processes outside, which stay out of reach
+    with contextlib.suppress(
+        OSError
+    ):  # containers forbid it; then /proc shows the processes outside, which stay out of reach
         _check(_libc.mount(b"proc", b"/proc", b"proc", _NOSUID_NODEV_NOEXEC, None))
     _check(_libc.mount(place, place, None, _MS_BIND, None))
     _set_attributes(b"/", _AT_RECURSIVE, set_=_READ_ONLY)
@@ -152,7 +177,12 @@ def _landlock(scratch: str) -> bool | None:
 
 def _limits(namespaces: bool) -> None:
     _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
-    wanted = {resource.RLIMIT_CPU: 20, resource.RLIMIT_FSIZE: 16 << 20, resource.RLIMIT_AS: 2 << 30, resource.RLIMIT_NOFILE: 256}
+    wanted = {
+        resource.RLIMIT_CPU: 20,
+        resource.RLIMIT_FSIZE: 16 << 20,
+        resource.RLIMIT_AS: 2 << 30,
+        resource.RLIMIT_NOFILE: 256,
+    }
     if namespaces:  # elsewhere it would count all of the user's processes
         wanted[resource.RLIMIT_NPROC] = PROCESSES
     for what, most in wanted.items():

@@ -1,7 +1,8 @@
-"""A whole run script of slime's or vime's, sourced where it can do no harm: what it hands to train.py, and what else it does.
+"""A whole run script of slime's or vime's, sourced where it can do no harm: what it hands to train.py, and what else it
+does.
 
-Invariant: of the script's commands only tools that read and write text run; all others are noted down, and the kernel keeps
-all of it from the network and from every file outside of a scratch directory (`sandbox.py`).
+Invariant: of the script's commands only tools that read and write text run; all others are noted down, and the kernel
+keeps all of it from the network and from every file outside of a scratch directory (`sandbox.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ TOOLS = (
 )
 #: commands that other tools start (env, xargs), or bash's exec: they lie in PATH as scripts that note themselves down
 NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall nohup timeout"
-MOST_CALLS, MOST_CALL, MOST_SCRIPT = 20_000, 1 << 20, 1 << 20  #: commands noted down, bytes of one, bytes of a script
+#: commands noted down, bytes of one, bytes of a script
+MOST_CALLS = 20_000
+MOST_CALL = 1 << 20
+MOST_SCRIPT = 1 << 20
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 _MISSING = re.compile(r"line \d+: (\w+): ")  #: what bash says of ${NAME:?...} where nothing sets NAME
 _UNENDED = -1  #: in place of an exit status
@@ -83,8 +87,9 @@ _ENVIRONMENT = {
 class Script:
     """What a script did.
 
-    program: train.py or train_async.py; arguments: what it got; environment: what `ray job submit` would have set for it, and
-    hpcrl does not; notes: what else the script did, and why that is needless; confined: how the sandbox was made.
+    program: train.py or train_async.py; arguments: what it got; environment: what `ray job submit` would have set for
+    it, and hpcrl does not; notes: what else the script did, and why that is needless; confined: how the sandbox was
+    made.
     """
 
     program: str
@@ -94,11 +99,13 @@ class Script:
     confined: str
 
 
-def run_script(path: Path, variables: Mapping[str, str], models: Path | None = None, seconds: float = SECONDS) -> Script:
+def run_script(
+    path: Path, variables: Mapping[str, str], models: Path | None = None, seconds: float = SECONDS
+) -> Script:
     """Source a script.
 
-    variables: environment variables that it gets, besides HOME and USER; models: where model files are that it does not find.
-    UsageError if it cannot be read, does not end, fails, or starts no training.
+    variables: environment variables that it gets, besides HOME and USER; models: where model files are that it does not
+    find. UsageError if it cannot be read, does not end, fails, or starts no training.
     """
     text = _read(path)
     with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
@@ -112,7 +119,9 @@ def run_script(path: Path, variables: Mapping[str, str], models: Path | None = N
     program, arguments, told = training[0]
     environment = told or {}
     notes = (
-        ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"] if told is None else []
+        ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"]
+        if told is None
+        else []
     )
     notes += [*_notes(calls, environment), *_unset(text, variables)]
     if said.returncode == _UNENDED:
@@ -133,7 +142,9 @@ def _read(path: Path) -> str:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read the script {path}: {why}", "is it a run script?") from error
     if "\r\n" in text:
-        raise UsageError(f"{path} has the line ends of Windows, which bash reads as a part of each word", "mend it with dos2unix")
+        raise UsageError(
+            f"{path} has the line ends of Windows, which bash reads as a part of each word", "mend it with dos2unix"
+        )
     return text
 
 
@@ -152,7 +163,9 @@ def _run(
         (scratch / "bin" / name).write_text(f'#!{bash}\nbuiltin source {HERE / "prelude.sh"}\nhpcrl_note {name} "$@"\n')
         (scratch / "bin" / name).chmod(0o755)
     for name, family in model_families().items():
-        (scratch / "models" / f"{name}.sh").write_text("MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n")
+        (scratch / "models" / f"{name}.sh").write_text(
+            "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
+        )
     environment = {
         "HOME": os.environ.get("HOME", "/"),
         "USER": os.environ.get("USER", ""),
@@ -219,8 +232,12 @@ def _no_training(path: Path, code: int, said: str, seconds: float) -> UsageError
     """What to say of a script that has started no training; said: its output, errors last."""
     last = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")][-1:]
     if code == _UNENDED:
-        return UsageError(f"{path} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?")
-    ended = f"ended with status {code}: {strip_control(last[0])[:300]}" if code and last else f"ended with status {code}"
+        return UsageError(
+            f"{path} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?"
+        )
+    ended = (
+        f"ended with status {code}: {strip_control(last[0])[:300]}" if code and last else f"ended with status {code}"
+    )
     missing = _MISSING.search(said)
     hint = f"write {missing[1]}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
     return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)

@@ -34,7 +34,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def split_program(words: Sequence[str]) -> tuple[str, list[str]]:
-    """(train.py or train_async.py, its arguments); the words may begin with `python3 train.py`, or with the first flag."""
+    """(train.py or train_async.py, its arguments); the words may begin with `python3 train.py`, or with the first
+    flag."""
     for place, word in enumerate(words):
         if word.startswith("--"):
             break
@@ -46,7 +47,8 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str]]:
 def recipe_of(words: Sequence[str], overrides: Mapping[str, Any]) -> Recipe:
     """The recipe that the arguments `words` stand for; what became of flags that are not simply kept goes to stderr.
 
-    overrides: what hpcrl's own flags before `--` set.  UsageError: all that does not fit, the rules that join options included.
+    overrides: what hpcrl's own flags before `--` set.  UsageError: all that does not fit, the rules that join options
+    included.
     """
     recipe, wrong = recipe_and_refusals(words, overrides)
     raise_together(wrong)

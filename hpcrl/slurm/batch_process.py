@@ -2,7 +2,8 @@
 
     python -m hpcrl.slurm.batch_process RECIPE.toml --run-dir RUN [--option value ...]     what sbatch/*.sbatch run
 
-Invariant: what Slurm is asked here is asked of this job alone; what a run does with the answers is in hpcrl/launch/batch_run.py.
+Invariant: what Slurm is asked here is asked of this job alone; what a run does with the answers is in
+hpcrl/launch/batch_run.py.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class SlurmAllocation:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """UsageError if this is no job, or the batch script is none of hpcrl's."""
         self.backend = SrunHosts(read_groups(environment))
-        self.job_id, self.restarts = environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0"))
+        self.job_id = environment["SLURM_JOB_ID"]
+        self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self.cluster = environment.get("SLURM_CLUSTER_NAME")
 
     def nodes(self) -> list[Host]:
@@ -63,7 +65,8 @@ class SlurmAllocation:
         answer = ask(["scontrol", "requeue", self.job_id], CALL)
         if answer.code == 0:
             return
-        error, said = _failure(answer, "requeue", self.job_id), answer.err.lower()
+        error = _failure(answer, "requeue", self.job_id)
+        said = answer.err.lower()
         if any(words in said for words in UNDER_WAY):  # Slurm was faster
             raise AlreadyRequeued(error.what)
         raise error if any(words in said for words in REFUSED) else SchedulerSilent(error.what, error.hint)
@@ -92,8 +95,8 @@ def _failure(answer: Answer, *words: str) -> HpcrlError:
 def run_directory(root: str) -> dict[str, Any]:
     """What hpcrl submit has submitit call in the job: go on with the run directory that it made.
 
-    A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits for its
-    success begins.
+    A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits
+    for its success begins.
     """
     found = run_in_job(reopen_job(Path(root)), SlurmAllocation())
     if stopped(found):  # submitit keeps the result of what succeeds alone, and ends with 0 then

@@ -1,7 +1,7 @@
 """The batch script: one template for what `hpcrl submit` sends and what a person edits.
 
-Invariant: every value from options or a site reaches the shell quoted; a name that the template uses and nobody gave is an
-error; the same request renders the same text.
+Invariant: every value from options or a site reaches the shell quoted; a name that the template uses and nobody gave is
+an error; the same request renders the same text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ WHAT = {"trainer": "Megatron ranks", "engine": "vLLM engines", "rollout": "the r
 def render(script: Script, request: Request, site: SlurmSite) -> str:
     """The text of the batch script."""
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
     template = environment.from_string(shipped("sbatch/job.sbatch.j2").read_text())
@@ -57,7 +61,9 @@ def _component(script: Script, request: Request, site: SlurmSite, index: int) ->
     what = "trainer ranks and engines" if request.layout == "homogeneous" else WHAT[component.name]
     return {
         "what": f"{what}, {component.nodes} node{'s' if component.nodes > 1 else ''}",
-        "options": [_directive(x) for x in (*(_job(script, request, site) if index == 0 else ()), *_options(component, site))],
+        "options": [
+            _directive(x) for x in (*(_job(script, request, site) if index == 0 else ()), *_options(component, site))
+        ],
         "slots": component.slots,
         "step": shlex.join(step(component, index if len(request.components) > 1 else None, site, script)),
     }

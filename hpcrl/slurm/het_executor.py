@@ -1,8 +1,9 @@
 """submitit for heterogeneous jobs: `executor.submit(function, ...)` starts one job of several components.
 
-submitit writes the call to a file and runs it in the job; what it lacks is `#SBATCH hetjob`, a batch process that itself
-starts the steps (its own script puts the call under srun), and a reading of sacct's `1234+0` ids.  Invariant: the job that
-comes back has submitit's state, stdout, result and cancel, and its state is that of the component that is worst off.
+submitit writes the call to a file and runs it in the job; what it lacks is `#SBATCH hetjob`, a batch process that
+itself starts the steps (its own script puts the call under srun), and a reading of sacct's `1234+0` ids.  Invariant:
+the job that comes back has submitit's state, stdout, result and cancel, and its state is that of the component that is
+worst off.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _together(leader: str, parts: list[dict[str, str]]) -> dict[str, str]:
 
 
 def of_another_job(environment: Mapping[str, str]) -> list[str]:
-    """The variables by which a job, or an MPI program, around this process would change what sbatch and the new job do."""
+    """The variables by which a job, or an MPI program, around this process would change what sbatch and the new job
+    do."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
     return [name for name in environment if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_")) and name not in kept]
 

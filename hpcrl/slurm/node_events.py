@@ -1,6 +1,7 @@
 """Which hosts Slurm has lost, and when: what it says of them now, and what its accounting keeps of their failures.
 
-Invariant: a host is named only for a failure that began within the time asked for; where neither can be had, none is named.
+Invariant: a host is named only for a failure that began within the time asked for; where neither can be had, none is
+named.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def failures(nodes: Sequence[str], since: float, until: float) -> dict[str, str]
 
 
 def named(answer: QueueAnswer) -> QueueAnswer:
-    """The same, where a job has ended for a lost node with that node's name, if accounting remembers what nodes it had."""
+    """The same, where a job has ended for a lost node with that node's name, if accounting remembers what nodes it
+    had."""
     found = {}
     for key, job in answer.jobs.items():
         lost = _of_job(key.job_id) if job.word == "NODE_FAIL" and job.phase == "ended" else {}
@@ -78,7 +80,8 @@ def _now(nodes: Sequence[str], _: float) -> Iterator[Failure]:
     """Those that are down: `State=DOWN+NOT_RESPONDING ... Reason=Not responding [slurm@1795392996]`."""
     answer = squeue.call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)])
     for line in answer.out.splitlines() if answer.code == 0 else ():
-        name, state = re.match(r"NodeName=(\S+)", line), re.search(r"\bState=(\S+)", line)
+        name = re.match(r"NodeName=(\S+)", line)
+        state = re.search(r"\bState=(\S+)", line)
         reason = re.search(r"\bReason=(.*?) \[[^\]@]*@(\d+)\]", line)
         if name and state and reason and _is_down(state[1]):
             yield Failure(name[1], float(reason[2]), reason[1])

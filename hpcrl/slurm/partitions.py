@@ -24,7 +24,8 @@ LOGIN = "log in to a node of the cluster that submits jobs; hpcrl run needs no S
 
 
 class Partition(msgspec.Struct, frozen=True):
-    """A partition as `scontrol show partition` describes it.  limit: minutes, inf for none; nodes: most that a job may have."""
+    """A partition as `scontrol show partition` describes it.  limit: minutes, inf for none; nodes: most that a job may
+    have."""
 
     name: str
     state: str
@@ -34,7 +35,8 @@ class Partition(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Nodes of a partition that look alike.  gpus: by type, "" for an untyped one; usable: not down, drained or failed."""
+    """Nodes of a partition that look alike.  gpus: by type, "" for an untyped one; usable: not down, drained or
+    failed."""
 
     nodes: int
     state: str
@@ -52,11 +54,16 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
     if missing:
         yield Finding("fail", "", f"{', '.join(missing)} not found: no Slurm here", LOGIN)
         return
-    version, answer = ask(["sbatch", "--version"], seconds), ask(["squeue", "--noheader", "--format=%i", "--me"], seconds)
+    version, answer = (
+        ask(["sbatch", "--version"], seconds),
+        ask(["squeue", "--noheader", "--format=%i", "--me"], seconds),
+    )
     if answer.code != 0:
         yield Finding("fail", "", f"squeue: {answer.said}", "is the controller up? see scontrol ping")
         return
-    yield Finding("ok", "", f"{version.out.strip()}, the controller answers; {count(len(answer.out.split()), 'job')} of yours")
+    yield Finding(
+        "ok", "", f"{version.out.strip()}, the controller answers; {count(len(answer.out.split()), 'job')} of yours"
+    )
     if shutil.which("sacct") is None or ask(["sacct", "--noheader", "--allocations"], seconds).code != 0:
         yield Finding(
             "warn", "", "sacct gives no answer: no accounting", "states of ended jobs come from the run directory alone"
@@ -64,7 +71,8 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
 
 
 def fits(site: SlurmSite, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
-    """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for ever."""
+    """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for
+    ever."""
     for need in wanted:
         yield from _component(site, need, seconds)
 
@@ -87,8 +95,16 @@ def _partition_holds(site: SlurmSite, need: Component, name: str, seconds: float
         if name:
             return [Finding("fail", "", f"{need.name}.partition {name}: {shown.said}", hint)]
         if shown.code:
-            return [Finding("warn", "", f"scontrol does not say what partitions there are: {shown.said}", "see scontrol ping")]
-        return [Finding("warn", "", "there is no default partition: unless the site chooses one, sbatch refuses the job", hint)]
+            return [
+                Finding(
+                    "warn", "", f"scontrol does not say what partitions there are: {shown.said}", "see scontrol ping"
+                )
+            ]
+        return [
+            Finding(
+                "warn", "", "there is no default partition: unless the site chooses one, sbatch refuses the job", hint
+            )
+        ]
     command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G"]
     shapes = parse_shapes(ask(command, seconds).out)
     gpus = need.slots if site.gpus(need.name, need.slots) else 0
@@ -105,7 +121,11 @@ def _list(seconds: float) -> str:
 
 def partitions(answer: Answer) -> list[tuple[Partition, bool]]:
     """(partition, whether it is the default) of each line of `scontrol show partition --oneliner`."""
-    return [_partition(line) for line in answer.out.splitlines() if line.startswith("PartitionName=")] if answer.code == 0 else []
+    return (
+        [_partition(line) for line in answer.out.splitlines() if line.startswith("PartitionName=")]
+        if answer.code == 0
+        else []
+    )
 
 
 def _partition(line: str) -> tuple[Partition, bool]:
@@ -137,7 +157,8 @@ def parse_shapes(text: str) -> list[Shape]:
     for line in text.splitlines():
         words = line.strip().split("|", 3)
         if len(words) == 4 and words[0].isdecimal() and words[2].rstrip("+").isdecimal():
-            state, cpus = words[1].rstrip("*~#!%$@^-+"), int(words[2].rstrip("+"))
+            state = words[1].rstrip("*~#!%$@^-+")
+            cpus = int(words[2].rstrip("+"))
             found.append(Shape(int(words[0]), state, cpus, parse_gres(words[3])))
     return found
 
@@ -154,14 +175,20 @@ def parse_gres(text: str) -> dict[str, int]:
 
 
 def judge_component(
-    need: Component, partition: Partition, shapes: Iterable[Shape], limit: int, gpu_type: str | None, gpus: int | None = None
+    need: Component,
+    partition: Partition,
+    shapes: Iterable[Shape],
+    limit: int,
+    gpu_type: str | None,
+    gpus: int | None = None,
 ) -> list[Finding]:
     """Whether a partition can hold a component for `limit` minutes; a job that it cannot hold may pend for ever.
 
     gpus: of each node; None: as many as slots; 0: the slots are processes, and no node needs a GPU.
     """
     gpus = need.slots if gpus is None else gpus
-    where, set_it = f"{need.name}.partition {partition.name}", f"set {need.name}.partition to another"
+    where = f"{need.name}.partition {partition.name}"
+    set_it = f"set {need.name}.partition to another"
     wrong = []
     if partition.state == "DOWN":  # it takes jobs, which wait; INACTIVE and DRAIN take none
         wrong.append(Finding("warn", "", f"{where} is DOWN", f"it will wait until the partition is up, or {set_it}"))
@@ -171,11 +198,16 @@ def judge_component(
         hint = f"a run goes on by requeueing: lower time, or {set_it}"
         wrong.append(Finding("fail", "", f"{where}: time is {limit} minutes, the most is {partition.limit:.0f}", hint))
     if need.nodes > partition.nodes:
-        wrong.append(Finding("fail", "", f"{where}: {need.nodes} nodes asked for, a job may have {partition.nodes:.0f}", set_it))
+        wrong.append(
+            Finding("fail", "", f"{where}: {need.nodes} nodes asked for, a job may have {partition.nodes:.0f}", set_it)
+        )
     fitting = [
-        shape for shape in shapes if _most(shape.gpus, gpu_type if gpus else None) >= gpus and shape.cpus >= (need.cpus or 0)
+        shape
+        for shape in shapes
+        if _most(shape.gpus, gpu_type if gpus else None) >= gpus and shape.cpus >= (need.cpus or 0)
     ]
-    have, up = sum(shape.nodes for shape in fitting), sum(shape.nodes for shape in fitting if shape.usable)
+    have = sum(shape.nodes for shape in fitting)
+    up = sum(shape.nodes for shape in fitting if shape.usable)
     kind = f"{gpu_type} GPU" if gpu_type else "GPU"
     each = [*([count(gpus, kind)] if gpus or not need.cpus else []), *([f"{need.cpus} CPUs"] if need.cpus else [])]
     asked = f"{count(need.nodes, 'node')} with {' and '.join(each)}"
@@ -183,7 +215,9 @@ def judge_component(
         hint = f"ask for less (gpus_per_node, cpus_per_node, nodes), or {set_it}"
         wrong.append(Finding("fail", "", f"{where}: {asked} asked for, {have} of its {partition.total} are so", hint))
     elif up < need.nodes:
-        wrong.append(Finding("warn", "", f"{where}: {asked} asked for, {up} of {have} such nodes are up", "it will wait"))
+        wrong.append(
+            Finding("warn", "", f"{where}: {asked} asked for, {up} of {have} such nodes are up", "it will wait")
+        )
     return wrong or [Finding("ok", "", f"{where} holds {asked} for {limit} minutes; {up} such now up")]
 
 

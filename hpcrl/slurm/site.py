@@ -1,4 +1,5 @@
-"""What a Slurm cluster wants to be told besides: the keys of a site's profile that only Slurm knows, and their place in srun.
+"""What a Slurm cluster wants to be told besides: the keys of a site's profile that only Slurm knows, and their place in
+srun.
 
 Invariant: an option that the batch script sets itself cannot be given a second time through `extra`.
 """
@@ -47,13 +48,17 @@ OURS = {
 class SlurmComponent(ComponentProfile):
     """The nodes of one component; None is left to Slurm's default."""
 
-    partition: str | None = Field(None, description="Slurm partition; of several, with commas, the first that can start the job")
+    partition: str | None = Field(
+        None, description="Slurm partition; of several, with commas, the first that can start the job"
+    )
     account: str | None = Field(None, description="the project that pays for these nodes; None: the one at the top")
     qos: str | None = Field(None, description="quality of service of these nodes; None: the one at the top")
     reservation: str | None = Field(None, description="reservation of these nodes; None: the one at the top")
     constraint: str | None = Field(None, description="node features, as sbatch --constraint takes them")
     gpu_type: str | None = Field(None, pattern=r"^[\w.-]+$", description="the type in --gpus-per-node=TYPE:N")
-    extra: dict[str, str | int | bool] = Field({}, description="further sbatch options, without dashes; true: without a value")
+    extra: dict[str, str | int | bool] = Field(
+        {}, description="further sbatch options, without dashes; true: without a value"
+    )
 
     @model_validator(mode="after")
     def _extra_is_not_ours(self) -> SlurmComponent:
@@ -61,7 +66,9 @@ class SlurmComponent(ComponentProfile):
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
                 raise ValueError(f"extra.{name} is no name of an sbatch option; write it long, without the dashes")
             if name in OURS:
-                raise ValueError(f"extra.{name} is set by hpcrl; " + (f"use {OURS[name]}" if OURS[name] else "leave it out"))
+                raise ValueError(
+                    f"extra.{name} is set by hpcrl; " + (f"use {OURS[name]}" if OURS[name] else "leave it out")
+                )
         return self
 
 
@@ -71,7 +78,9 @@ class SlurmSite(Site):
     qos: str | None = Field(None, description="quality of service")
     reservation: str | None = Field(None, description="reservation")
     after: str | None = Field(
-        None, pattern=r"^\d+(:\d+)*$", description="numbers of jobs that must have ended well first, with colons (--after)"
+        None,
+        pattern=r"^\d+(:\d+)*$",
+        description="numbers of jobs that must have ended well first, with colons (--after)",
     )
     gpu_flag: Literal["gpus-per-node", "gres", "none"] = Field(
         "gpus-per-node", description="how the site wants GPUs asked for; none: whole nodes come with theirs"
@@ -101,13 +110,16 @@ class SlurmSite(Site):
 
     def gpus(self, component: str, count: int) -> str | None:
         """The sbatch option that asks for `count` GPUs a node of a component, without dashes; None for none."""
-        if not count or self.gpu_flag == "none" or getattr(self, component).gpus_per_node == 0:  # 0: slots are processes
+        if (
+            not count or self.gpu_flag == "none" or getattr(self, component).gpus_per_node == 0
+        ):  # 0: slots are processes
             return None
         kind = getattr(self, component).gpu_type
         wanted = f"{kind}:{count}" if kind else str(count)
         return f"gpus-per-node={wanted}" if self.gpu_flag == "gpus-per-node" else f"gres=gpu:{wanted}"
 
     def wrap(self, command: list[str], mounts: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-        """(arguments for srun, command) to run `command` as this site wants it; `mounts`: what the run needs besides."""
+        """(arguments for srun, command) to run `command` as this site wants it; `mounts`: what the run needs
+        besides."""
         more, command = self.container.wrap(command, mounts, tuple(self.env))
         return [*self.srun, *more], command

@@ -1,7 +1,8 @@
-"""What Slurm says of jobs: one `squeue` for all of them, `sacct` (where there is accounting) for those that squeue has forgotten.
+"""What Slurm says of jobs: one `squeue` for all of them, `sacct` (where there is accounting) for those that squeue has
+forgotten.
 
-Invariants: a missing, slow or failing Slurm is never an error of ours, only a note; no command takes longer than DEADLINE;
-a job counts as a run's only if it carries the run's identity, since Slurm may give a number twice.
+Invariants: a missing, slow or failing Slurm is never an error of ours, only a note; no command takes longer than
+DEADLINE; a job counts as a run's only if it carries the run's identity, since Slurm may give a number twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from hpcrl.run.command import Answer
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
-MARK = "hpcrl:"  #: what a job's comment starts with; the run's identity follows, and after a space what its launcher could say nowhere else
+#: what a job's comment starts with; the run's identity follows, and after a space what its launcher could say nowhere
+#: else
+MARK = "hpcrl:"
 NAME = "-hpcrl"  #: what a job's name ends with
 FIELDS = ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
 SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
@@ -143,7 +146,9 @@ def ask(ids: Sequence[str]) -> Rows:
     if not ids or not there():
         return Rows()
     answer = call(["squeue", "--noheader", "--states=all", "--jobs", ",".join(ids), "--format", CUT.join(FIELDS)])
-    if answer.code and "Invalid job id" not in answer.err:  # what one forgotten job gives; of several, squeue leaves it out
+    if (
+        answer.code and "Invalid job id" not in answer.err
+    ):  # what one forgotten job gives; of several, squeue leaves it out
         return Rows(note=f"squeue: {answer.said}")
     return Rows(found=_by_job(filter(None, map(_row, answer.out.splitlines()))), asked=True)
 
@@ -181,7 +186,9 @@ def together(rows: Iterable[JobRow]) -> QueuedJob | None:
         return None
     lead = parts[0]
     if lead.state in ("COMPLETED", "CANCELLED"):
-        lead = next((row for row in parts if row.state in ENDINGS and row.state not in ("COMPLETED", "CANCELLED")), lead)
+        lead = next(
+            (row for row in parts if row.state in ENDINGS and row.state not in ("COMPLETED", "CANCELLED")), lead
+        )
     outcome, reason = ENDINGS.get(lead.state, ("", ""))
     if lead.state == "FAILED":
         reason = next((row.said for row in parts if row.said), reason)
@@ -233,7 +240,8 @@ def explain(key: str) -> str:
 
 
 def call(words: Sequence[str]) -> Answer:
-    """The answer of one of Slurm's commands within DEADLINE seconds, times in it in Unix seconds, whatever the user has set."""
+    """The answer of one of Slurm's commands within DEADLINE seconds, times in it in Unix seconds, whatever the user has
+    set."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}
     return command.ask(words, DEADLINE, env=env | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"})
 

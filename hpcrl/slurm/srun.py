@@ -1,4 +1,5 @@
-"""The hosts of a Slurm job, from its batch process: srun starts one task on each of them, which starts that host's roles.
+"""The hosts of a Slurm job, from its batch process: srun starts one task on each of them, which starts that host's
+roles.
 
 Invariant: hosts and their order come from Slurm's node lists; a host that does not answer is named.
 """
@@ -34,7 +35,8 @@ ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
 
 
-#: "srun: error: node2: task 1: Killed": a task that could say nothing itself; one that was ended with it is "Terminated"
+#: "srun: error: node2: task 1: Killed": a task that could say nothing itself; one that was ended with it is
+#: "Terminated"
 KILLED = re.compile(
     rb"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?!Terminated|Exited)|srun: error: Node failure on (?P<failed>\S+)"
 )
@@ -62,10 +64,12 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
         suffix = f"_HET_GROUP_{index}" if "SLURM_HET_SIZE" in environment else ""
         try:
             nodes = expand(environment[f"SLURM_JOB_NODELIST{suffix}"])
-            step, slots = environment[f"HPCRL_STEP_{index}"], int(environment[f"HPCRL_SLOTS_{index}"])
+            step = environment[f"HPCRL_STEP_{index}"]
+            slots = int(environment[f"HPCRL_SLOTS_{index}"])
         except (KeyError, ValueError) as error:
             raise UsageError(
-                f"the job's environment has no good {error}", "start from a script of sbatch/ or of hpcrl submit --dry-run"
+                f"the job's environment has no good {error}",
+                "start from a script of sbatch/ or of hpcrl submit --dry-run",
             ) from error
         found.append(HetGroup(tuple(nodes), slots, tuple(shlex.split(step))))
     return found
@@ -73,7 +77,8 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
 
 @dataclass
 class Step(Member):
-    """An srun over the nodes of a component, which outlives the first of its tasks that dies for up to Slurm's KillWait (30 s)."""
+    """An srun over the nodes of a component, which outlives the first of its tasks that dies for up to Slurm's KillWait
+    (30 s)."""
 
     nodes: tuple[str, ...] = ()
 
@@ -93,7 +98,8 @@ class SrunHosts:
     """The hosts of this job, reached with srun."""
 
     def __init__(self, groups: list[HetGroup]) -> None:
-        self.groups, self.count = groups, sum(len(group.nodes) for group in groups)
+        self.groups = groups
+        self.count = sum(len(group.nodes) for group in groups)
         self.examined = False
         self.answers: Path | None = None  #: a directory that all hosts see, once there is one
 
@@ -121,9 +127,18 @@ class SrunHosts:
             return
         self.examined = True
         roles = ("trainer", "engine", "rollout")[: len(self.groups)]
-        steps = [NodeStep(role, len(g.nodes), g.slots, [*g.step, "doctor"]) for role, g in zip(roles, self.groups, strict=True)]
+        steps = [
+            NodeStep(role, len(g.nodes), g.slots, [*g.step, "doctor"])
+            for role, g in zip(roles, self.groups, strict=True)
+        ]
         look = Look(
-            steps, options.interface, gpus=False, allreduce=False, imports=False, echoes=ECHOES, seconds=options.launch_timeout
+            steps,
+            options.interface,
+            gpus=False,
+            allreduce=False,
+            imports=False,
+            echoes=ECHOES,
+            seconds=options.launch_timeout,
         )
         findings = examine(look, rundir.here / "doctor", options.launch_timeout)
         for finding in findings:
@@ -150,10 +165,13 @@ class SrunHosts:
         return spawn([sys.executable, "-m", "hpcrl.run.process", *self.groups[0].step, "once", *command], log)
 
     def silent(self, seconds: float) -> list[str]:
-        """The hosts that cannot start a task within `seconds`: one srun a component asks them all, and those that left no file are
-        asked once more alone, ABREAST of them at a time, so that a busy controller loses no healthy host."""
+        """The hosts that cannot start a task within `seconds`: one srun a component asks them all, and those that left
+        no file are asked once more alone, ABREAST of them at a time, so that a busy controller loses no healthy
+        host."""
         end = time.monotonic() + seconds
-        missing = self._unheard(time.monotonic() + seconds / 2) if self.answers else [n for g in self.groups for n in g.nodes]
+        missing = (
+            self._unheard(time.monotonic() + seconds / 2) if self.answers else [n for g in self.groups for n in g.nodes]
+        )
         found: list[str] = []
         for first in range(0, len(missing), ABREAST):
             part = missing[first : first + ABREAST]
@@ -182,7 +200,9 @@ class SrunHosts:
         """Those of `nodes` that do not start a task of their own within `seconds`."""
         steps = {node: group.step for group in self.groups for node in group.nodes}
         command = [sys.executable, "-m", "hpcrl.run.process"]
-        waiting = {node: spawn([*command, *_alone(steps[node], node), "once", "true"], Path(os.devnull)) for node in nodes}
+        waiting = {
+            node: spawn([*command, *_alone(steps[node], node), "once", "true"], Path(os.devnull)) for node in nodes
+        }
         deadline = time.monotonic() + seconds
         while any(p.poll() is None for p in waiting.values()) and time.monotonic() < deadline:
             time.sleep(0.1)

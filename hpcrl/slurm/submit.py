@@ -1,7 +1,8 @@
 """Runs as Slurm jobs: their scripts, what sbatch says of them, and their submission through submitit.
 
-Invariant: sbatch decides whether a job is taken; what it would take and let wait for ever is judged by hpcrl/slurm/partitions.py.
-`sbatch --test-only` decides nothing: it also refuses what only has to wait, such as for a node that is drained now.
+Invariant: sbatch decides whether a job is taken; what it would take and let wait for ever is judged by
+hpcrl/slurm/partitions.py. `sbatch --test-only` decides nothing: it also refuses what only has to wait, such as for a
+node that is drained now.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ def submit_recipe(
     chain: int = 1,
     **options: Any,
 ) -> Any:
-    """Submit a recipe from Python; returns submitit's job: job_id, state, stdout(), result() (the run's summary), cancel().
+    """Submit a recipe from Python; returns submitit's job: job_id, state, stdout(), result() (the run's summary),
+    cancel().
 
-    site, time, layout, chain: as the flags of `hpcrl submit`; set: keys of the profile, such as {"trainer.partition": "gpu"}; options:
-    those of the run by name, such as run_dir="runs/one", num_rollout=10.  Errors as those of `hpcrl submit`.
+    site, time, layout, chain: as the flags of `hpcrl submit`; set: keys of the profile, such as {"trainer.partition":
+    "gpu"}; options: those of the run by name, such as run_dir="runs/one", num_rollout=10.  Errors as those of `hpcrl
+    submit`.
     """
-    changes = dict(set or {}) | {key: value for key, value in {"time": time, "layout": layout}.items() if value is not None}
+    changes = dict(set or {}) | {
+        key: value for key, value in {"time": time, "layout": layout}.items() if value is not None
+    }
     profile = load_site(site, changes)
     if profile.scheduler != "slurm":
         raise UsageError(f"site {profile.name}: its scheduler is {profile.scheduler}", "name a site of Slurm's")
@@ -63,7 +68,9 @@ def submit_recipe(
     wrong = [name for name in options if name not in Options.model_fields]
     if wrong:
         near = nearest(wrong[0], [name.replace("_", "-") for name in Options.model_fields])
-        raise UsageError(f"{wrong[0]} is no option", f"did you mean {near.replace('-', '_')}?" if near else "see docs/options.md")
+        raise UsageError(
+            f"{wrong[0]} is no option", f"did you mean {near.replace('-', '_')}?" if near else "see docs/options.md"
+        )
     return submit_new(loaded, profile.options(loaded, options), profile, chain)[1][0]
 
 
@@ -83,10 +90,13 @@ def preview_script(submission: Submission) -> str:
 
 
 def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
-    """The script for a person; the run directory is the one that was given, the job's number in place of the time in it."""
+    """The script for a person; the run directory is the one that was given, the job's number in place of the time in
+    it."""
     recipe = submission.job.recipe
     root = _quoted(run_dir_of(recipe, submission.job.overrides).format(name=recipe.name, time=JOB_ID))
-    inside = submission.site.container.kind != "none"  # then HPCRL_PYTHON is the image's, and this process runs outside of it
+    inside = (
+        submission.site.container.kind != "none"
+    )  # then HPCRL_PYTHON is the image's, and this process runs outside of it
     python = shlex.quote(batch_python(submission.site)) if inside else '"$HPCRL_PYTHON"'
     command = f"{python} -m hpcrl.slurm.batch_process {shlex.join(words)} --run-dir {root}"
     return render(submission.script_by_hand(command, "hpcrl-%j.out"), submission.request, submission.site)
@@ -110,7 +120,9 @@ def test_only(script: str) -> Verdict:
 
 def _hint(said: str) -> str:
     """What a user can do about what sbatch says."""
-    return next((hint for words, hint in HINTS.items() if words in said.lower()), "see sinfo, and the script with --dry-run")
+    return next(
+        (hint for words, hint in HINTS.items() if words in said.lower()), "see sinfo, and the script with --dry-run"
+    )
 
 
 def _refused(said: str) -> UsageError:

@@ -1,8 +1,8 @@
 """The critic: a second model of the policy's architecture that says what a response is worth before each of its tokens.
 
-It lies on the policy's ranks, in the policy's layout, with its own optimizer and learning rate, and in a folder of its own in
-every checkpoint.  Invariant: it begins with the policy's weights and a head of 0, or with those of --critic-load; after a
-resume it is what it was.
+It lies on the policy's ranks, in the policy's layout, with its own optimizer and learning rate, and in a folder of its
+own in every checkpoint.  Invariant: it begins with the policy's weights and a head of 0, or with those of
+--critic-load; after a resume it is what it was.
 """
 
 from __future__ import annotations

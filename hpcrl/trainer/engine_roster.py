@@ -14,7 +14,8 @@ class QueueRoster:
     """`weights.updates.Roster` over the queue; timeout: seconds that a call may take."""
 
     def __init__(self, client: QueueClient, timeout: float) -> None:
-        self._client, self._timeout = client, timeout
+        self._client = client
+        self._timeout = timeout
 
     def engines(self) -> dict[str, Any]:
         return self._client.call("engines", self._timeout)

@@ -1,7 +1,8 @@
 """When the trainer has its weights evaluated, whether it waits for that, and where the numbers go.
 
-Invariants: every rank takes the same turn, as all of them hear rank 0's answers; one evaluation at a time, so another one that is due
-waits for the one before it; the last one of a run is waited for; a run that goes on makes up for one that was due and is not logged.
+Invariants: every rank takes the same turn, as all of them hear rank 0's answers; one evaluation at a time, so another
+one that is due waits for the one before it; the last one of a run is waited for; a run that goes on makes up for one
+that was due and is not logged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Ask = Callable[..., dict[str, Any]]
 
 
 class Evaluations:
-    """Of one attempt of `total` rollouts.  ask: answers at once; wait: asks until the answer is there; log: of rank 0 alone;
+    """Of one attempt of `total` rollouts.  ask: answers at once; wait: asks until the answer is there; log: of rank 0
+    alone;
     together: rank 0's value, on every rank."""
 
     def __init__(
@@ -34,8 +36,13 @@ class Evaluations:
         together: Callable[[Any], Any],
         timeline: Timeline,
     ) -> None:
-        self._options, self._total, self._ask, self._wait, self._log = options, total, ask, wait, log
-        self._together, self._timeline = together, timeline
+        self._options = options
+        self._total = total
+        self._ask = ask
+        self._wait = wait
+        self._log = log
+        self._together = together
+        self._timeline = timeline
         self._beside = evaluates_beside(options)
         self._open: dict[str, int] | None = None  # what goes on beside the training
 
@@ -44,7 +51,8 @@ class Evaluations:
         return last_evaluation(self._options, rollout_id, self._total) == rollout_id
 
     def owed(self, trained: int) -> bool:
-        """Whether the weights after `trained` rollouts, with which this attempt begins, are to be evaluated before anything else."""
+        """Whether the weights after `trained` rollouts, with which this attempt begins, are to be evaluated before
+        anything else."""
         if trained == 0:
             return not self._options.skip_eval_before_train
         last = last_evaluation(self._options, trained - 1, self._total)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TURN = 1.0  #: seconds that all ranks wait for the rollout process before they look whether engines want weights
-#: seconds to hold back an error that may only say that another rank is gone: that rank's own comes first, or its launcher's, who waits
-#: 3 s for somebody who knows more
+#: seconds to hold back an error that may only say that another rank is gone: that rank's own comes first, or its
+#: launcher's, who waits 3 s for somebody who knows more
 ECHO = 6.0
 
 
@@ -60,7 +60,10 @@ class Crank:
         from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
 
-        self.context, self.options, self.timeline, self.store = context, context.options, timeline, connect(context)
+        self.context = context
+        self.options = context.options
+        self.timeline = timeline
+        self.store = connect(context)
         self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         with timeline.span("meet the other ranks"):
@@ -89,8 +92,12 @@ class Crank:
         if self.turns:
             self.turns.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
-        self.stopping, self.waited = False, 0.0  # seconds of this step
-        self.asked, self.published = -1, 0  # the last rollout that was asked for; the policy version that the engines have
+        # seconds of this step
+        self.stopping = False
+        self.waited = 0.0
+        # the last rollout that was asked for; the policy version that the engines have
+        self.asked = -1
+        self.published = 0
         self.weights = self.at.version  # the policy version of the weights that this rank holds
         self._begin()
 
@@ -129,7 +136,9 @@ class Crank:
         keys = client_keys(self.context.rundir, 0, "weights")
         self.exit = WeightExit(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
-        sender = WeightSender(rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written)
+        sender = WeightSender(
+            rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written
+        )
         roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
         return Updates(sender, rundir, options.engine_start_timeout, roster, partial(http_key, rundir), together)
 
@@ -164,7 +173,10 @@ class Crank:
         from hpcrl.trainer.step.sample_record import record_samples
         from hpcrl.trainer.step.staleness import check_staleness
 
-        rollout_id, begun, at, self.waited = self.at.rollout_id, time.monotonic(), self.timeline.now(), 0.0
+        rollout_id = self.at.rollout_id
+        begun = time.monotonic()
+        at = self.timeline.now()
+        self.waited = 0.0
         self._generate(rollout_id)
         fetched = self._fetch(rollout_id)
         if self.turns:
@@ -218,17 +230,20 @@ class Crank:
             self.evaluations.begin(rollout_id, self.at.version)
 
     def _fetch(self, rollout_id: int) -> Share | None:
-        """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has its own, and
-        meanwhile serve engines that want weights: these samples may be waiting for them."""
+        """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has
+        its own, and meanwhile serve engines that want weights: these samples may be waiting for them."""
         from hpcrl.queue.client import Late
         from hpcrl.trainer.parallel.collectives import all_true
 
-        end, fetched, there = time.monotonic() + self.options.rollout_timeout, None, self.client is None
+        end = time.monotonic() + self.options.rollout_timeout
+        fetched = None
+        there = self.client is None
         while True:
             left = max(0.0, end - time.monotonic())
             try:
                 if not there:
-                    fetched, there = self.client.fetch(rollout_id, min(left, TURN) if self.updates else left), True
+                    fetched = self.client.fetch(rollout_id, min(left, TURN) if self.updates else left)
+                    there = True
             except Late:
                 if time.monotonic() >= end:
                     raise
@@ -255,7 +270,9 @@ class Crank:
 
         if not self.asked < rollout_id < self.total:
             return
-        consumed = self.at.version + sum(steps_of(self.options, between) for between in range(self.at.rollout_id, rollout_id))
+        consumed = self.at.version + sum(
+            steps_of(self.options, between) for between in range(self.at.rollout_id, rollout_id)
+        )
         self._await("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
         self.asked = rollout_id
 
@@ -305,7 +322,8 @@ class Crank:
         if self.driver:
             self.log.close()
             self.updates and self.updates.close()
-            rundir, seconds = self.context.rundir, time.monotonic() - started
+            rundir = self.context.rundir
+            seconds = time.monotonic() - started
             last = Summary(status, rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
             write_summary(rundir.root, last)
 

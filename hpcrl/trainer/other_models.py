@@ -1,4 +1,5 @@
-"""The models beside the policy: reference, teacher and the actors that sampled, sets of its weights in host memory; the critic.
+"""The models beside the policy: reference, teacher and the actors that sampled, sets of its weights in host memory; the
+critic.
 
 Invariants: a model that nothing needs is not there; each is the same after a resume as without one, bit for bit: what a
 checkpoint does not hold is read again from where it came, --ref-load or --opd-teacher-load.
@@ -25,7 +26,8 @@ from hpcrl.trainer.parallel.parallel_state import Ranks
 from hpcrl.trainer.step.prepare import OtherWeights
 
 REFERENCE, OLD_ACTOR = "reference", "old_actor_"
-#: sets of weights that --keep-old-actor keeps: those that the engines have, and those that sampled what is trained on next
+#: sets of weights that --keep-old-actor keeps: those that the engines have, and those that sampled what is trained on
+#: next
 OLD_ACTORS = 2
 
 
@@ -36,7 +38,8 @@ class OtherModels:
     """
 
     def __init__(self, policy: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
-        self._policy, self._options = policy, options
+        self._policy = policy
+        self._options = options
         self._old: dict[int, HostWeights] = {}
         self._critic = Critic(policy, ranks, options, resumed) if needs(options).critic else None
         self._reference = self._start_reference(ranks, resumed) if needs(options).reference else None
@@ -104,7 +107,9 @@ class OtherModels:
     def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights:
         if resumed is not None and REFERENCE in _names(resumed):
             return self._stored(resumed / REFERENCE)
-        return HostWeights(self._policy, lambda: load_reference(self._policy, ranks, self._options), average=self._moves_partly)
+        return HostWeights(
+            self._policy, lambda: load_reference(self._policy, ranks, self._options), average=self._moves_partly
+        )
 
     def _stored(self, directory: Path) -> HostWeights:
         """A set of weights of a checkpoint."""
@@ -118,5 +123,6 @@ class OtherModels:
 
 
 def _names(directory: Path) -> list[str]:
-    """What is in a checkpoint, sorted, as rank 0 sees it; collective.  A rank that saw less would load alone, and wait for ever."""
+    """What is in a checkpoint, sorted, as rank 0 sees it; collective.  A rank that saw less would load alone, and wait
+    for ever."""
     return broadcast_json(agree(lambda: sorted(listed(directory)), dist.get_rank() == 0))

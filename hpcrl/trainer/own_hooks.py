@@ -1,7 +1,7 @@
 """The trainer's own hooks of the user's: what is called when, with slime's names and meanings.
 
-Invariants: every rank calls each hook at the same place; whatever one raises is an error that names its option; loss masks may lose
-tokens and never gain one, and the loss is then that of the tokens that are left, in every layout.
+Invariants: every rank calls each hook at the same place; whatever one raises is an error that names its option; loss
+masks may lose tokens and never gain one, and the loss is then that of the tokens that are left, in every layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class TrainerHooks:
 
     def __init__(self, options: Options, own: Mapping[str, list[Callable[..., Any]]]) -> None:
         """own: of `plugin_points.load_points`."""
-        self._options, self._own = options, own
+        self._options = options
+        self._own = own
 
     def _call(self, name: str, *given: Any) -> Any:
         for function in self._own.get(name, ()):
@@ -68,9 +69,11 @@ class TrainerHooks:
         return "rollout_data_postprocess_path" in self._own
 
     def edited(self, share: Share, columns: Mapping[str, torch.Tensor], device: torch.device) -> Share:
-        """The share with the loss masks that --rollout-data-postprocess-path leaves; collective over data-parallel ranks.
+        """The share with the loss masks that --rollout-data-postprocess-path leaves; collective over data-parallel
+        ranks.
 
-        columns: of response tokens, by name; device: of the rank.  HpcrlError if a mask is none, or trains a token that was not trained on.
+        columns: of response tokens, by name; device: of the rank.  HpcrlError if a mask is none, or trains a token that
+        was not trained on.
         """
         flag = f"--rollout-data-postprocess-path {self._options.rollout_data_postprocess_path}"
         data = _as_slime_has_it(share, columns)

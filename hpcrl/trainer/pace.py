@@ -6,8 +6,9 @@
 
 In the last two an evaluation goes on beside the training, and newer weights may enter it.
 
-Invariants: every rank comes to the same answers, as they depend on options and numbers that all ranks have; weights are evaluated
-and, in deterministic mode, saved only once the engines have them; in deterministic mode an evaluation is waited for.
+Invariants: every rank comes to the same answers, as they depend on options and numbers that all ranks have; weights are
+evaluated and, in deterministic mode, saved only once the engines have them; in deterministic mode an evaluation is
+waited for.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def publishes(options: Options, rollout_id: int, evaluates: bool) -> bool:
 
 
 def settles(options: Options, publishing: bool) -> bool:
-    """Whether the rollout that is sampled ahead is waited for before the step ends: new weights must not enter it, or a checkpoint of
-    a run that repeats bit for bit needs it whole."""
+    """Whether the rollout that is sampled ahead is waited for before the step ends: new weights must not enter it, or a
+    checkpoint of a run that repeats bit for bit needs it whole."""
     return options.runs_ahead and options.loop == "async" and (publishing or options.deterministic_mode)
 
 

@@ -4,8 +4,8 @@
 
     generate -> fetch -> log -> evaluate
 
-Invariants: no torch and no model; the engines keep the weights of --hf-checkpoint, as policy version 0; after each rollout its
-position is on disk, so a run that was stopped or killed goes on with the next prompts.
+Invariants: no torch and no model; the engines keep the weights of --hf-checkpoint, as policy version 0; after each
+rollout its position is on disk, so a run that was stopped or killed goes on with the next prompts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ from hpcrl.weights.engine_http import Address
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
-LOOK, TURN = 0.2, 1.0  #: seconds between two questions while engines start; between two looks for engines that have come back
+LOOK, TURN = (
+    0.2,
+    1.0,
+)  #: seconds between two questions while engines start; between two looks for engines that have come back
 
 
 class RolloutDriver:
     """The loop of a run without a trainer."""
 
     def __init__(self, context: RoleContext) -> None:
-        self.context, self.options = context, context.options
+        self.context = context
+        self.options = context.options
         self.path = context.rundir.root / POSITION
         at = self._position()
         self.rollout_id: int = at["rollout_id"]
@@ -70,8 +74,10 @@ class RolloutDriver:
             raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run begins anew") from error
 
     def _name_weights(self) -> None:
-        """Once all engines have come up, have each call the weights that it has loaded version 0, as it says with each token."""
-        rundir, seconds = self.context.rundir, self.options.engine_start_timeout + SLACK
+        """Once all engines have come up, have each call the weights that it has loaded version 0, as it says with each
+        token."""
+        rundir = self.context.rundir
+        seconds = self.options.engine_start_timeout + SLACK
         end = time.monotonic() + seconds
         while starting := self.roster.engines()["starting"]:
             rundir.check()
@@ -108,7 +114,9 @@ class RolloutDriver:
 
     def _step(self) -> bool:
         """One rollout; False if the run was asked to stop before it."""
-        rollout_id, begun, at = self.rollout_id, time.monotonic(), self.timeline.now()
+        rollout_id = self.rollout_id
+        begun = time.monotonic()
+        at = self.timeline.now()
         self._ask("generate", rollout_id=rollout_id, version=0)
         share = self._fetch(rollout_id)
         if share is None:
@@ -140,13 +148,17 @@ class RolloutDriver:
         while UNFINISHED in (results := self._ask("evaluate", rollout_id=rollout_id, version=0, patience=TURN)):
             self._name("waiting")
         if results:
-            self.log.append(rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()})
+            self.log.append(
+                rollout_id, {f"eval/{name}/{key}": v for name, row in results.items() for key, v in row.items()}
+            )
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.rollout_id)
         self.log.close()
         rundir = self.context.rundir
-        write_summary(rundir.root, Summary(status, rundir.attempt, self.rollout_id, self.total, 0, time.monotonic() - started))
+        write_summary(
+            rundir.root, Summary(status, rundir.attempt, self.rollout_id, self.total, 0, time.monotonic() - started)
+        )
         say(f"{status} after {self.rollout_id} of {self.total} rollouts; nothing was trained")
 
     def _ask(self, method: str, **params: object) -> dict[str, Any]:

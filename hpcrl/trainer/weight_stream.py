@@ -3,11 +3,11 @@
     exit = WeightExit(policy, patient group, address)
     sender.publish(exit.stream(), version)            # on every rank: rank 0 directs, the others do what it says
 
-A stream is an iterator of (name, whole tensor), valid on rank 0, as `export` gives it; on rank 0 it is a `Source` too.  The other
-ranks, which merely iterate, take part in whatever rank 0 asks for.
+A stream is an iterator of (name, whole tensor), valid on rank 0, as `export` gives it; on rank 0 it is a `Source` too.
+The other ranks, which merely iterate, take part in whatever rank 0 asks for.
 
-Invariants: rank 0's word is shared before anyone acts; a rank that cannot send keeps its error until rank 0 has said what became
-of the update, so that nobody waits for it in vain; nothing is pickled.
+Invariants: rank 0's word is shared before anyone acts; a rank that cannot send keeps its error until rank 0 has said
+what became of the update, so that nobody waits for it in vain; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -55,12 +55,18 @@ class Errand(msgspec.Struct, frozen=True):
 class WeightExit:
     """What a rank keeps between updates.
 
-    patient: a gloo group of all ranks; host: this rank's own address; keys: to the store where the members of an update meet;
+    patient: a gloo group of all ranks; host: this rank's own address; keys: to the store where the members of an update
+    meet;
     checkpoint: the directory that the engines serve.
     """
 
-    def __init__(self, policy: Policy, patient: dist.ProcessGroup, host: str, keys: ClientKeys, checkpoint: str | None) -> None:
-        self.policy, self.patient, self.host, self.keys = policy, patient, host, keys
+    def __init__(
+        self, policy: Policy, patient: dist.ProcessGroup, host: str, keys: ClientKeys, checkpoint: str | None
+    ) -> None:
+        self.policy = policy
+        self.patient = patient
+        self.host = host
+        self.keys = keys
         self.scheme: Scheme | None = scheme_of(checkpoint) if checkpoint else None
         self.own: dict[str, OwnTensor] = {}
         self.dtypes: dict[str, str] = {}
@@ -93,7 +99,9 @@ class WeightExit:
     def join(self, errand: Errand, pieces: np.ndarray) -> None:
         self.leave()
         meeting = errand.meeting
-        group = gloo_group.join(meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds)
+        group = gloo_group.join(
+            meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds
+        )
         post = post_of(group, self.rank, meeting, self.shelf if meeting.ipc else None)
         self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit, errand.keep)
         self.dtypes = errand.dtypes
@@ -128,7 +136,9 @@ class WeightStream:
     """One update.  On rank 0 also a `Source` of pieces (`hpcrl/weights/pieces/transport.py`)."""
 
     def __init__(self, exit: WeightExit) -> None:
-        self.exit, self.ended, self.error = exit, False, None
+        self.exit = exit
+        self.ended = False
+        self.error = None
         self._pairs = self._directed() if exit.rank == 0 else self._following()
 
     def __iter__(self) -> Pairs:

@@ -56,7 +56,9 @@ class Bucket:
         """The layout that `to_wire` wrote.  ValueError says what is wrong with anything else."""
         try:
             columns = [wire[key] for key in ("names", "dtype_names", "shapes", "offsets")]
-            slots = tuple(Slot(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in zip(*columns, strict=True))
+            slots = tuple(
+                Slot(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in zip(*columns, strict=True)
+            )
             bucket = cls(slots, wire["nbytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"malformed bucket: {error!r}") from error
@@ -110,7 +112,8 @@ class Packer:
     def take(self) -> Bucket:
         """The filled bucket; the next `add` begins a new one."""
         bucket = Bucket(tuple(self.slots), self.end)
-        self.slots, self.end = [], 0
+        self.slots = []
+        self.end = 0
         return bucket
 
 
@@ -131,10 +134,13 @@ def fill(
 ) -> Iterator[tuple[Bucket, torch.Tensor, bool]]:
     """Copy named tensors into buckets of at most `limit` bytes; yields (layout, buffer, is it the last bucket).
 
-    room(i, n) gives the uint8 buffer of bucket i, at least n bytes long.  A buffer is complete when it is yielded; `room`
-    may hand out the same one again after that.  No more than one tensor is looked ahead.  Yields nothing for no tensors.
+    room(i, n) gives the uint8 buffer of bucket i, at least n bytes long.  A buffer is complete when it is yielded;
+    `room` may hand out the same one again after that.  No more than one tensor is looked ahead.  Yields nothing for no
+    tensors.
     """
-    packer, number, buffer = Packer(limit), 0, None
+    packer = Packer(limit)
+    number = 0
+    buffer = None
     for name, tensor in tensors:
         dtype, shape = dtype_name(tensor), tuple(tensor.shape)
         if not packer.fits(dtype, shape):

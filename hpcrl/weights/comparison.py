@@ -31,14 +31,20 @@ class Differs(PeerError):
 class Comparison:
     """What each worker must hold.
 
-    manifests: [engine][worker]; ties: name -> the names of those tied to it; model: compare what the model multiplies with
-    (--check-weight-update-equal); kept: compare what a worker has put together out of pieces and changes (--weight-update delta).
+    manifests: [engine][worker]; ties: name -> the names of those tied to it; model: compare what the model multiplies
+    with (--check-weight-update-equal); kept: compare what a worker has put together out of pieces and changes
+    (--weight-update delta).
     """
 
     def __init__(
-        self, manifests: Sequence[Sequence[Mapping[str, Any]]], ties: Mapping[str, Sequence[str]], model: bool, kept: bool
+        self,
+        manifests: Sequence[Sequence[Mapping[str, Any]]],
+        ties: Mapping[str, Sequence[str]],
+        model: bool,
+        kept: bool,
     ) -> None:
-        self.manifests, self.ties = manifests, ties
+        self.manifests = manifests
+        self.ties = ties
         self.found: dict[str, Expected] = {}
         for method, wanted in (("hpcrl_check", model), ("hpcrl_check_kept", kept)):
             if wanted:

@@ -57,7 +57,9 @@ class Fleet:
     """The engines of one attempt."""
 
     def __init__(self, rundir: RunDir, engines: Sequence[FleetEngine], seconds: float) -> None:
-        self.rundir, self.engines, self.seconds = rundir, tuple(engines), seconds
+        self.rundir = rundir
+        self.engines = tuple(engines)
+        self.seconds = seconds
 
     def post(self, phase: str, path: str, body: Any = None, seconds: float | None = None) -> list[Any]:
         """POST the same body to all engines; their answers in order of the engines."""
@@ -88,7 +90,9 @@ class PendingCalls:
     """Calls under way, one to each engine."""
 
     def __init__(self, fleet: Fleet, phase: str, path: str, bodies: Sequence[Any], seconds: float) -> None:
-        self.fleet, self.phase, self.limit = fleet, phase, seconds
+        self.fleet = fleet
+        self.phase = phase
+        self.limit = seconds
         self.end = time.monotonic() + seconds
         self.next_glance = time.monotonic() + GLANCE
         self.futures = [_start(e.address, path, body, seconds) for e, body in zip(fleet.engines, bodies, strict=True)]

@@ -99,7 +99,9 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, i
 
 def _check(weight: torch.Tensor) -> None:
     if weight.dim() != 2 or not weight.is_floating_point() or weight.element_size() < 2:
-        raise ValueError(f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is no matrix of floating-point numbers")
+        raise ValueError(
+            f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is no matrix of floating-point numbers"
+        )
     if not weight.numel():
         raise ValueError("it is empty")
     if not weight.abs().amax().isfinite():  # amax hands a NaN on
@@ -144,7 +146,9 @@ class Scheme:
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor is one of the quantised matrices.  DataError for experts that are stacked in one tensor."""
         if STACKED.search(name) or (len(shape) == 3 and ".experts." in name):
-            raise DataError(f"{name} holds all experts of a layer in one tensor", "bring a checkpoint with one tensor for each")
+            raise DataError(
+                f"{name} holds all experts of a layer in one tensor", "bring a checkpoint with one tensor for each"
+            )
         if self.chosen is not None:
             return name in self.chosen
         return len(shape) == 2 and bool(LINEAR.search(name))
@@ -183,11 +187,13 @@ def read_scheme(config: Mapping[str, Any] | None, where: str, chosen: frozenset[
 
 
 def scheme_of(directory: str | Path) -> Scheme | None:
-    """The scheme of a Hugging Face directory, which also tells by its scales which matrices are quantised; None: it has none.
+    """The scheme of a Hugging Face directory, which also tells by its scales which matrices are quantised; None: it has
+    none.
 
     DataError as `read_scheme`.
     """
-    config, path = read_config(directory).get("quantization_config"), Path(directory) / CONFIG
+    config = read_config(directory).get("quantization_config")
+    path = Path(directory) / CONFIG
     scheme = read_scheme(config, str(path))
     if scheme is None:
         return None

@@ -5,8 +5,8 @@ Trainer and engine use the same functions.  The group is apart from torch's defa
 A broadcast that is given up keeps its group, and the end of the process, waiting until gloo's own limit or until the
 peers are gone (gloo has no abort); who gives one up must let the run end.
 
-Invariants: the members find one another in a store that lets in only who holds a key of the run; every wait has a deadline.
-Gloo itself neither encrypts nor asks who is there: see docs/security.md.
+Invariants: the members find one another in a store that lets in only who holds a key of the run; every wait has a
+deadline. Gloo itself neither encrypts nor asks who is there: see docs/security.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from hpcrl.errors import DataError
 
 
 class Quantization(NamedTuple):
-    """strategy: block, channel or tensor; block: (rows, columns), for the first; power_of_two: scales of the format ue8m0."""
+    """strategy: block, channel or tensor; block: (rows, columns), for the first; power_of_two: scales of the format
+    ue8m0."""
 
     strategy: Literal["block", "channel", "tensor"]
     block: tuple[int, int] | None
@@ -28,13 +29,22 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
         return None
     method, fmt = config.get("quant_method"), config.get("fmt", "e4m3")
     power = config.get("scale_fmt") == "ue8m0"
-    if method == "fp8" and fmt == "e4m3" and config.get("activation_scheme") == "dynamic" and config.get("weight_block_size"):
+    if (
+        method == "fp8"
+        and fmt == "e4m3"
+        and config.get("activation_scheme") == "dynamic"
+        and config.get("weight_block_size")
+    ):
         high, wide = config["weight_block_size"]
         return Quantization("block", (int(high), int(wide)), power)
     if method == "compressed-tensors" and config.get("format") == "float-quantized":
         groups = list(config.get("config_groups", {}).values())
         weights = groups[0].get("weights", {}) if len(groups) == 1 else {}
-        if weights.get("num_bits") == 8 and weights.get("strategy") in ("channel", "tensor") and weights.get("symmetric"):
+        if (
+            weights.get("num_bits") == 8
+            and weights.get("strategy") in ("channel", "tensor")
+            and weights.get("symmetric")
+        ):
             return Quantization(weights["strategy"], None, power)
     raise DataError(
         f"{where} has a quantization_config ({method}) that weights cannot be brought to while a run goes on",

@@ -1,7 +1,9 @@
-"""How the weight updates of a run travel, from its options and hosts: what `hpcrl plan` prints is decided here, and what a run does.
+"""How the weight updates of a run travel, from its options and hosts: what `hpcrl plan` prints is decided here, and
+what a run does.
 
-Invariant: an update that is sent in pieces in a run is one that `route` calls so.  Only an engine can tell that it cannot be, since a
-layer of vLLM's does not say how it holds its weights (`pieces/transport.py`); the run's log then says so.
+Invariant: an update that is sent in pieces in a run is one that `route` calls so.  Only an engine can tell that it
+cannot be, since a layer of vLLM's does not say how it holds its weights (`pieces/transport.py`); the run's log then
+says so.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from hpcrl.weights.transports import Site, Way, choose, find_way
 
 Sharing = Literal["host", "engine", "worker"]
 
-SHM, NCCL, IPC = "hpcrl_shm", "hpcrl_nccl", "hpcrl_ipc"
+SHM = "hpcrl_shm"
+NCCL = "hpcrl_nccl"
+IPC = "hpcrl_ipc"
 #: the engines' ends that can take pieces, and who gets bytes once together
 TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 
 
 @dataclass(frozen=True)
 class Route:
-    """transfer: the value of --weight-transfer; gathered: why whole tensors go through rank 0, None where every rank sends its pieces."""
+    """transfer: the value of --weight-transfer; gathered: why whole tensors go through rank 0, None where every rank
+    sends its pieces."""
 
     transfer: str
     gathered: str | None
@@ -34,7 +39,9 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
     name = way.__name__.rpartition(".")[2]
     if options.weight_update == "gathered":
         return Route(name, "--weight-update is gathered")
-    return Route(name, whole_tensors(_backend(options, way), options.engine_data_parallel_size, options.weight_update == "delta"))
+    return Route(
+        name, whole_tensors(_backend(options, way), options.engine_data_parallel_size, options.weight_update == "delta")
+    )
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -60,7 +67,9 @@ def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
 
 
 def _way(options: Options, plan: Plan, cpu: bool) -> Way:
-    one_host = len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
+    one_host = (
+        len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
+    )
     return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate)))
 
 

@@ -55,7 +55,10 @@ class WeightSender:
         written: Callable[[Path, Fleet], None] | None = None,
     ) -> None:
         self.written = written
-        self.rundir, self.host, self.options, self.is_driver = rundir, host, options, is_driver
+        self.rundir = rundir
+        self.host = host
+        self.options = options
+        self.is_driver = is_driver
         self.said: set[str] = set()
         self.pieces: PiecesTransport | None = None
         self.fleet: Fleet | None = None
@@ -74,7 +77,8 @@ class WeightSender:
     def connect(self, engines: Sequence[FleetEngine]) -> None:
         """Make these the engines that are sent to; driver only.  Nothing happens if they are already.
 
-        PeerError or DeadlineError name the one that does not answer, EngineLost those that have died; then there are none.
+        PeerError or DeadlineError name the one that does not answer, EngineLost those that have died; then there are
+        none.
         """
         if self.fleet is not None and self.transport is not None and self.fleet.engines == tuple(engines):
             return
@@ -110,7 +114,9 @@ class WeightSender:
                 what = f"{engine} holds another model, or takes weights in another way, than the engines before it"
                 raise EngineLost(what, [engine]) if self.may_lose else PeerError(what)
         if self.options.check_weight_update_equal and first["opaque"]:
-            raise UsageError(f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out")
+            raise UsageError(
+                f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out"
+            )
         return first["tensors"]
 
     @property
@@ -129,10 +135,10 @@ class WeightSender:
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
 
-        tensors: (checkpoint name, whole tensor), valid on the driver.  Returns seconds and bytes as metrics (driver only).
-        PeerError, DeadlineError or HpcrlError name engine, host and phase; then each engine has its old weights and has
-        been resumed, or the message says that it has not.  EngineLost names engines that are no more: the others have given up
-        this update, and wait, paused, for it to be made again without those.
+        tensors: (checkpoint name, whole tensor), valid on the driver.  Returns seconds and bytes as metrics (driver
+        only). PeerError, DeadlineError or HpcrlError name engine, host and phase; then each engine has its old weights
+        and has been resumed, or the message says that it has not.  EngineLost names engines that are no more: the
+        others have given up this update, and wait, paused, for it to be made again without those.
         """
         if not self.is_driver:
             for _ in tensors:
@@ -146,7 +152,9 @@ class WeightSender:
                 source.end()
 
     def _publish(self, tensors: Stream, source: Source | None, version: int) -> dict[str, float]:
-        assert self.fleet is not None and self.transport is not None and self.pieces is not None, "connect() comes first"
+        assert self.fleet is not None and self.transport is not None and self.pieces is not None, (
+            "connect() comes first"
+        )
         begin = time.monotonic()
         self.comparison = Comparison(
             self.manifests, self.ties, self.options.check_weight_update_equal, source is not None and self._is_due()
@@ -183,7 +191,8 @@ class WeightSender:
         }
 
     def _source(self, tensors: Stream) -> Source | None:
-        """The ranks, if they are to send pieces; None: tensors are gathered.  UsageError if --weight-update resharded cannot be."""
+        """The ranks, if they are to send pieces; None: tensors are gathered.  UsageError if --weight-update resharded
+        cannot be."""
         wish = self.options.weight_update
         if wish == "gathered":
             return None
@@ -204,7 +213,8 @@ class WeightSender:
         return self.pieces.current and self.changes % self.options.weight_update_check_interval == 0
 
     def _stage_pieces(self, source: Source) -> None:
-        """Plan and meeting, the first time; scales of FP8; on request what every worker must have, from the whole tensors."""
+        """Plan and meeting, the first time; scales of FP8; on request what every worker must have, from the whole
+        tensors."""
         assert self.pieces is not None
         self.pieces.connect(source)
         source.prepare()
@@ -224,14 +234,18 @@ class WeightSender:
             need = self.needs.get(name) or self.unseen.get(name)
             if need is None and (self.unseen or not name.startswith(self.opaque or "\0")):
                 near = difflib.get_close_matches(name, [*self.needs, *self.unseen], 1)
-                raise HpcrlError(f"the trainer's {name} is no tensor of the engines{f', nearest is {near[0]}' if near else ''}")
+                raise HpcrlError(
+                    f"the trainer's {name} is no tensor of the engines{f', nearest is {near[0]}' if near else ''}"
+                )
             if need is not None:
                 if need.get("same_as"):
                     raise HpcrlError(
                         f"the trainer's {name} is tied to {need['same_as']} in the engines, which alone is to be sent"
                     )
                 if tuple(tensor.shape) != tuple(need["shape"]):
-                    raise HpcrlError(f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {need['shape']}")
+                    raise HpcrlError(
+                        f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {need['shape']}"
+                    )
                 if "float8" in f"{tensor.dtype}{need['dtype']}" and dtype_name(tensor) != need["dtype"]:
                     raise HpcrlError(f"the trainer's {name} is {dtype_name(tensor)}, the engines need {need['dtype']}")
                 tensor = tensor.detach().to(getattr(torch, need["dtype"]))
@@ -240,7 +254,9 @@ class WeightSender:
             missing.discard(name)
             yield name, tensor
         if missing:
-            raise HpcrlError(f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}")
+            raise HpcrlError(
+                f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}"
+            )
 
     def _lost(self, error: BaseException) -> list[FleetEngine]:
         """The engines whose end an error tells of, if the run may go on without them."""
@@ -252,10 +268,13 @@ class WeightSender:
             return [error.engine]
         if isinstance(error, Differs) or (isinstance(error, HpcrlError) and not isinstance(error, PeerError)):
             return []  # it says what it is
-        return self._unwell()  # gloo's and NCCL's own words, ours or in an engine's refusal, name whoever waited for the dead one
+        return (
+            self._unwell()
+        )  # gloo's and NCCL's own words, ours or in an engine's refusal, name whoever waited for the dead one
 
     def _unwell(self) -> list[FleetEngine]:
-        """The engines that do not say that they are well, once there are any: a server takes a moment to know that its core is dead."""
+        """The engines that do not say that they are well, once there are any: a server takes a moment to know that its
+        core is dead."""
         end = time.monotonic() + NOTICED
         while not (found := [engine for engine in self._engines if not _is_well(engine)]) and time.monotonic() < end:
             time.sleep(0.2)
@@ -266,10 +285,15 @@ class WeightSender:
         self.close()  # whoever waits in its group waits no more
         others = [engine for engine in self._engines if engine not in lost]
         calls = [
-            in_thread(lambda e=e: Fleet(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon")) for e in others
+            in_thread(lambda e=e: Fleet(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon"))
+            for e in others
         ]
         wait(calls, timeout=2 * RESUME)
-        return [engine for engine, call in zip(others, calls, strict=True) if not call.done() or call.exception() is not None]
+        return [
+            engine
+            for engine, call in zip(others, calls, strict=True)
+            if not call.done() or call.exception() is not None
+        ]
 
     def _put_right(self, error: BaseException) -> None:
         """After a failure: end the update in each engine and resume those that hold one version, whole."""

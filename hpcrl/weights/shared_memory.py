@@ -1,8 +1,8 @@
 """Memory that trainer and engines of one host share: a bucket lies in an anonymous file that the engine maps.
 
 The trainer makes the file with memfd_create(2) and tells the engine its own process id and the descriptor; the engine
-opens /proc/PID/fd/N.  Only processes of the same user may do that, the file has no name in /dev/shm that could outlive a
-killed run, and it does not count against the size of a container's /dev/shm.
+opens /proc/PID/fd/N.  Only processes of the same user may do that, the file has no name in /dev/shm that could outlive
+a killed run, and it does not count against the size of a container's /dev/shm.
 
 Invariants: a region never shrinks (sealed), so that reading it cannot fault; the engine's mapping is read-only; what
 the engine opens is checked to be such a region before it is mapped.

@@ -1,10 +1,11 @@
 """Which engines get the weights, and what happens when one of them ends in the middle.
 
-Every trainer rank makes and drives one `Updates`, since the export of the weights is collective; rank 0 asks the registry of engines
-(in the rollout process) whom to send to, and tells it what came of it.
+Every trainer rank makes and drives one `Updates`, since the export of the weights is collective; rank 0 asks the
+registry of engines (in the rollout process) whom to send to, and tells it what came of it.
 
-Invariants: all ranks take the same turn, because rank 0's word is shared before anyone acts; an update is made again, whole, without
-those that ended in it, until all that are left hold the version; an engine that comes (back) gets one of its own.
+Invariants: all ranks take the same turn, because rank 0's word is shared before anyone acts; an update is made again,
+whole, without those that ended in it, until all that are left hold the version; an engine that comes (back) gets one of
+its own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Roster(Protocol):
 class Updates:
     """Weight updates of one attempt.
 
-    roster, key: of the driver alone: the registry, and the HTTP key of an engine (index) in a life.  together(value): rank 0's value, on every rank.
+    roster, key: of the driver alone: the registry, and the HTTP key of an engine (index) in a life.  together(value):
+    rank 0's value, on every rank.
     """
 
     def __init__(
@@ -56,11 +58,16 @@ class Updates:
         key: Callable[[int, int], str],
         together: Callable[[Any], Any],
     ) -> None:
-        self._sender, self._rundir, self._start_timeout = sender, rundir, start_timeout
-        self._roster, self._key, self._together = roster, key, together
+        self._sender = sender
+        self._rundir = rundir
+        self._start_timeout = start_timeout
+        self._roster = roster
+        self._key = key
+        self._together = together
 
     def wait(self) -> None:
-        """Wait for the engines that start with the run, on the driver.  DeadlineError names the one that does not come up."""
+        """Wait for the engines that start with the run, on the driver.  DeadlineError names the one that does not come
+        up."""
         if self._roster is not None:
             self._wait_for_all(self._roster)
 
@@ -116,7 +123,10 @@ class Updates:
             return {}, []
         try:
             self._sender.connect(
-                [FleetEngine(index, Address(host, port, self._key(index, life)), life) for index, life, host, port in members]
+                [
+                    FleetEngine(index, Address(host, port, self._key(index, life)), life)
+                    for index, life, host, port in members
+                ]
             )
             return self._sender.publish(tensors, version), []
         except (EngineLost, EngineLate) as error:

@@ -44,7 +44,8 @@ class Sample:
 
 
 def random_samples(seed: int, groups: Sequence[int] = (4, 1, 3, 5), spread: float = 0.4) -> list[Sample]:
-    """Groups of these sizes: binary and real rewards, one group of equal ones; empty, masked-out and truncated responses."""
+    """Groups of these sizes: binary and real rewards, one group of equal ones; empty, masked-out and truncated
+    responses."""
     rng = np.random.default_rng(seed)
     found = []
     for group, size in enumerate(groups):
@@ -102,7 +103,8 @@ def rollout_batch(samples: Sequence[Sample], own: Sequence[int] | None = None, *
 
 
 def over_ranks(work: Callable[[int, Callable[[torch.Tensor], torch.Tensor]], Any], ranks: int) -> list[Any]:
-    """work(rank, total) on as many threads, where total sums over them; autograd goes through it as through one graph."""
+    """work(rank, total) on as many threads, where total sums over them; autograd goes through it as through one
+    graph."""
     barrier, slots = threading.Barrier(ranks), [torch.zeros(0)] * ranks
 
     def one(rank: int) -> Any:

@@ -39,7 +39,11 @@ def test_the_table_has_all_with_their_sources(kind: Kind) -> None:
 
 
 def test_every_option_of_an_algorithm_is_named() -> None:
-    for name in {*AlgorithmOptions.__annotations__, *OffPolicyOptions.__annotations__, *DistillationOptions.__annotations__}:
+    for name in {
+        *AlgorithmOptions.__annotations__,
+        *OffPolicyOptions.__annotations__,
+        *DistillationOptions.__annotations__,
+    }:
         assert f"--{name.replace('_', '-')}" in DOC, name
 
 

@@ -39,7 +39,8 @@ def kl_of(sample: Sample, kind: str) -> list[float]:
 
 
 def grpo(samples: Sequence[Sample], one: Sample, o: Options, rewards: dict[int, float]) -> float:
-    own, every = rewards[id(one)], [rewards[id(s)] for s in group_of(samples, one)]
+    own = rewards[id(one)]
+    every = [rewards[id(s)] for s in group_of(samples, one)]
     if o.disable_rewards_normalization:
         return own
     if o.disable_grpo_std_normalization or len(every) == 1:
@@ -120,7 +121,8 @@ def reference(samples: Sequence[Sample], o: Options) -> tuple[np.ndarray, np.nda
         values = [[OF_RESPONSES[name](samples, s, o, rewards) if m else 0.0 for m in s.mask] for s in samples]
     elif name == "ppo":
         both = [gae(s, o, s.reward) for s in samples]
-        values, returns = [x for x, _ in both], np.concatenate([x for _, x in both])
+        values = [x for x, _ in both]
+        returns = np.concatenate([x for _, x in both])
     elif name == "reinforce_plus_plus":
         values = [reinforce_plus_plus(s, o, s.reward) for s in samples]
     else:
@@ -132,7 +134,8 @@ def reference(samples: Sequence[Sample], o: Options) -> tuple[np.ndarray, np.nda
     if o.use_opd:
         gaps = [[float(p - q) if m else 0.0 for p, q, m in zip(s.old, s.teacher, s.mask, strict=True)] for s in samples]
         values = [
-            [a - o.opd_kl_coef * gap for a, gap in zip(row, own, strict=True)] for row, own in zip(values, gaps, strict=True)
+            [a - o.opd_kl_coef * gap for a, gap in zip(row, own, strict=True)]
+            for row, own in zip(values, gaps, strict=True)
         ]
     if o.normalize_advantages:
         values = whitened(values, samples)
@@ -161,7 +164,11 @@ CASES: list[dict[str, Any]] = [
         "normalize_advantages": True,
     },
     {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.2, "normalize_advantages": True},
-    {"advantage_estimator": "reinforce_plus_plus_baseline", "disable_rewards_normalization": True, "normalize_advantages": True},
+    {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "disable_rewards_normalization": True,
+        "normalize_advantages": True,
+    },
     {"advantage_estimator": "none", "use_opd": True},
     {"advantage_estimator": "none", "use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True},
     {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.5},
@@ -220,7 +227,8 @@ def test_every_estimator_is_tested() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_a_response_of_several_samples_counts_once_in_its_group(name: str) -> None:
-    """One response cut into three samples, and one that fills the step up: the advantages of its tokens are those of the whole."""
+    """One response cut into three samples, and one that fills the step up: the advantages of its tokens are those of
+    the whole."""
     o = options(advantage_estimator=name, normalize_advantages=name == "reinforce_plus_plus_baseline")
     reward, length = [1.0, 0.0, 0.5, 2.0], [4, 9, 3, 5]
     chance = torch.Generator().manual_seed(1)
@@ -246,7 +254,9 @@ def test_a_response_of_several_samples_counts_once_in_its_group(name: str) -> No
     found = compute_advantages(cut, o).advantages
     assert torch.allclose(found[:-1], whole, atol=1e-12, rtol=0) and found[-1] == 0
     naive = compute_advantages(batch([1.0, 0.0, 0.0, 0.0, 0.5, 2.0], [4, 2, 3, 4, 3, 5], None, 0), o).advantages
-    assert name in ("opo", "reinforce_plus_plus_baseline") or not torch.allclose(naive, whole), "else this shows nothing"
+    assert name in ("opo", "reinforce_plus_plus_baseline") or not torch.allclose(naive, whole), (
+        "else this shows nothing"
+    )
 
 
 def test_equal_rewards_are_no_advantage() -> None:
@@ -261,11 +271,15 @@ def test_equal_rewards_are_no_advantage() -> None:
 def test_a_long_response_is_summed_exactly() -> None:
     (sample,) = random_samples(2, groups=(1,))
     rng, length = np.random.default_rng(0), 4097
-    sample.mask, sample.values = np.ones(length, bool), rng.normal(size=length)
-    sample.old, sample.reference = rng.normal(size=length), rng.normal(size=length)
+    sample.mask = np.ones(length, bool)
+    sample.values = rng.normal(size=length)
+    sample.old = rng.normal(size=length)
+    sample.reference = rng.normal(size=length)
     o = options(advantage_estimator="ppo", gamma=0.999, lambd=0.95, kl_coef=0.1)
     found = compute_advantages(rollout_batch([sample]), o)
-    steps, running, wanted = steps_of(sample, o, sample.reward), 0.0, np.zeros(length)
+    steps = steps_of(sample, o, sample.reward)
+    running = 0.0
+    wanted = np.zeros(length)
     for t in reversed(range(length)):
         after = sample.values[t + 1] if t + 1 < length else 0.0
         running = steps[t][1] + o.gamma * after - sample.values[t] + o.gamma * o.lambd * running

@@ -1,4 +1,5 @@
-"""Every loss, KL estimator and correction against its paper's formula, written out in float64; value, gradient and report."""
+"""Every loss, KL estimator and correction against its paper's formula, written out in float64; value, gradient and
+report."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class One:
     """The trained tokens of a sample as lists."""
 
     def __init__(self, sample: Sample, p: Row, sg: Row) -> None:
-        self.p, self.sg = p, sg
+        self.p = p
+        self.sg = sg
         for name in ("old", "trainer", "rollout", "reference", "entropy", "advantages"):
             setattr(self, name, [float(x) for x, m in zip(getattr(sample, name), sample.mask, strict=True) if m])
 
@@ -49,7 +51,8 @@ def bounds(o: Options) -> tuple[float, float]:
 
 def clipped(ratio: float, advantage: float, o: Options) -> tuple[float, float]:
     low, high = bounds(o)
-    plain, bounded = ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage
+    plain = ratio * advantage
+    bounded = clip(ratio, 1 - low, 1 + high) * advantage
     gain = min(plain, bounded)
     if o.eps_clip_c is not None and advantage < 0:
         gain = max(gain, o.eps_clip_c * advantage)
@@ -132,7 +135,9 @@ def correction(one: One, o: Options) -> tuple[Row, Row]:
     if which == "tis":
         return [clip(k, low, high) for k in ratio], [1.0] * count
     kept = [float(low <= k <= high) if o.tis_mode == "mask" else 1.0 for k in ratio]
-    weights = {"truncate": [min(k, high) for k in ratio], "clip": [clip(k, low, high) for k in ratio], "mask": ratio}[o.tis_mode]
+    weights = {"truncate": [min(k, high) for k in ratio], "clip": [clip(k, low, high) for k in ratio], "mask": ratio}[
+        o.tis_mode
+    ]
     if o.use_rs:
         most = o.rs_upper_bound or high
         least = (low or 1 / high) if o.rs_lower_bound is None else o.rs_lower_bound
@@ -147,7 +152,9 @@ def opsm(one: One, o: Options) -> Row:
     return [0.0 if o.use_opsm and a < 0 and moved else 1.0 for a in one.advantages]
 
 
-def policy(ones: Sequence[One], o: Options, name: str, per_token: bool = False, divisor: float | None = None) -> dict[str, float]:
+def policy(
+    ones: Sequence[One], o: Options, name: str, per_token: bool = False, divisor: float | None = None
+) -> dict[str, float]:
     """The loss (not yet divided by samples or tokens) and its parts."""
     sums = dict.fromkeys(("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy_loss", "kl_loss", "opsm_clipfrac"), 0.0)
     for one in ones:
@@ -201,7 +208,10 @@ POLICY: list[dict[str, Any]] = [
     {"pg_loss_type": "gmpo", "eps_clip": 0.4},
     {"pg_loss_type": "gmpo", "eps_clip": 0.1, "eps_clip_high": 0.2, "entropy_coef": 0.01},
     {"entropy_coef": 0.02},
-    *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl", "unbiased")),
+    *(
+        {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind}
+        for kind in ("k1", "k2", "k3", "low_var_kl", "unbiased")
+    ),
     *(
         {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind, "use_unbiased_kl": True}
         for kind in ("k1", "k2", "k3", "low_var_kl")
@@ -215,7 +225,14 @@ POLICY: list[dict[str, Any]] = [
         for mode in ("truncate", "clip", "mask")
         for level in ("token", "sequence", "geometric")
     ),
-    {"use_rs": True, "rs_level": "token", "rs_upper_bound": 1.4, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
+    {
+        "use_rs": True,
+        "rs_level": "token",
+        "rs_upper_bound": 1.4,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "k3",
+    },
     {"use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.5, "entropy_coef": 0.1},
     {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.1, "tis_mode": "mask"},
     {"use_rs": True, "tis_clip": 1.5, "tis_clip_low": 0.8},
@@ -224,7 +241,12 @@ POLICY: list[dict[str, Any]] = [
     {"use_opsm": True, "opsm_delta": 0.2, "pg_loss_type": "sapo", "use_tis": True},
 ]
 POLICY = [
-    case | ({"use_tis": True, "custom_tis_function_path": "mis"} if {"tis_mode", "use_rs", "rs_veto_threshold"} & {*case} else {})
+    case
+    | (
+        {"use_tis": True, "custom_tis_function_path": "mis"}
+        if {"tis_mode", "use_rs", "rs_veto_threshold"} & {*case}
+        else {}
+    )
     for case in POLICY
 ]
 
@@ -279,9 +301,13 @@ def test_the_kl_to_a_teacher_is_a_term_like_others() -> None:
     divergence = torch.rand(len(tokens.weights), dtype=torch.float64).requires_grad_()
     for coefficient in (0.4, 0.0):
         o = options(use_opd=True, opd_kl_type="forward", opd_kl_coef=coefficient)
-        found = compute_loss(replace(tokens, logprobs=tokens.logprobs.clone().requires_grad_(), divergence=divergence), o)
+        found = compute_loss(
+            replace(tokens, logprobs=tokens.logprobs.clone().requires_grad_(), divergence=divergence), o
+        )
         (gradient,) = torch.autograd.grad(found.total, divergence, allow_unused=True)
-        torch.testing.assert_close(torch.zeros_like(divergence) if gradient is None else gradient, coefficient * tokens.weights)
+        torch.testing.assert_close(
+            torch.zeros_like(divergence) if gradient is None else gradient, coefficient * tokens.weights
+        )
         wanted = float((divergence * tokens.weights).sum().detach())
         assert float(found.report.means["opd_forward_kl"]) == pytest.approx(wanted)
 
@@ -305,7 +331,8 @@ def test_the_low_variance_kl_is_bounded() -> None:
 @pytest.mark.parametrize("reduction", ["sample", "token", "constant", "custom"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reducers(reduction: str, seed: int) -> None:
-    samples, case = random_samples(seed), {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1}
+    samples = random_samples(seed)
+    case = {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1}
     case |= {
         "sample": {},
         "token": {"calculate_per_token_loss": True},
@@ -313,7 +340,8 @@ def test_reducers(reduction: str, seed: int) -> None:
         "custom": {"custom_pg_loss_reducer_function_path": f"{__name__}.over_seven"},
     }[reduction]
     o = options(**case)
-    tokens, counts = token_batch(samples), torch.tensor([s.count for s in samples])
+    tokens = token_batch(samples)
+    counts = torch.tensor([s.count for s in samples])
     special = policy_token_weights(counts, o)
     assert (special is None) == (reduction in ("sample", "token"))
     assert divides_by_tokens(o) == (reduction == "token")
@@ -337,7 +365,9 @@ def one_weight(counts: torch.Tensor, o: Options) -> torch.Tensor:
 
 def test_an_own_reducer_gives_one_weight_a_sample() -> None:
     with pytest.raises(HpcrlError, match="one_weight returns no tensor of 2 weights"):
-        policy_token_weights(torch.tensor([1, 2]), options(custom_pg_loss_reducer_function_path=f"{__name__}.one_weight"))
+        policy_token_weights(
+            torch.tensor([1, 2]), options(custom_pg_loss_reducer_function_path=f"{__name__}.one_weight")
+        )
 
 
 # ---- what is measured
@@ -390,7 +420,8 @@ def test_the_mismatch_of_trainer_and_engine_is_always_measured(seed: int) -> Non
 def test_the_share_that_a_correction_changes_is_reported() -> None:
     samples = random_samples(1)
     tokens = token_batch(samples)
-    ratio, weights = (tokens.trainer - tokens.rollout).exp(), tokens.weights
+    ratio = (tokens.trainer - tokens.rollout).exp()
+    weights = tokens.weights
     o = options(use_tis=True, tis_clip=1.2, tis_clip_low=0.9)
     report = compute_loss(tokens, o).report.means
     assert float(report["tis_clipfrac"]) == pytest.approx(float((((ratio > 1.2) | (ratio < 0.9)) * weights).sum()))
@@ -422,7 +453,18 @@ def test_no_tokens_are_no_loss_and_the_same_names(case: dict[str, Any]) -> None:
 
 def parts_of(tokens: TokenBatch, keep: torch.Tensor, **more: Any) -> TokenBatch:
     """The tokens where `keep` is, as another rank or micro-batch has them."""
-    names = ("logprobs", "entropy", "greedy", "sample", "weights", "old", "trainer", "rollout", "advantages", "reference")
+    names = (
+        "logprobs",
+        "entropy",
+        "greedy",
+        "sample",
+        "weights",
+        "old",
+        "trainer",
+        "rollout",
+        "advantages",
+        "reference",
+    )
     return replace(tokens, **{name: getattr(tokens, name)[keep] for name in names}, **more)
 
 
@@ -489,7 +531,9 @@ def dpo(samples: Sequence[Sample], ones: Sequence[One], beta: float) -> dict[str
             found["dpo_ties"] += times
             continue
         best, worst = (one, other) if samples[one].reward > samples[other].reward else (other, one)
-        good, bad = (beta * math.fsum(p - r for p, r in zip(ones[i].p, ones[i].reference, strict=True)) for i in (best, worst))
+        good, bad = (
+            beta * math.fsum(p - r for p, r in zip(ones[i].p, ones[i].reference, strict=True)) for i in (best, worst)
+        )
         found["loss"] += times * math.log(1 + math.exp(bad - good))
         found["dpo_accuracy"] += times * (good > bad)
         found["dpo_margin"] += times * (good - bad)
@@ -500,7 +544,8 @@ def dpo(samples: Sequence[Sample], ones: Sequence[One], beta: float) -> dict[str
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_dpo_loss(seed: int) -> None:
-    samples, o = random_samples(seed, groups=(2,) * 7), options(loss_type="dpo_loss", dpo_beta=0.3)
+    samples = random_samples(seed, groups=(2,) * 7)
+    o = options(loss_type="dpo_loss", dpo_beta=0.3)
     p = leaf(samples)
     at = p.detach().numpy()
     found = compute_loss(token_batch(samples, p), o)
@@ -544,7 +589,9 @@ def squared(tokens: TokenBatch, o: Options) -> Terms:
 
 
 def halved(tokens: TokenBatch, o: Options) -> Correction:
-    return Correction(torch.full_like(tokens.old, 0.5), torch.ones_like(tokens.old), {"half": torch.ones_like(tokens.old)})
+    return Correction(
+        torch.full_like(tokens.old, 0.5), torch.ones_like(tokens.old), {"half": torch.ones_like(tokens.old)}
+    )
 
 
 def total_of_four(tokens: TokenBatch, o: Options) -> Loss:
@@ -576,14 +623,22 @@ def test_own_functions_by_path() -> None:
         ({"loss_type": "dpo_loss"}, UsageError, "dpo_loss needs .* reference.*; give --ref-load"),
         ({"pg_loss_type": "pppo"}, UsageError, "--pg-loss-type pppo is unknown; known: cispo, "),
         ({"pg_loss_type": f"{__name__}.absent"}, UsageError, "has no absent"),
-        ({"pg_loss_type": f"{__name__}.no_loss"}, HpcrlError, r"--pg-loss-type .*no_loss returns no Terms of \d+ tokens"),
+        (
+            {"pg_loss_type": f"{__name__}.no_loss"},
+            HpcrlError,
+            r"--pg-loss-type .*no_loss returns no Terms of \d+ tokens",
+        ),
         ({"pg_loss_type": f"{__name__}.one_term"}, HpcrlError, r"one_term returns no Terms of \d+ tokens"),
         (
             {"use_tis": True, "custom_tis_function_path": f"{__name__}.squared"},
             HpcrlError,
             r"--custom-tis-function-path .*squared returns no Correction of \d+ tokens",
         ),
-        ({"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.no_loss"}, HpcrlError, "no_loss returns no Loss"),
+        (
+            {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.no_loss"},
+            HpcrlError,
+            "no_loss returns no Loss",
+        ),
     ],
     ids=str,
 )

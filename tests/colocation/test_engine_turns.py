@@ -1,4 +1,5 @@
-"""A real engine that takes turns: what it refuses while the trainer holds the GPUs, and the bytes that it gives back."""
+"""A real engine that takes turns: what it refuses while the trainer holds the GPUs, and the bytes that it gives
+back."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ class Pair(Side):
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     root = tmp_path_factory.mktemp("turns")
     model = make_model(root / "model", tied=False, **LARGE)
-    engines = Engines(root / "run", model, colocate=True, check_weight_update_equal=True, vllm={"enable_prefix_caching": True})
+    engines = Engines(
+        root / "run", model, colocate=True, check_weight_update_equal=True, vllm={"enable_prefix_caching": True}
+    )
     found = Pair(engines, model)
     yield found
     found.close()
@@ -101,7 +104,8 @@ def test_a_sleeping_engine_gives_its_memory_back(pair: Pair) -> None:
         awake = pair.resident()
         told = pair.tell(Event.SLEEP)
         asleep.append(pair.resident())
-        # the weights, of which vLLM's CPU build keeps its packed copies alone, and the pages of the cache that requests have touched
+        # the weights, of which vLLM's CPU build keeps its packed copies alone, and the pages of the cache that requests
+        # have touched
         assert awake - asleep[-1] >= 0.9 * (weights + CACHE), (awake / MIB, asleep[-1] / MIB, weights / MIB)
         assert told == pytest.approx(awake - asleep[-1], rel=0.1)
         pair.tell(Event.TAKE)
@@ -116,5 +120,7 @@ def test_the_rollout_process_sends_nothing_out_of_turn(tmp_path: Path) -> None:
 
     options = Options(hf_checkpoint="m", actor_num_gpus_per_node=1, colocate=True)
     pool = EnginePool(RunDir(tmp_path), make_plan(options, local_hosts(options), "run"), options)
-    with pytest.raises(OutOfTurn, match="out of turn: the trainer has all of its state on the GPUs, the engines are asleep"):
+    with pytest.raises(
+        OutOfTurn, match="out of turn: the trainer has all of its state on the GPUs, the engines are asleep"
+    ):
         pool.take(1, 1)

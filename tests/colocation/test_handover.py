@@ -46,7 +46,9 @@ def holds(at: Holding) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(Event), st.integers(0, 3)), max_size=60))
 def test_whatever_is_tried_nobody_is_there_out_of_turn(tries: list[tuple[Event, int]]) -> None:
-    role, asleep_since_take, sent = HandOver("a role"), True, 0
+    role = HandOver("a role")
+    asleep_since_take = True
+    sent = 0
     for event, count in tries:
         before = role.at
         try:

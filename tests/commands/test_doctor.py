@@ -102,7 +102,13 @@ EIGHT = [partitions.Shape(3, "mix", 64, {"h100": 8}), partitions.Shape(1, "drain
     [
         (Component("trainer", 3, 8, 64), UP, 60, None, []),
         (Component("trainer", 3, 8, None), UP, 60, "h100", []),
-        (Component("trainer", 3, 8, 64), UP, 61, None, ["fail  trainer.partition gpu: time is 61 minutes, the most is 60"]),
+        (
+            Component("trainer", 3, 8, 64),
+            UP,
+            61,
+            None,
+            ["fail  trainer.partition gpu: time is 61 minutes, the most is 60"],
+        ),
         (
             Component("trainer", 4, 8, 64),
             UP,
@@ -158,7 +164,9 @@ def test_a_partition_must_hold_what_is_asked_for(
     need: Component, partition: partitions.Partition, limit: int, kind: str | None, expected: list[str]
 ) -> None:
     found = bad(partitions.judge_component(need, partition, EIGHT, limit, kind))
-    assert len(found) == len(expected) and all(line.startswith(start) for line, start in zip(found, expected, strict=True))
+    assert len(found) == len(expected) and all(
+        line.startswith(start) for line, start in zip(found, expected, strict=True)
+    )
     assert all("; " in line for line in found), "every finding has a hint"
 
 
@@ -178,9 +186,12 @@ def commands(folder: Path, **scripts: str) -> None:
 
 
 def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site, wanted = SlurmSite(time="1:00:00"), [Component("trainer", 1, 8, 1)]
+    site = SlurmSite(time="1:00:00")
+    wanted = [Component("trainer", 1, 8, 1)]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bad([*partitions.responds()])[0].startswith("fail  sbatch, srun, squeue, scontrol, sinfo not found: no Slurm here; ")
+    assert bad([*partitions.responds()])[0].startswith(
+        "fail  sbatch, srun, squeue, scontrol, sinfo not found: no Slurm here; "
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}:/usr/bin:/bin")
     shown = f"cat <<'E'\n{PARTITIONS}E"
     commands(tmp_path, scontrol=shown, sinfo="echo '4|idle|64|gpu:8'")
@@ -192,9 +203,13 @@ def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = bad([*partitions.fits(SlurmSite.model_validate({"trainer": {"partition": "foo"}}), wanted)])
     assert found == ["fail  trainer.partition foo: Partition foo not found; set trainer.partition; there are main, low"]
     commands(tmp_path, scontrol="echo 'PartitionName=a State=UP Default=NO'", sinfo="echo a")
-    assert bad([*partitions.fits(site, wanted)])[0].startswith("warn  there is no default partition: unless the site chooses one")
+    assert bad([*partitions.fits(site, wanted)])[0].startswith(
+        "warn  there is no default partition: unless the site chooses one"
+    )
     commands(tmp_path, scontrol="echo Unable to contact slurm controller >&2; exit 1")
-    assert bad([*partitions.fits(site, wanted)])[0].startswith("warn  scontrol does not say what partitions there are: Unable")
+    assert bad([*partitions.fits(site, wanted)])[0].startswith(
+        "warn  scontrol does not say what partitions there are: Unable"
+    )
     commands(tmp_path, squeue="sleep 30")
     began = time.monotonic()
     assert "squeue: no answer within" in bad([*partitions.responds(seconds=0.2)])[0]
@@ -206,7 +221,10 @@ def test_slots_of_nodes_without_gpus_are_processes(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|(null)'")
     wanted = [Component("trainer", 2, 4, 8)]
-    assert "fail  trainer.partition main: 2 nodes with 4 GPUs" in bad([*partitions.fits(SlurmSite(time="1:00:00"), wanted)])[0]
+    assert (
+        "fail  trainer.partition main: 2 nodes with 4 GPUs"
+        in bad([*partitions.fits(SlurmSite(time="1:00:00"), wanted)])[0]
+    )
     site = SlurmSite.model_validate({"time": "1:00:00", "trainer": {"gpus_per_node": 0}})
     (found,) = partitions.fits(site, wanted)
     assert found.level == "ok" and "2 nodes with 8 CPUs" in found.what
@@ -288,7 +306,12 @@ def test_nothing_stays_behind_where_a_run_would_lie(tmp_path: Path) -> None:
 
 # ---- packages
 
-LINES = ["msgspec>=0.20", 'tensorboard>=2; extra == "report"', 'torch==2.13.0; extra == "cpu"', 'vllm>=0.26; extra == "gpu"']
+LINES = [
+    "msgspec>=0.20",
+    'tensorboard>=2; extra == "report"',
+    'torch==2.13.0; extra == "cpu"',
+    'vllm>=0.26; extra == "gpu"',
+]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +340,9 @@ def test_this_environment_fits() -> None:
 
 
 def safetensors(path: Path, data: int = 16) -> None:
-    header = json.dumps({"__metadata__": {"a": "b"}, "w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}).encode()
+    header = json.dumps(
+        {"__metadata__": {"a": "b"}, "w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}
+    ).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data))
 
 
@@ -358,7 +383,9 @@ def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
         and model_directory.total(tmp_path) == 2 * (tmp_path / "1.safetensors").stat().st_size
     )
     index.write_text("{}")
-    assert "is no index of safetensors" in bad(model_directory.files(tmp_path))[0] and model_directory.total(tmp_path) == 0
+    assert (
+        "is no index of safetensors" in bad(model_directory.files(tmp_path))[0] and model_directory.total(tmp_path) == 0
+    )
 
 
 # ---- what the nodes say
@@ -424,12 +451,24 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
     (on(gpus=(), devices=0), "fail  n2: 0 GPUs for trainer, 8 are needed"),
     (on(visible="0,1"), "fail  n2: 2 GPUs for trainer, 8 are needed"),
     (on(gpus=None), "warn  n2: 8 GPUs, but nvidia-smi does not answer"),
-    (on(gpus=tuple(Gpu(i, "H100", 80_000, 79_000 if i else 9) for i in range(8))), "warn  n2: GPU 0 has 9 of 80000 MiB free"),
-    (on(gpus=tuple(Gpu(i, "A100", 80_000, 79_000) for i in range(8))), "warn  the trainers have different GPUs: 16 H100, 8 A100"),
+    (
+        on(gpus=tuple(Gpu(i, "H100", 80_000, 79_000 if i else 9) for i in range(8))),
+        "warn  n2: GPU 0 has 9 of 80000 MiB free",
+    ),
+    (
+        on(gpus=tuple(Gpu(i, "A100", 80_000, 79_000) for i in range(8))),
+        "warn  the trainers have different GPUs: 16 H100, 8 A100",
+    ),
     (on(shm=64 << 20), "warn  n2: only 64 MiB free in /dev/shm"),
     (on(locked=8 << 20), "warn  n2: a process may lock 8.0 MiB of memory at most"),
-    (on(imports={"vllm": "ImportError: libcudart.so.13"}), "fail  n2: vllm does not import: ImportError: libcudart.so.13"),
-    (on(ranks=8, broken="DistBackendError: x"), "fail  n2: the all-reduce over the trainer ranks failed: DistBackendError: x"),
+    (
+        on(imports={"vllm": "ImportError: libcudart.so.13"}),
+        "fail  n2: vllm does not import: ImportError: libcudart.so.13",
+    ),
+    (
+        on(ranks=8, broken="DistBackendError: x"),
+        "fail  n2: the all-reduce over the trainer ranks failed: DistBackendError: x",
+    ),
     (on(ranks=8), "warn  the all-reduce over the trainer ranks was not tried"),
     (
         on(ranks=8, total=Total(24, "nccl", 1 << 30, 1.0, 2e9)),
@@ -438,8 +477,14 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
 ]
 
 
-def test_memory_that_cannot_be_locked_matters_where_infiniband_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, there, said in ((1 << 20, True, 1 << 20), (1 << 20, False, None), (one_node.resource.RLIM_INFINITY, True, None)):
+def test_memory_that_cannot_be_locked_matters_where_infiniband_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, there, said in (
+        (1 << 20, True, 1 << 20),
+        (1 << 20, False, None),
+        (one_node.resource.RLIM_INFINITY, True, None),
+    ):
         monkeypatch.setattr(one_node.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         monkeypatch.setattr(one_node, "INFINIBAND", tmp_path if there else tmp_path / "no")
         assert one_node.locked_memory() == said
@@ -479,7 +524,9 @@ def test_the_one_clock_that_is_wrong_is_named(count: int, ahead: float, data: st
     wrong = data.draw(st.sampled_from(names))
     clock = {name: ahead if name == wrong else data.draw(st.floats(-0.05, 0.05)) for name in names}
     reports = [
-        msgspec.structs.replace(report, offsets={other: (clock[other] - clock[report.host], 0.01) for other in report.tried})
+        msgspec.structs.replace(
+            report, offsets={other: (clock[other] - clock[report.host], 0.01) for other in report.tried}
+        )
         for report in nodes(*names)
     ]
     [line] = said(reports)
@@ -487,7 +534,8 @@ def test_the_one_clock_that_is_wrong_is_named(count: int, ahead: float, data: st
 
 
 def test_the_same_on_several_hosts_is_one_line() -> None:
-    one, two = Finding("warn", "n1", "x", "y"), Finding("warn", "n2", "x", "y")
+    one = Finding("warn", "n1", "x", "y")
+    two = Finding("warn", "n2", "x", "y")
     assert merge([one, Finding("ok", "n3", "x", "y"), two]) == [
         Finding("warn", "n[1-2]", "x", "y"),
         Finding("ok", "n3", "x", "y"),
@@ -571,7 +619,9 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     lines = [finding.line() for finding in findings]
     assert bad(findings) == ["fail  node[1-2]: its address is the loopback's; name the site's network: interface ="]
     assert "ok    all 2 nodes see one run directory, and each other's files in it" in lines
-    assert "ok    ports are bound and reached, all 2 ways" in lines and "ok    the clocks agree within a second" in lines
+    assert (
+        "ok    ports are bound and reached, all 2 ways" in lines and "ok    the clocks agree within a second" in lines
+    )
     assert any("all-reduce of 16 MiB over 2 trainer ranks (gloo): " in line for line in lines)
 
 
@@ -582,7 +632,11 @@ def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
     lost = NodeStep("trainer", 1, 1, ["bash", "-c", f"{node} {tmp_path}/elsewhere --host node1 --expect 2", "bash"])
     dead = NodeStep("engine", 1, 1, ["bash", "-c", "echo srun: error >&2; echo no such node >&2; exit 7", "bash"])
     found = bad(
-        examine(NodesJob([lost, dead], gpus=False, imports=False, echoes=("srun:",), seconds=1), tmp_path / "nodes", seconds=30)
+        examine(
+            NodesJob([lost, dead], gpus=False, imports=False, echoes=("srun:",), seconds=1),
+            tmp_path / "nodes",
+            seconds=30,
+        )
     )
     assert any(line.startswith("fail  node1: it does not see the run directory") for line in found)
     assert any("1 of 2 nodes reported (node1)" in line for line in found)

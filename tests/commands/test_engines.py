@@ -70,7 +70,9 @@ def test_what_has_no_effect_is_refused(rundir: RunDir, capsys: pytest.CaptureFix
     assert "--first-slot has no effect" in capsys.readouterr().err
 
 
-PLAN = Plan("run", 0, (Place("a", (0,), "10.0.0.1", "ib0"),), (Place("a", (1,), "10.0.0.1", "ib0"),), Place("a", (), "10.0.0.1"))
+PLAN = Plan(
+    "run", 0, (Place("a", (0,), "10.0.0.1", "ib0"),), (Place("a", (1,), "10.0.0.1", "ib0"),), Place("a", (), "10.0.0.1")
+)
 
 
 def test_engines_are_added_under_numbers_of_their_own(rundir: RunDir) -> None:
@@ -79,21 +81,28 @@ def test_engines_are_added_under_numbers_of_their_own(rundir: RunDir) -> None:
     assert not is_added(rundir, 0) and is_added(rundir, 3)
     whole = with_added(rundir, PLAN)
     assert len(whole.engines) == 4 and whole.engines[3] == Place("c", (4,), "10.0.0.9", "ib0")
-    assert not record_end(rundir, 2, "c", 0, 0, True, "killed") and rundir.failure() is None, "its end is never the run's"
+    assert not record_end(rundir, 2, "c", 0, 0, True, "killed") and rundir.failure() is None, (
+        "its end is never the run's"
+    )
     assert not record_end(rundir, 0, "a", 0, 0, True, "killed") and rundir.failure().message == "killed"
-    assert msgspec.json.decode((rundir.here / "peers/engine-2.0.ended.json").read_bytes(), type=EngineEnd).again is False
+    assert (
+        msgspec.json.decode((rundir.here / "peers/engine-2.0.ended.json").read_bytes(), type=EngineEnd).again is False
+    )
 
 
 def report(*networks: Network) -> Report:
     return Report(host="c", hostname="c", networks=networks, sees=True, time=0.0, cpus=1, memory=1)
 
 
-IB, ETH = Network("ib0", "10.0.0.9", 24, 0), Network("eth0", "192.168.0.9", 24, 0)
+IB = Network("ib0", "10.0.0.9", 24, 0)
+ETH = Network("eth0", "192.168.0.9", 24, 0)
 
 
 def test_an_added_engine_is_on_the_runs_network() -> None:
     assert where("c", PLAN, None, report(IB, ETH)) == ("10.0.0.9", "ib0")
-    assert where("c", PLAN, None, report(Network("ib1", "10.0.0.9", 24, 0), ETH)) == ("10.0.0.9", "ib1"), "by its subnet"
+    assert where("c", PLAN, None, report(Network("ib1", "10.0.0.9", 24, 0), ETH)) == ("10.0.0.9", "ib1"), (
+        "by its subnet"
+    )
     assert where("c", PLAN, "eth0", report(IB, ETH)) == ("192.168.0.9", "eth0")
     assert where("a", PLAN, None, report()) == ("10.0.0.1", "ib0"), "a host of the run's own"
     with pytest.raises(UsageError, match="host c is not on the run's network"):
@@ -118,7 +127,9 @@ def test_the_script_starts_its_step_and_nothing_else(tmp_path: Path) -> None:
     srun.chmod(0o755)
     site = from_flags({"set": ["engine.partition=low", "engine.qos=idle", "requeue=false"], "time": "20"})
     text = script_of(RunDir(tmp_path / "some run", 3), Options(rollout_num_gpus_per_engine=2), site, 2, 4)
-    assert {"#SBATCH --partition=low", "#SBATCH --qos=idle", "#SBATCH --nodes=2", "#SBATCH --time=20"} <= set(text.splitlines())
+    assert {"#SBATCH --partition=low", "#SBATCH --qos=idle", "#SBATCH --nodes=2", "#SBATCH --time=20"} <= set(
+        text.splitlines()
+    )
     path = f"{tmp_path}:{os.environ['PATH']}"
     said = subprocess.run(
         ["bash", "-c", text], env={"PATH": path}, capture_output=True, text=True, check=True

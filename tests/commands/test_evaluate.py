@@ -32,7 +32,12 @@ def test_a_recipe_is_evaluated_without_what_says_how_to_train(tmp_path: Path) ->
     given = {"load": "/somewhere/checkpoints"}
     recipe, _ = recipe_for(REPO / "examples" / "quickstart.toml", given)
     options = options_of(recipe, tmp_path, **given)
-    assert (options.num_rollout, options.eval_interval, options.load, options.name) == (0, 1, given["load"], "quickstart-eval")
+    assert (options.num_rollout, options.eval_interval, options.load, options.name) == (
+        0,
+        1,
+        given["load"],
+        "quickstart-eval",
+    )
     assert (options.n_samples_per_eval_prompt, options.rm_type, options.prompt_data) == (4, "math", None)
     assert options.lr == Options().lr and recipe.prepare
     with pytest.raises(
@@ -58,7 +63,12 @@ def run_dir(path: Path, **values: Any) -> Path:
         "num_rollout": 9,
         "lr": 1e-5,
     }
-    base |= {"rollout_num_gpus": 1, "actor_num_gpus_per_node": 1, "n_samples_per_prompt": 4, "advantage_estimator": "rloo"}
+    base |= {
+        "rollout_num_gpus": 1,
+        "actor_num_gpus_per_node": 1,
+        "n_samples_per_prompt": 4,
+        "advantage_estimator": "rloo",
+    }
     (path / "checkpoints" / "iter_0000004").mkdir(parents=True)
     (path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     (path / "options.json").write_text(Options(**(base | values)).model_dump_json())
@@ -110,7 +120,15 @@ def test_dry_runs_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)  # whatever lies on this machine
     run = run_dir(tmp_path / "r1", hf_checkpoint=str(tmp_path))
     (tmp_path / "h.jsonl").write_text('{"input": "1", "a": "2"}\n')
-    argv = ["eval", str(run), "--eval-prompt-data", "held", str(tmp_path / "h.jsonl"), "--run-dir", str(tmp_path / "out")]
+    argv = [
+        "eval",
+        str(run),
+        "--eval-prompt-data",
+        "held",
+        str(tmp_path / "h.jsonl"),
+        "--run-dir",
+        str(tmp_path / "out"),
+    ]
     assert main([*argv, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "num_rollout = 0" in shown and "engine" in shown
@@ -165,7 +183,9 @@ GOOD = '{"input": "1", "label": "2"}\n'
         (GOOD, GOOD, {"eval_label_key": "truth"}, "no key 'truth'; its keys are input, label"),
     ],
 )
-def test_a_bad_file_is_refused_at_once(tmp_path: Path, train: str, held: str, values: dict[str, Any], words: str) -> None:
+def test_a_bad_file_is_refused_at_once(
+    tmp_path: Path, train: str, held: str, values: dict[str, Any], words: str
+) -> None:
     (tmp_path / "p.jsonl").write_text(train)
     (tmp_path / "h.jsonl").write_text(held)
     both = options(tmp_path, eval_interval=1, eval_prompt_data=[str(tmp_path / "h.jsonl")], **values)
@@ -198,17 +218,25 @@ def test_what_is_not_here_is_refused_before_anything_is_made(
     for command, *words in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):
         assert main([command, str(tmp_path / "r.toml"), *out, *words]) == 2
         said = capsys.readouterr().err
-        assert "--hf-checkpoint /nowhere/model is not here" in said and "the prompt file /nowhere/p.jsonl is not here" in said
+        assert (
+            "--hf-checkpoint /nowhere/model is not here" in said
+            and "the prompt file /nowhere/p.jsonl is not here" in said
+        )
     (tmp_path / "hub.toml").write_text(text.replace("/nowhere/model", "Qwen/Qwen3-0.6B"))
     assert main(["run", str(tmp_path / "hub.toml"), *out]) == 2
-    assert "is not here; fetch it first: hf download Qwen/Qwen3-0.6B --local-dir DIR, and name DIR" in capsys.readouterr().err
+    assert (
+        "is not here; fetch it first: hf download Qwen/Qwen3-0.6B --local-dir DIR, and name DIR"
+        in capsys.readouterr().err
+    )
     assert main(["run", str(tmp_path / "made.toml"), *out, "--dry-run"]) == 0
     (tmp_path / "own.toml").write_text(
         (tmp_path / "made.toml").read_text().replace('rm_type = "math"', 'custom_rm_path = "no_such.f"')
     )
     for command, *words in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):
         assert main([command, str(tmp_path / "own.toml"), *out, *words]) == 2
-        assert "--custom-rm-path no_such.f: there is no module no_such; modules are looked for" in capsys.readouterr().err
+        assert (
+            "--custom-rm-path no_such.f: there is no module no_such; modules are looked for" in capsys.readouterr().err
+        )
     for site in ('setup=["export PYTHONPATH=/there"]', 'env={PYTHONPATH = "/there"}', "python=/other/python"):
         assert main(["submit", str(tmp_path / "own.toml"), *out, "--dry-run", "--set", site]) == 0, site
     for site in (["scratch=/nowhere"], ["after=7"], ["container.kind=pyxis", "container.image=/x.sqsh"]):

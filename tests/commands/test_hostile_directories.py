@@ -48,7 +48,9 @@ def make(root: Path, name: str = "victim") -> Path:
     (path / "recipe.json").write_text(json.dumps({"identity": "x", "path": "r.toml"}))
     (path / "recipe.toml").write_text("")
     (path / "options.json").write_text("{}")
-    (path / "state.json").write_text(json.dumps({"phase": "running", "time": time.time(), "host": "elsewhere", "pid": 1}))
+    (path / "state.json").write_text(
+        json.dumps({"phase": "running", "time": time.time(), "host": "elsewhere", "pid": 1})
+    )
     return path
 
 
@@ -75,8 +77,14 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], None]]] = {
         f"{name} a FIFO": (name, fifo)
         for name in ("state.json", "job.json", "recipe.toml", "metrics.jsonl", "lock", "options.json")
     },
-    **{f"{name} endless": (name, to("/dev/zero")) for name in ("state.json", "job.json", "metrics.jsonl", "lock", "recipe.toml")},
-    **{f"{name} deep": (name, holding(DEEP)) for name in ("state.json", "job.json", "metrics.jsonl", "attempts/0/plan.json")},
+    **{
+        f"{name} endless": (name, to("/dev/zero"))
+        for name in ("state.json", "job.json", "metrics.jsonl", "lock", "recipe.toml")
+    },
+    **{
+        f"{name} deep": (name, holding(DEEP))
+        for name in ("state.json", "job.json", "metrics.jsonl", "attempts/0/plan.json")
+    },
     "recipe.toml deep": ("recipe.toml", holding("a = " + DEEP)),
     "metrics deep": ("metrics.jsonl", holding(DEEP + "\n")),
     "metrics huge": ("metrics.jsonl", holding(ROW % (HUGE, HUGE))),
@@ -104,7 +112,8 @@ def test_who_looks_at_it_is_neither_stopped_nor_misled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    good, bad = make(tmp_path / "runs", "good"), make(tmp_path / "runs", "bad")
+    good = make(tmp_path / "runs", "good")
+    bad = make(tmp_path / "runs", "bad")
     place, spoil = HOSTILE[name]
     spoil(bad / place)
     signal.setitimer(signal.ITIMER_REAL, 20)  # a hang ends the test, with its stack

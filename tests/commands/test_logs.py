@@ -25,7 +25,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         begin(root / stage, attempt)
         for role in ("rollout-0", "engine-0", "trainer-2", "trainer-0", "host"):
             write(
-                root / stage / f"logs/attempt-{attempt}/{role}.log", f"{stage} {attempt} {role} 1", f"{stage} {attempt} {role} 2"
+                root / stage / f"logs/attempt-{attempt}/{role}.log",
+                f"{stage} {attempt} {role} 1",
+                f"{stage} {attempt} {role} 2",
             )
     write(root / "logs/job-12.out", "the job's own")
     return root
@@ -143,5 +145,10 @@ def test_following_goes_on_over_attempts_until_the_run_ends(
     assert main(["logs", "a", "-f", "--role", "engine", "--lines", "1"]) == 0
     thread.join()
     out, err = capsys.readouterr()
-    assert [text.split(" | ")[1] for text in out.splitlines()] == ["grpo 1 engine-0 2", "last words", "half a line", "born again"]
+    assert [text.split(" | ")[1] for text in out.splitlines()] == [
+        "grpo 1 engine-0 2",
+        "last words",
+        "half a line",
+        "born again",
+    ]
     assert "the run has ended: finished" in err

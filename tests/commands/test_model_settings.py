@@ -69,7 +69,9 @@ def test_weights_in_four_bits_are_refused_where_engines_are_asked(model: Path) -
         "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
     }
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": four}))
-    with pytest.raises(UsageError, match=r"--hf-checkpoint .*config.json has a quantization_config \(compressed-tensors\)"):
+    with pytest.raises(
+        UsageError, match=r"--hf-checkpoint .*config.json has a quantization_config \(compressed-tensors\)"
+    ):
         refuse_wrong_settings([Options(hf_checkpoint=str(model))], same_packages=False)
     refuse_wrong_settings([Options(hf_checkpoint=str(model), loss_type="sft_loss")], same_packages=False)
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

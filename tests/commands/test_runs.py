@@ -25,7 +25,9 @@ def test_only_what_never_trained_and_has_ended_is_removed(
     (saved / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     monkeypatch.setattr(time, "time", lambda: NOW)
     assert main(["runs"]) == 0
-    assert sorted(capsys.readouterr().out.splitlines()) == [f"runs/{name}" for name in ("begins", "saved", "trained", "typo")]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        f"runs/{name}" for name in ("begins", "saved", "trained", "typo")
+    ]
     assert main(["runs", "--clean"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "runs/typo" and (tmp_path / "runs/typo").exists()
     assert main(["runs", "--yes"]) == 2

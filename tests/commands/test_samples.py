@@ -35,7 +35,13 @@ EVIL = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxet\u2066 back\rspace\x08 [bol
 
 def sample(group: int, index: int, reward: float, **more: Any) -> dict[str, Any]:
     status = "truncated" if reward < 0.2 else "completed"
-    base = {"group": group, "index": index, "prompt": f"prompt {group}", "response": f"answer {group}.{index}", "label": None}
+    base = {
+        "group": group,
+        "index": index,
+        "prompt": f"prompt {group}",
+        "response": f"answer {group}.{index}",
+        "label": None,
+    }
     return base | {"reward": reward, "prompt_len": 5, "response_len": 4, "status": status, "versions": [3]} | more
 
 
@@ -86,7 +92,9 @@ def test_which_samples_are_shown(run: Path, capsys: pytest.CaptureFixture[str], 
     assert shown(said(capsys, str(run), *flags.split())) == wanted
 
 
-def test_an_evaluation_before_the_first_step_belongs_to_its_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_before_the_first_step_belongs_to_its_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = make(tmp_path / "a")
     for name, step in (("held", -1), ("held", 7), ("held-2", -1), ("held-2", 15), ("held-2-3", 7)):
         put(root, step, sample(0, 0, 0.0), name=f"eval-{name}-{{}}.jsonl")
@@ -108,7 +116,13 @@ def test_numbers_are_told_in_few_words_and_none_that_is_not_there(steps: set[int
 
 
 def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = {"rewards": {"math": 1.0, "brief": 0.5}, "baseline": 0.25, "label": "4", "versions": [3, 4], "grading": "error"}
+    more = {
+        "rewards": {"math": 1.0, "brief": 0.5},
+        "baseline": 0.25,
+        "label": "4",
+        "versions": [3, 4],
+        "grading": "error",
+    }
     row = sample(0, 0, 1.5, **more, grading_error="raised KeyError")
     row["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}]
     put(run, 7, row)
@@ -157,11 +171,14 @@ def test_two_steps_or_runs_beside_each_other(run: Path, tmp_path: Path, capsys: 
         ("RUN --diff 0 OTHER", "have no prompt in common; compare an evaluation"),
     ],
 )
-def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: str, words: str) -> None:
+def test_what_is_not_there_is_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: str, words: str
+) -> None:
     put(make(tmp_path / "other"), 0, sample(0, 0, 1.0, prompt="another"))
     places = {"RUN": str(run), "EMPTY": str(make(tmp_path / "empty")), "OTHER": str(tmp_path / "other")}
     for name, place in places.items():
-        argv, words = argv.replace(name, place), words.replace(name, place)
+        argv = argv.replace(name, place)
+        words = words.replace(name, place)
     assert main(["samples", *argv.split()]) == 2
     assert words in capsys.readouterr().err
 
@@ -182,7 +199,16 @@ def test_nothing_of_a_model_is_obeyed(run: Path) -> None:
         run,
         7,
         sample(
-            0, 0, 1.0, prompt=EVIL, response=EVIL, label=EVIL, status=EVIL, grading=EVIL, grading_error=EVIL, rewards={EVIL: 1}
+            0,
+            0,
+            1.0,
+            prompt=EVIL,
+            response=EVIL,
+            label=EVIL,
+            status=EVIL,
+            grading=EVIL,
+            grading_error=EVIL,
+            rewards={EVIL: 1},
         ),
     )
     env = {"PYTHONPATH": str(REPO), "XDG_STATE_HOME": str(run / "xdg")}
@@ -198,9 +224,9 @@ def test_nothing_of_a_model_is_obeyed(run: Path) -> None:
 def test_visible_text_is_harmless_and_keeps_its_lines(text: str) -> None:
     found = visible(text)
     assert found.count("\n") == text.count("\n")
-    assert all(c in "\n\u200c\u200d" or c.isprintable() or c.isspace() for c in found) and not set("\x1b\r\x9b\u202e\x07") & set(
-        found
-    )
+    assert all(c in "\n\u200c\u200d" or c.isprintable() or c.isspace() for c in found) and not set(
+        "\x1b\r\x9b\u202e\x07"
+    ) & set(found)
 
 
 # ---- tokens
@@ -210,7 +236,12 @@ def columns(own: list[int], lengths: list[int]) -> dict[str, np.ndarray]:
     total = sum(lengths)
     numbers = np.arange(total)
     found = {name: numbers.astype(kind) for name, kind in COLUMNS.items()}
-    return found | {"own": np.array(own), "response_length": np.array(lengths), "mask": numbers % 2, "engine": -numbers * 0.5}
+    return found | {
+        "own": np.array(own),
+        "response_length": np.array(lengths),
+        "mask": numbers % 2,
+        "engine": -numbers * 0.5,
+    }
 
 
 def test_tokens_are_shown_one_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +254,9 @@ def test_tokens_are_shown_one_a_line(run: Path, capsys: pytest.CaptureFixture[st
     ], "the second of the file's samples; numbers where there is no tokenizer"
 
 
-def test_tokens_are_shown_as_text_where_the_tokenizer_is(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_are_shown_as_text_where_the_tokenizer_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "model/config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": 1}))
@@ -235,7 +268,9 @@ def test_tokens_are_shown_as_text_where_the_tokenizer_is(run: Path, tmp_path: Pa
 
 
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=9), st.booleans())
-def test_damaged_token_files_are_none(tmp_path_factory: pytest.TempPathFactory, at: int, junk: bytes, cut: bool) -> None:
+def test_damaged_token_files_are_none(
+    tmp_path_factory: pytest.TempPathFactory, at: int, junk: bytes, cut: bool
+) -> None:
     root = tmp_path_factory.getbasetemp() / "tokens"
     write_tokens(root, 0, 0, columns([2, 0], [2, 3]))
     path = tokens_file(root, 0, 0)

@@ -24,7 +24,9 @@ from tests.support.rundirs import HERE, NOW, begin, log, make, put, steps, submi
 
 
 def look(root: Path, now: float = NOW, **kwargs: Any) -> Status:
-    return judge_run(Run(root), now, title="Slurm" if "queued" in kwargs or (root / "job.json").is_file() else "", **kwargs)
+    return judge_run(
+        Run(root), now, title="Slurm" if "queued" in kwargs or (root / "job.json").is_file() else "", **kwargs
+    )
 
 
 RUNNING = QueuedJob("running", "RUNNING")
@@ -108,7 +110,10 @@ def test_a_run_that_only_samples_counts_its_rollouts_and_an_evaluation_has_none(
     put(root / "options.json", {"num_rollout": 0, "eval_interval": 1})
     log(root, {"rollout_id": -1, "time": NOW, "eval/a/accuracy": 0.5, "eval/a/reward_errors": 3.0})
     shown = page(look(root)).splitlines()
-    assert "  accuracy    a 0.500" in shown and "  note        3 evaluation gradings failed and counted as reward 0" in shown
+    assert (
+        "  accuracy    a 0.500" in shown
+        and "  note        3 evaluation gradings failed and counted as reward 0" in shown
+    )
     assert not any(row.startswith("  step") for row in shown)
     assert line(look(root)) == "finished  a accuracy 0.500  3 evaluation gradings failed and counted as reward 0"
 
@@ -133,7 +138,8 @@ def test_a_pending_job_says_why(tmp_path: Path) -> None:
         "12",
     )
     never = look(
-        root, queued=QueuedJob("pending", "PENDING", "more nodes than its partition has (PartitionNodeLimit)", never=True)
+        root,
+        queued=QueuedJob("pending", "PENDING", "more nodes than its partition has (PartitionNodeLimit)", never=True),
     )
     assert never.message.startswith("will never start: more nodes")
     assert look(root).phase == "pending", "without Slurm it has been submitted, and that is all that is known"
@@ -228,7 +234,13 @@ def test_damaged_files_are_noted_and_never_an_error(tmp_path: Path, damage: byte
     root = make(tmp_path, phase="failed")
     submitted(root, "12")
     here = begin(root)
-    for path in (root / "state.json", root / "job.json", root / "recipe.json", root / "options.json", root / "summary.json"):
+    for path in (
+        root / "state.json",
+        root / "job.json",
+        root / "recipe.json",
+        root / "options.json",
+        root / "summary.json",
+    ):
         path.write_bytes(damage)
     for path in (here / "error.json", here / "plan.json", here / "peers/trainer-0.json", root / "metrics.jsonl"):
         path.write_bytes(damage)
@@ -261,7 +273,13 @@ def test_the_numbers(tmp_path: Path) -> None:
     )
     found = look(root, NOW + 1)
     assert (found.stage, found.stages, found.attempt, found.step, found.total) == ("grpo", ["sft", "grpo"], 1, 3, 40)
-    assert (found.reward, found.tokens_per_sec, found.staleness, found.step_time, found.last_step) == (0.5, 1000.0, 1.0, 2.0, 1.0)
+    assert (found.reward, found.tokens_per_sec, found.staleness, found.step_time, found.last_step) == (
+        0.5,
+        1000.0,
+        1.0,
+        2.0,
+        1.0,
+    )
     assert (found.accuracy, found.accuracy_after) == ({"a": 0.75}, 3)
     assert found.needs == pytest.approx(37 * 2.0 - 1.0)
     assert (found.left, found.fits) == (3599.0, True)
@@ -297,7 +315,9 @@ def test_metrics_whose_beginning_is_gone_are_noted(tmp_path: Path) -> None:
 def test_numbers_that_are_none(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     begin(root)
-    log(root, {"rollout_id": 0, "time": None, "train/loss": None, "rollout/reward": "x", "perf/step_time": float("inf")})
+    log(
+        root, {"rollout_id": 0, "time": None, "train/loss": None, "rollout/reward": "x", "perf/step_time": float("inf")}
+    )
     found = look(root)
     assert (found.step, found.reward, found.loss, found.step_time, found.last_step, found.needs) == (
         1,
@@ -317,9 +337,14 @@ def test_a_run_that_will_not_finish_in_time_says_what_becomes_of_it(tmp_path: Pa
     log(root, *steps(2))
     found = look(root)
     assert (found.needs, found.left, found.fits) == (16.0, 10.0, False)
-    assert "it needs about 16 s, 10 s to the time limit: it will not finish before, and will be saved and requeued" in page(found)
+    assert (
+        "it needs about 16 s, 10 s to the time limit: it will not finish before, and will be saved and requeued"
+        in page(found)
+    )
     assert "16 s !" in table([found])
-    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 100, ends=NOW + 99)).fits, "Slurm knows its limit best"
+    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 100, ends=NOW + 99)).fits, (
+        "Slurm knows its limit best"
+    )
 
 
 # ---- the estimate
@@ -342,7 +367,8 @@ def test_pauses_for_checkpoints_and_evaluations_count() -> None:
         if (i + 1) % 4 == 0:
             at += 7.0
             rows.append({"rollout_id": i, "time": at, "eval/a/accuracy": 0.5})
-    # 10 steps are done (and saved); of 14, steps 11 to 14 follow: two pauses of 3 s, two of them with 7 s (12, and 14: the end)
+    # 10 steps are done (and saved); of 14, steps 11 to 14 follow: two pauses of 3 s, two of them with 7 s (12, and 14:
+    # the end)
     left = eta.seconds_left(rows, 10, 14, 2, 4, rows[-1]["time"])
     assert left == pytest.approx(4 * 2.0 + 2 * 3.0 + 2 * 7.0)
     assert eta.seconds_left(rows, 10, 14, 2, None, rows[-1]["time"]) is not None
@@ -469,7 +495,9 @@ def test_wrong_usage(home: Path, capsys: pytest.CaptureFixture[str], argv: list[
     assert error in capsys.readouterr().err
 
 
-def test_a_launcher_of_this_host_that_is_gone_is_noticed_at_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_of_this_host_that_is_gone_is_noticed_at_once(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = make(home / "runs/a", phase="running", time=time.time(), host=HERE)
     (root / "lock").write_text(str(os.getpid()))  # a number that another process, ours, has now
     main(["status", "a"])
@@ -483,7 +511,9 @@ def test_watch_ends_as_the_run_did(home: Path, capsys: pytest.CaptureFixture[str
     assert f"  {phase}  " in capsys.readouterr().out.splitlines()[0] + "  "
 
 
-def test_watch_tells_each_change_once(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_tells_each_change_once(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hpcrl.commands import status as module
 
     root = make(home / "runs/a", phase="starting", time=time.time())

@@ -57,9 +57,13 @@ def old_launcher(run: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _start(run: Path, signals: int) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-S", "-c", LAUNCHER, str(run), str(signals)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", LAUNCHER, str(run), str(signals)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
-    put(run / "state.json", {"phase": "running", "time": time.time(), "host": HERE, "pid": process.pid}) if signals > 1 else None
+    put(
+        run / "state.json", {"phase": "running", "time": time.time(), "host": HERE, "pid": process.pid}
+    ) if signals > 1 else None
     yield process
     process.kill()
     process.wait()
@@ -75,7 +79,9 @@ def test_the_owner_holds_the_lock(run: Path, launcher: subprocess.Popen[str]) ->
         assert owner(run) is None, "a process that does not hold the file is not the launcher"
 
 
-def test_stop_asks_and_asks_once(run: Path, launcher: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_asks_and_asks_once(
+    run: Path, launcher: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["stop", "a"]) == 0
     assert (run / "stop").exists() and launcher.poll() is None
     assert "asked runs/a to save and end" in capsys.readouterr().out
@@ -85,7 +91,9 @@ def test_stop_asks_and_asks_once(run: Path, launcher: subprocess.Popen[str], cap
     assert "asked to save and end" in capsys.readouterr().out
 
 
-def test_stop_signals_a_launcher_that_does_not_look_for_the_file(run: Path, old_launcher: subprocess.Popen[str]) -> None:
+def test_stop_signals_a_launcher_that_does_not_look_for_the_file(
+    run: Path, old_launcher: subprocess.Popen[str]
+) -> None:
     assert main(["stop", "a"]) == 0
     assert old_launcher.wait(5) == 0
     assert not (run / "stop").exists()

@@ -38,13 +38,22 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             "--critic-lr-warmup-iters 3 is not less than the 3 optimizer steps",
         ),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus needs --normalize-advantages; give it"),
-        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline needs --normalize-advantages"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus_baseline"},
+            "reinforce_plus_plus_baseline needs --normalize-advantages",
+        ),
         ({"use_kl_loss": True}, "--use-kl-loss needs a reference model; give --ref-load"),
         ({"kl_coef": 0.1}, "--kl-coef 0.1 needs a reference model; give --ref-load"),
         (KL | {"kl_coef": 0.1, "kl_loss_coef": 0.2}, "--kl-coef 0.1 and --kl-loss-coef 0.2 both weigh the KL"),
-        ({"loss_type": "dpo_loss", "n_samples_per_prompt": 2}, "--loss-type dpo_loss needs a reference model; give --ref-load"),
+        (
+            {"loss_type": "dpo_loss", "n_samples_per_prompt": 2},
+            "--loss-type dpo_loss needs a reference model; give --ref-load",
+        ),
         (DPO | {"n_samples_per_prompt": 4}, "compares two responses, --n-samples-per-prompt is 4"),
-        (DPO | {"global_batch_size": 2, "actor_num_gpus_per_node": 2}, "2 samples of one optimizer step are no whole pairs"),
+        (
+            DPO | {"global_batch_size": 2, "actor_num_gpus_per_node": 2},
+            "2 samples of one optimizer step are no whole pairs",
+        ),
         ({"loss_type": "custom_loss"}, "give --custom-loss-function-path"),
         ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs and --use-tis exclude each other"),
         ({"use_rollout_logprobs": True, "keep_old_actor": True}, "--use-rollout-logprobs and --keep-old-actor"),
@@ -57,7 +66,10 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             "--custom-generate-function-path makes the samples, and its turns bring no experts of the engine's; .*give --use-routing",
         ),
         ({"advantage_estimator": "gppo"}, "--advantage-estimator gppo is unknown; known: cispo, grpo, gspo, "),
-        ({"pg_loss_type": "clip"}, "--pg-loss-type clip is unknown; known: cispo, gmpo, gspo, ppo, reinforce, sapo; or module"),
+        (
+            {"pg_loss_type": "clip"},
+            "--pg-loss-type clip is unknown; known: cispo, gmpo, gspo, ppo, reinforce, sapo; or module",
+        ),
         (KL | {"kl_loss_type": "k4"}, "--kl-loss-type k4 is unknown; known: k1, k2, k3, low_var_kl, unbiased"),
         (
             {"use_tis": True, "custom_tis_function_path": "tos"},
@@ -68,13 +80,22 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         (MIS | {"use_rs": True, "rs_upper_bound": 0.4}, "--rs-lower-bound 0.5 is higher than the upper bound 0.4"),
         (MIS | {"tis_mode": "mask"}, "--tis-mode mask has no lower bound: .* slime's default is 1 / --tis-clip, 0.5"),
         (MIS | {"tis_mode": "clip", "tis_clip": 4.0}, "--tis-mode clip has no lower bound: .*, 0.25"),
-        ({"pg_loss_divisor": 9, "calculate_per_token_loss": True}, "--pg-loss-divisor and --calculate-per-token-loss exclude"),
+        (
+            {"pg_loss_divisor": 9, "calculate_per_token_loss": True},
+            "--pg-loss-divisor and --calculate-per-token-loss exclude",
+        ),
         ({"advantage_estimator": "none"}, "none needs a teacher: every advantage would be 0; give --use-opd"),
         ({"use_opd": True}, "--use-opd does not say where the teacher is; give --opd-type vllm with"),
-        (TEACHER | {"opd_teacher_load": None}, "--opd-type megatron needs the teacher's weights; give --opd-teacher-load"),
+        (
+            TEACHER | {"opd_teacher_load": None},
+            "--opd-type megatron needs the teacher's weights; give --opd-teacher-load",
+        ),
         (SERVER | {"opd_teacher_url": None}, "--opd-type vllm has nowhere to ask; give --opd-teacher-url"),
         (SERVER | {"opd_teacher_url": "node7:8000"}, "--opd-teacher-url node7:8000 is no address; it begins with http"),
-        (SERVER | {"opd_kl_type": "forward"}, "--opd-kl-type forward needs the teacher's whole vocabulary, a server gives"),
+        (
+            SERVER | {"opd_kl_type": "forward"},
+            "--opd-kl-type forward needs the teacher's whole vocabulary, a server gives",
+        ),
         (SERVER | {"rollout_temperature": 0.8}, "gives log-probs at temperature 1, the student samples at .* 0.8"),
         ({"overlong_buffer_len": 2000}, "--overlong-buffer-len 2000 is more than --rollout-max-response-len 1024"),
     ],
@@ -177,7 +198,9 @@ def test_what_fits_passes(change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_needs(change: dict[str, Any], wanted: str) -> None:
-    assert needs(Options(**(GRPO | change))) == Needs(**{name: name in wanted.split() for name in Needs.__annotations__})
+    assert needs(Options(**(GRPO | change))) == Needs(
+        **{name: name in wanted.split() for name in Needs.__annotations__}
+    )
 
 
 def test_fine_tuning_needs_nothing() -> None:

@@ -144,7 +144,8 @@ def as_imported(table: passthrough.Table) -> dict[str, bool | None]:
 
 @pytest.mark.process
 def test_megatrons_fields_are_those_of_the_imported_classes() -> None:
-    imported, read = as_imported("megatron"), passthrough.settings("megatron")
+    imported = as_imported("megatron")
+    read = passthrough.settings("megatron")
     assert read is not None and set(read) - set(passthrough.MODEL_ARGUMENTS) == set(imported)
     switches = {name: value for name, value in imported.items() if value is not None and read[name].kind.base == "bool"}
     assert {name: read[name].on_by_default for name in switches} == switches
@@ -154,6 +155,8 @@ def test_megatrons_fields_are_those_of_the_imported_classes() -> None:
 def test_vllms_fields_are_those_of_the_imported_classes() -> None:
     imported, read = as_imported("vllm"), passthrough.settings("vllm")
     assert read is not None and set(read) == set(imported)
-    switches = {name: value for name, value in imported.items() if value is not None and read[name].default in ("True", "False")}
+    switches = {
+        name: value for name, value in imported.items() if value is not None and read[name].default in ("True", "False")
+    }
     assert len(switches) > 50
     assert {name: read[name].on_by_default for name in switches} == switches

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.dotted_path import BUILT_INS, guarded, is_async, load_class, load_function, named, ours, settled, takes
+from hpcrl.config.dotted_path import (
+    BUILT_INS,
+    guarded,
+    is_async,
+    load_class,
+    load_function,
+    named,
+    ours,
+    settled,
+    takes,
+)
 from hpcrl.config.recipe import Recipe, Stage, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
 from tests.config.test_flags import GRPO, PLACES

@@ -55,7 +55,10 @@ def recipe(values: dict[str, Any], *stages: Stage) -> Recipe:
 
 def example(name: str) -> Any:
     """A value that differs from the default of an option."""
-    kind, value = kind_of_field(Options.model_fields[name]), Options.model_fields[name].get_default(call_default_factory=True)
+    kind, value = (
+        kind_of_field(Options.model_fields[name]),
+        Options.model_fields[name].get_default(call_default_factory=True),
+    )
     if kind.choices:
         return kind.choices[-1]
     one = {
@@ -99,7 +102,11 @@ def is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
     assert read.name == value if name == "name" else read.values == {name: value}, name
 
 
-@given(st.dictionaries(st.sampled_from(["lr", "seed", "rollout_batch_size"]), st.lists(st.booleans(), min_size=3, max_size=3)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["lr", "seed", "rollout_batch_size"]), st.lists(st.booleans(), min_size=3, max_size=3)
+    )
+)
 def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
     layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
     one = recipe(GRPO | layers[0], Stage("s", layers[1]))
@@ -119,7 +126,10 @@ def test_tables_are_merged_field_by_field() -> None:
 
 def test_the_command_line_is_read_word_by_word() -> None:
     argv = "r.toml --lr=3e-4 --rollout-stop a b --resume R --no-bf16 --lr 2 --eval-prompt-data h --seed -1 last --dry-run".split()
-    extra = {"resume": kind_of_field(Options.model_fields["run_dir"]), "dry-run": kind_of_field(Options.model_fields["bf16"])}
+    extra = {
+        "resume": kind_of_field(Options.model_fields["run_dir"]),
+        "dry-run": kind_of_field(Options.model_fields["bf16"]),
+    }
     overrides, command, rest = parse_flags(argv, extra)
     assert overrides == {"lr": 2.0, "rollout_stop": ["a", "b"], "bf16": False, "eval_prompt_data": ["h"], "seed": -1}
     assert command == {"resume": "R", "dry-run": True}
@@ -169,7 +179,9 @@ def test_the_command_line_is_read_word_by_word() -> None:
         ("--vllm-uvicorn-log-level error", "vllm", "uvicorn_log_level", "error"),
     ],
 )
-def test_other_projects_flags_reach_their_fields(words: str, table: str, field: str, value: Any, tmp_path: Path) -> None:
+def test_other_projects_flags_reach_their_fields(
+    words: str, table: str, field: str, value: Any, tmp_path: Path
+) -> None:
     overrides, _, _ = parse_flags(words.split())
     assert overrides == {table: {field: value}}
     inside = write(tmp_path, {}, f"[{table}]\n{field} = {toml(value)}\n")
@@ -227,7 +239,12 @@ def test_without_the_packages_names_are_taken_as_they_are() -> None:
     argv = '--recompute-granularity full --vllm-foo 3 --vllm-bar --vllm-no-baz --vllm-qux a 1 --lr 1 --moe-x [1,"a"] --swiglu --no-rope-fusion'.split()
     overrides, _, _ = parse_flags(argv)
     assert overrides == {
-        "megatron": {"recompute_granularity": "full", "moe_x": [1, "a"], "gated_linear_unit": True, "apply_rope_fusion": False},
+        "megatron": {
+            "recompute_granularity": "full",
+            "moe_x": [1, "a"],
+            "gated_linear_unit": True,
+            "apply_rope_fusion": False,
+        },
         "vllm": {"foo": 3, "bar": True, "baz": False, "qux": ["a", 1]},
         "lr": 1.0,
     }
@@ -319,7 +336,9 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         ({}, {"run_dir": "runs/{nam}"}, "only {name} and {time} may stand in braces"),
     ],
 )
-def test_a_value_out_of_bounds_names_its_origin(overrides: dict[str, Any], values: dict[str, Any], message: str) -> None:
+def test_a_value_out_of_bounds_names_its_origin(
+    overrides: dict[str, Any], values: dict[str, Any], message: str
+) -> None:
     one = recipe(GRPO | values)
     with pytest.raises(UsageError, match=message):
         resolve_stages(one, overrides, PLACES)[0]
@@ -354,7 +373,10 @@ def test_prepare_commands_see_the_run_the_recipe_and_the_options(tmp_path: Path)
     text = 'prepare = [["{python}", "{recipe}/a.py", "--out", "{prepared}"], ["echo", "{seed}", "{lr}", "{name}", "{other}"]]\nseed = 5\n'
     read = load_recipe(write(tmp_path, {}, text))
     commands = read.prepare_commands(Path("/run"), {"lr": 0.5})
-    assert commands == [[sys.executable, f"{tmp_path}/a.py", "--out", "/run/prepared"], ["echo", "5", "0.5", "recipe", "{other}"]]
+    assert commands == [
+        [sys.executable, f"{tmp_path}/a.py", "--out", "/run/prepared"],
+        ["echo", "5", "0.5", "recipe", "{other}"],
+    ]
     one = load_recipe(write(tmp_path, {}, 'prepare = ["make", "data"]'))
     assert one.prepare == (("make", "data"),)
 
@@ -395,7 +417,10 @@ def test_what_differs_from_the_defaults() -> None:
             {"expert_model_parallel_size": 2},
             "1 trainer ranks cannot be divided into --expert-tensor-parallel-size 1 x --expert-model-parallel-size 2 x",
         ),
-        ({"actor_num_gpus_per_node": 8, "pipeline_model_parallel_size": 2, "context_parallel_size": 3}, "8 trainer ranks .* = 6"),
+        (
+            {"actor_num_gpus_per_node": 8, "pipeline_model_parallel_size": 2, "context_parallel_size": 3},
+            "8 trainer ranks .* = 6",
+        ),
         ({"rollout_num_gpus": None}, "--loss-type policy_loss needs engines; give --rollout-num-gpus"),
         ({"rollout_num_gpus": 0}, "needs engines"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 cannot be divided"),
@@ -405,8 +430,14 @@ def test_what_differs_from_the_defaults() -> None:
         ),
         ({"num_steps_per_rollout": 3}, "rollout of 128 samples .* --num-steps-per-rollout 3"),
         ({"global_batch_size": 5}, "rollout of 128 samples .* --global-batch-size 5"),
-        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, "8 x --num-steps-per-rollout 2 is not a rollout of 128 samples"),
-        ({"actor_num_gpus_per_node": 3}, "128 samples of one optimizer step cannot be divided by 3 data-parallel ranks"),
+        (
+            {"global_batch_size": 8, "num_steps_per_rollout": 2},
+            "8 x --num-steps-per-rollout 2 is not a rollout of 128 samples",
+        ),
+        (
+            {"actor_num_gpus_per_node": 3},
+            "128 samples of one optimizer step cannot be divided by 3 data-parallel ranks",
+        ),
         ({"use_dynamic_batch_size": True}, "give --max-tokens-per-gpu"),
         ({"rm_type": None}, "give --rm-type or --custom-rm-path"),
         ({"custom_rm_path": "m.f"}, "exclude each other"),
@@ -434,11 +465,18 @@ def test_what_differs_from_the_defaults() -> None:
             "nonzero is no filter; there are check_reward_nonzero_std, .*module.function",
         ),
         (
-            {"dynamic_sampling_filter_path": "check_reward_nonzero_std", "partial_rollout": True, "deterministic_mode": True},
+            {
+                "dynamic_sampling_filter_path": "check_reward_nonzero_std",
+                "partial_rollout": True,
+                "deterministic_mode": True,
+            },
             "--partial-rollout and --deterministic-mode exclude each other",
         ),
         ({"eval_interval": 2}, "give --eval-prompt-data NAME PATH"),
-        ({"eval_interval": 2, "eval_prompt_data": ["a", "p", "b"]}, "takes pairs of NAME PATH, or one path: here are 3 words"),
+        (
+            {"eval_interval": 2, "eval_prompt_data": ["a", "p", "b"]},
+            "takes pairs of NAME PATH, or one path: here are 3 words",
+        ),
         ({"eval_interval": 2, "eval_prompt_data": ["a.jsonl", "p"]}, "a.jsonl stands where a name should"),
         ({"eval_interval": 2, "eval_prompt_data": ["a b", "p"]}, "'a b' cannot be a name"),
         ({"eval_interval": 2, "eval_prompt_data": ["a-", "p"]}, "'a-' cannot be a name; .* no '-' at the end"),
@@ -454,8 +492,14 @@ def test_what_differs_from_the_defaults() -> None:
         ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1 is higher"),
         ({"lr_warmup_iters": 3}, "--lr-warmup-iters 3 is not less than the 3 optimizer steps of the schedule"),
         ({"lr_warmup_iters": 9, "num_steps_per_rollout": 2}, "is not less than the 6 optimizer steps"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}, "--lr-wsd-decay-iters 4 is more than the 3 optimizer steps"),
-        ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt is 1: every advantage would be 0; give --n-samples-per-prompt 8"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4},
+            "--lr-wsd-decay-iters 4 is more than the 3 optimizer steps",
+        ),
+        (
+            {"n_samples_per_prompt": 1},
+            "--n-samples-per-prompt is 1: every advantage would be 0; give --n-samples-per-prompt 8",
+        ),
         (
             {"n_samples_per_prompt": 1, "disable_grpo_std_normalization": True},
             "--advantage-estimator grpo needs several responses to each prompt",
@@ -463,7 +507,10 @@ def test_what_differs_from_the_defaults() -> None:
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
         ({"weight_update": "delta", "weight_transfer": "nccl"}, "--weight-transfer nccl sends from the GPU's"),
         ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
-        ({"weight_transfer": "ipc"}, "ipc is for engines on the trainer's GPUs, and --colocate is not given; give --colocate"),
+        (
+            {"weight_transfer": "ipc"},
+            "ipc is for engines on the trainer's GPUs, and --colocate is not given; give --colocate",
+        ),
         (
             {"weight_transfer": "ipc", "colocate": True, "actor_num_nodes": 2},
             "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is 2; use --weight-tr",
@@ -476,7 +523,12 @@ def test_what_differs_from_the_defaults() -> None:
             for way in ("gathered", "delta")
         ),
         (
-            {"weight_transfer": "ipc", "colocate": True, "vllm": {"data_parallel_size": 2}, "rollout_num_gpus_per_engine": 2},
+            {
+                "weight_transfer": "ipc",
+                "colocate": True,
+                "vllm": {"data_parallel_size": 2},
+                "rollout_num_gpus_per_engine": 2,
+            },
             "--weight-transfer ipc and --vllm-data-parallel-size 2 .* exclude each other: of an engine's data-parallel parts",
         ),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
@@ -492,7 +544,10 @@ def test_what_cannot_run_says_why(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label_key": None}, "learns the assistant's turns of chat messages; give --label-key, or --apply-chat-template"),
+        (
+            {"label_key": None},
+            "learns the assistant's turns of chat messages; give --label-key, or --apply-chat-template",
+        ),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rm_type": "exact"}, "--eval-interval needs engines"),
         ({"eval_interval": 1, "eval_prompt_data": ["a", "p"], "rollout_num_gpus": 1}, "give --rm-type"),
         ({"rm_type": "exact"}, "--rm-type has no effect here: .*no engine is asked; leave it out"),
@@ -583,7 +638,9 @@ def test_a_default_that_is_not_megatrons_says_so() -> None:
         if name in theirs and field.json_schema_extra["source"] == "megatron":
             compared += 1
             same = str(field.default) == theirs[name].default or (name == "min_lr" and not field.default)  # none there
-            assert same or "Megatron" in field.description, f"--{name}: {field.default}, Megatron's is {theirs[name].default}"
+            assert same or "Megatron" in field.description, (
+                f"--{name}: {field.default}, Megatron's is {theirs[name].default}"
+            )
     assert compared >= 12
     assert "Megatron's default: linear" in Options.model_fields["lr_decay_style"].description  # of its training script
 

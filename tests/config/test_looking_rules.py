@@ -23,16 +23,28 @@ LOAD = {"load_debug_rollout_data": "d/{rollout_id}"}
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (GRPO | LOAD | {"debug_rollout_only": True}, "--debug-rollout-only and --load-debug-rollout-data exclude each other"),
-        (GRPO | {"debug_train_only": True, "debug_rollout_only": True}, "--debug-rollout-only and --debug-train-only exclude"),
+        (
+            GRPO | LOAD | {"debug_rollout_only": True},
+            "--debug-rollout-only and --load-debug-rollout-data exclude each other",
+        ),
+        (
+            GRPO | {"debug_train_only": True, "debug_rollout_only": True},
+            "--debug-rollout-only and --debug-train-only exclude",
+        ),
         (GRPO | {"debug_train_only": True}, "--debug-train-only has nothing to train from"),
         (SFT | {"debug_rollout_only": True}, "--loss-type sft_loss samples nothing"),
         (GRPO | LOAD | {"num_rollout": None, "num_epoch": 1}, "--load-debug-rollout-data without --num-rollout"),
-        (GRPO | LOAD | {"save_debug_rollout_data": "e/{rollout_id}"}, "would write what --load-debug-rollout-data reads"),
+        (
+            GRPO | LOAD | {"save_debug_rollout_data": "e/{rollout_id}"},
+            "would write what --load-debug-rollout-data reads",
+        ),
         (GRPO | {"save_debug_rollout_data": "one"}, "one is one file for all rollouts; write {rollout_id} where"),
         (GRPO | {"save_debug_rollout_data": "{step}"}, "only {rollout_id} may stand in braces"),
         (GRPO | {"load_debug_rollout_data": "{rollout_id.x}"}, "only {rollout_id} may stand in braces"),
-        (GRPO | {"debug_rollout_only": True, "save_token_data": 1}, "--save-token-data has no effect here: --debug-rollout-only"),
+        (
+            GRPO | {"debug_rollout_only": True, "save_token_data": 1},
+            "--save-token-data has no effect here: --debug-rollout-only",
+        ),
     ],
 )
 def test_what_cannot_go_together(values: dict[str, Any], words: str) -> None:
@@ -46,7 +58,9 @@ def test_what_cannot_go_together(values: dict[str, Any], words: str) -> None:
     [
         GRPO | EVAL | LOAD,
         GRPO | LOAD | {"debug_train_only": True, "prompt_data": None, "label_key": None, "rollout_num_gpus": None},
-        GRPO | EVAL | {"debug_rollout_only": True, "save_debug_rollout_data": "{rollout_id:05d}", "vllm": {"max_num_seqs": 1}},
+        GRPO
+        | EVAL
+        | {"debug_rollout_only": True, "save_debug_rollout_data": "{rollout_id:05d}", "vllm": {"max_num_seqs": 1}},
         GRPO | {"debug_rollout_only": True, "save_debug_rollout_data": "one", "num_rollout": 1},
         GRPO | {"debug_rollout_only": True, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 2},
         SFT | {"debug_train_only": True},
@@ -57,7 +71,12 @@ def test_a_switch_may_be_added_to_any_recipe(values: dict[str, Any]) -> None:
 
 
 def test_a_run_without_trainer_asks_for_none() -> None:
-    values = GRPO | {"debug_rollout_only": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 2, "rollout_num_gpus": 4}
+    values = GRPO | {
+        "debug_rollout_only": True,
+        "actor_num_gpus_per_node": 8,
+        "actor_num_nodes": 2,
+        "rollout_num_gpus": 4,
+    }
     options = Options(**values)
     hosts = local_hosts(options)
     assert hosts[0].slots == 4 and options.data_parallel_size == 1

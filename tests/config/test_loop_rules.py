@@ -23,18 +23,36 @@ STEPS = {"num_steps_per_rollout": 4}
     [
         (ASYNC | {"colocate": True}, "--loop async and --colocate exclude each other"),
         (FULLY | {"colocate": True}, "--loop fully-async and --colocate exclude each other"),
-        (FULLY | {"deterministic_mode": True}, "--deterministic-mode exclude each other: when new weights reach a response"),
+        (
+            FULLY | {"deterministic_mode": True},
+            "--deterministic-mode exclude each other: when new weights reach a response",
+        ),
         (FULLY | {"keep_old_actor": True}, "--loop fully-async and --keep-old-actor exclude each other"),
-        (FULLY | {"rollout_function_path": "os.path.join"}, "--loop fully-async and --rollout-function-path exclude each other"),
+        (
+            FULLY | {"rollout_function_path": "os.path.join"},
+            "--loop fully-async and --rollout-function-path exclude each other",
+        ),
         (FULLY | {"stale_samples": "train"}, "--stale-samples train without a correction"),
-        (ASYNC | {"max_staleness": 0}, "--max-staleness 0 is less than the 1 policy versions that --loop async runs ahead"),
+        (
+            ASYNC | {"max_staleness": 0},
+            "--max-staleness 0 is less than the 1 policy versions that --loop async runs ahead",
+        ),
         (FULLY | STEPS | {"max_staleness": 3}, "--max-staleness 3 is less than the 4 policy versions"),
-        (FULLY | {"max_staleness": 1, "update_weights_interval": 2}, "--max-staleness 1 is less than the 2 policy versions"),
-        (ASYNC | {"deterministic_mode": True, "update_weights_interval": 2}, "a run that is stopped between two updates"),
+        (
+            FULLY | {"max_staleness": 1, "update_weights_interval": 2},
+            "--max-staleness 1 is less than the 2 policy versions",
+        ),
+        (
+            ASYNC | {"deterministic_mode": True, "update_weights_interval": 2},
+            "a run that is stopped between two updates",
+        ),
         (ASYNC | {"stale_samples": "drop"}, "--stale-samples has no effect here: --loop is async"),
         (GRPO | {"update_weights_interval": 2}, "--update-weights-interval has no effect here: --loop is sync"),
         (GRPO | {"max_staleness": 2}, "--max-staleness has no effect here: --loop is sync, and --partial-rollout"),
-        (FULLY | {"over_sampling_batch_size": 64}, "--over-sampling-batch-size has no effect here: --loop fully-async issues"),
+        (
+            FULLY | {"over_sampling_batch_size": 64},
+            "--over-sampling-batch-size has no effect here: --loop fully-async issues",
+        ),
         (SFT | {"loop": "async"}, "--loop has no effect here: --loss-type sft_loss"),
     ],
 )
@@ -80,7 +98,9 @@ def test_when_the_engines_get_new_weights() -> None:
     assert [publishes(second, rollout, False) for rollout in range(4)] == [False, True, False, True]
     assert publishes(second, 0, True), "what is evaluated are the weights of now"
     assert settles(second, True) and not settles(second, False)
-    assert settles(Options(**(ASYNC | {"deterministic_mode": True})), False), "a checkpoint holds what was sampled ahead"
+    assert settles(Options(**(ASYNC | {"deterministic_mode": True})), False), (
+        "a checkpoint holds what was sampled ahead"
+    )
     assert not settles(Options(**FULLY), True), "the weights enter while responses are in flight"
 
 
@@ -90,11 +110,15 @@ def test_a_rollout_that_trains_the_critic_alone_makes_no_version() -> None:
 
 
 def test_which_evaluations_are_waited_for() -> None:
-    beside = [evaluates_beside(Options(**values)) for values in (GRPO, ASYNC, ASYNC | {"deterministic_mode": True}, FULLY)]
+    beside = [
+        evaluates_beside(Options(**values)) for values in (GRPO, ASYNC, ASYNC | {"deterministic_mode": True}, FULLY)
+    ]
     assert beside == [False, True, False, True]
     every = Options(**(FULLY | {"eval_interval": 3}))
     assert [last_evaluation(every, rollout_id, 8) for rollout_id in range(8)] == [-1, -1, 2, 2, 2, 5, 5, 7]
-    assert [last_evaluation(Options(**(FULLY | {"eval_interval": None})), rollout_id, 3) for rollout_id in range(3)] == [
+    assert [
+        last_evaluation(Options(**(FULLY | {"eval_interval": None})), rollout_id, 3) for rollout_id in range(3)
+    ] == [
         -1,
         -1,
         2,

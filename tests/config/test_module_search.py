@@ -13,7 +13,9 @@ from hpcrl.config.module_search import missing
 HERE = "tests.config.test_module_search"
 NUMBER = 3
 #: what stands in every own module of these tests but the last line runs into an error when it is imported
-BESIDE = "from os.path import join as bought\ntry:\n    later = 1\nexcept Exception:\n    pass\ndef good(): gone()\n1 / 0\n"
+BESIDE = (
+    "from os.path import join as bought\ntry:\n    later = 1\nexcept Exception:\n    pass\ndef good(): gone()\n1 / 0\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,11 @@ def test_own_folders_may_have_the_names_of_those_of_the_checkout(tmp_path: Path,
     code = "import sys; from hpcrl.config.module_search import missing; print([missing(f'{f}.mine.good') for f in sys.argv[1:]])"
     environment = {"PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", code, *FOLDERS], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *FOLDERS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == str([("", "")] * len(FOLDERS))

@@ -27,7 +27,10 @@ def test_every_option_is_in_one_section() -> None:
 
 
 def test_every_option_is_explained() -> None:
-    page, shown = markdown().splitlines(), [line.split()[0] for line in run_help().splitlines() if line.startswith("  --")]
+    page, shown = (
+        markdown().splitlines(),
+        [line.split()[0] for line in run_help().splitlines() if line.startswith("  --")],
+    )
     for name, field in Options.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         assert field.description, f"{flag} has no help line"

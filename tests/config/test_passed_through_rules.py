@@ -1,4 +1,5 @@
-"""Settings of Megatron's and vLLM's that contradict each other, or config.json: refused before anything starts, naming both."""
+"""Settings of Megatron's and vLLM's that contradict each other, or config.json: refused before anything starts, naming
+both."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def submitted(models: Path, base: str, more: str) -> tuple[int, str, float]:
     ]  # of the nodes: not looked for here
     said, began = io.StringIO(), time.process_time()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        status = main(["submit", "--dry-run", *site, "--", *base.replace("/scratch/", f"{models}/").split(), *more.split()])
+        status = main(
+            ["submit", "--dry-run", *site, "--", *base.replace("/scratch/", f"{models}/").split(), *more.split()]
+        )
     return status, said.getvalue(), time.process_time() - began
 
 

@@ -30,7 +30,9 @@ EXPERTS = {"vllm": {"enable_expert_parallel": True}}
         (SHARED | {"debug_rollout_only": True}, False, False, 0),
     ],
 )
-def test_both_sides_make_room_unless_told_otherwise(values: dict[str, Any], turns: bool, train: bool, level: int) -> None:
+def test_both_sides_make_room_unless_told_otherwise(
+    values: dict[str, Any], turns: bool, train: bool, level: int
+) -> None:
     options = Options(**(GRPO | values))
     assert (options.takes_turns, options.offloads_train, options.sleep_level) == (turns, train, level)
 
@@ -41,7 +43,10 @@ def test_both_sides_make_room_unless_told_otherwise(values: dict[str, Any], turn
         ({"offload_train": True}, "--offload-train has no effect here: --colocate is not given"),
         ({"offload_rollout": False}, "--offload-rollout has no effect here: --colocate is not given"),
         ({"rollout_sleep_level": 1}, "--rollout-sleep-level has no effect here: --colocate is not given"),
-        (SHARED | {"offload_rollout": False, "rollout_sleep_level": 1}, "--no-offload-rollout keeps the engines in memory"),
+        (
+            SHARED | {"offload_rollout": False, "rollout_sleep_level": 1},
+            "--no-offload-rollout keeps the engines in memory",
+        ),
         (SHARED | {"rollout_sleep_level": 2} | EXPERTS, "vLLM's map of the experts would go with the weights"),
         (SHARED | {"megatron": {"nccl_ub": True}}, "leave out --nccl-ub, or give --no-offload-train"),
     ],

@@ -1,4 +1,5 @@
-"""Flags of a recipe with stages: --STAGE.option, which stages a plain flag counts in, and what a run directory keeps of it."""
+"""Flags of a recipe with stages: --STAGE.option, which stages a plain flag counts in, and what a run directory keeps of
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ def test_a_flag_of_a_stage_counts_there_alone() -> None:
 
 def test_a_plain_flag_counts_where_a_stage_names_its_option_or_else_in_all() -> None:
     sft, grpo = resolved("--eval-interval 6 --lr-decay-style linear --seed 7 --vllm-max-num-seqs 64")
-    assert (sft.eval_interval, grpo.eval_interval, sft.lr_decay_style, grpo.lr_decay_style) == (None, 6, "linear", "constant")
+    assert (sft.eval_interval, grpo.eval_interval, sft.lr_decay_style, grpo.lr_decay_style) == (
+        None,
+        6,
+        "linear",
+        "constant",
+    )
     assert (sft.seed, grpo.seed) == (7, 7) and sft.vllm == grpo.vllm == {"max_num_seqs": 64}
 
 
@@ -100,7 +106,8 @@ STAGE = st.sets(st.sampled_from(["lr", "seed", "vllm"])).flatmap(
 
 @given(FLAGS, st.fixed_dictionaries({"a": STAGE, "b": STAGE}))
 def test_what_is_kept_resumes_as_it_began(flags: dict[str, Any], stages: dict[str, dict[str, Any]]) -> None:
-    """What `place_flags` made is a fixed point of itself and of `spread_flags`; old flags spread to what they set in each stage."""
+    """What `place_flags` made is a fixed point of itself and of `spread_flags`; old flags spread to what they set in
+    each stage."""
     try:
         placed = place_flags(flags, stages, "r.toml")
     except UsageError:
@@ -121,9 +128,15 @@ def test_a_run_keeps_where_its_flags_count_and_an_old_one_what_they_said(tmp_pat
     flags, _, _ = parse_flags(["--eval-interval", "6", "--sft.lr", "1e-3", "--seed", "7"])
     job = begin_job(load_recipe(QUICK), flags | {"run_dir": str(tmp_path / "new")}, here=False)
     again = reopen_job(job.root)
-    assert again.stages == job.stages and [o.lr for o in again.stages] == [1e-3, 2e-4] and again.stages[1].eval_interval == 6
+    assert (
+        again.stages == job.stages
+        and [o.lr for o in again.stages] == [1e-3, 2e-4]
+        and again.stages[1].eval_interval == 6
+    )
     kept = msgspec.json.decode((job.root / RECIPE).read_bytes(), type=RecipeFile)
-    old = RecipeFile(kept.identity, kept.path, {"lr": 1e-4, "seed": 7})  # as they were stored when flags counted in all stages
+    old = RecipeFile(
+        kept.identity, kept.path, {"lr": 1e-4, "seed": 7}
+    )  # as they were stored when flags counted in all stages
     (job.root / RECIPE).write_bytes(msgspec.json.encode(old))
     assert [(o.lr, o.seed) for o in reopen_job(job.root).stages] == [(1e-4, 7), (1e-4, 7)]
 

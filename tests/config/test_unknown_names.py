@@ -1,4 +1,5 @@
-"""Unknown names: other trainers' words lead to ours, slips to what was meant, and nothing to what is merely alike in letters."""
+"""Unknown names: other trainers' words lead to ours, slips to what was meant, and nothing to what is merely alike in
+letters."""
 
 from __future__ import annotations
 

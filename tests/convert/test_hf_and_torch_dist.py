@@ -60,7 +60,9 @@ def common_on_rank(path: str) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     return {
-        name: value for name, value in load_common_state_dict(path).items() if name in ("args", "checkpoint_version", "iteration")
+        name: value
+        for name, value in load_common_state_dict(path).items()
+        if name in ("args", "checkpoint_version", "iteration")
     }
 
 
@@ -69,7 +71,9 @@ def convert_on_rank(every: list[list[str]]) -> list[str]:
     from hpcrl.convert.to_torch_dist import convert, read_options
     from hpcrl.trainer.parallel import parallel_state
 
-    world, ranks, found = int(os.environ["WORLD_SIZE"]), None, []
+    world = int(os.environ["WORLD_SIZE"])
+    ranks = None
+    found = []
     for argv in every:
         try:
             options = read_options(argv, world)
@@ -130,7 +134,10 @@ def test_workers_read_and_write_at_once_and_make_no_difference(
 ) -> None:
     from hpcrl.model_files.torch_dist import TorchDist
 
-    read_one, count, now, most = TorchDist.read, threading.Lock(), 0, 0
+    read_one = TorchDist.read
+    count = threading.Lock()
+    now = 0
+    most = 0
 
     def counted(self: TorchDist, *args: Any) -> torch.Tensor:
         nonlocal now, most
@@ -159,12 +166,18 @@ def test_other_readers_find_what_they_look_for(tmp_path: Path, models: dict[str,
     assert common["checkpoint_version"] == 3.0 and "iteration" in common
     assert (args.num_layers, args.hidden_size, args.num_attention_heads, args.num_query_groups) == (3, 64, 4, 2)
     assert (args.kv_channels, args.num_experts, args.padded_vocab_size) == (32, 8, 128)
-    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.add_position_embedding) == (1, 1, False)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.add_position_embedding) == (
+        1,
+        1,
+        False,
+    )
     from transformers import AutoModelForCausalLM
 
     back = to_hf(tmp_path / "td" / "release", tmp_path / "back", models["glm4_moe"])
     ids = torch.arange(1, 20)[None]
-    logits = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (models["glm4_moe"], back)]
+    logits = [
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (models["glm4_moe"], back)
+    ]
     assert torch.equal(*logits)
 
 
@@ -180,7 +193,9 @@ def test_the_tools_under_slimes_names(tmp_path: Path, models: dict[str, Path]) -
     model = models["qwen3"]
     done = tool("convert_hf_to_torch_dist.py", "--hf-checkpoint", model, "--save", tmp_path / "td", *flags)
     assert done.returncode == 0, done.stderr
-    assert "wrote" in done.stdout and "27 of 27 tensors" in done.stderr and "warn" not in done.stderr.lower(), done.stderr
+    assert "wrote" in done.stdout and "27 of 27 tensors" in done.stderr and "warn" not in done.stderr.lower(), (
+        done.stderr
+    )
     again = ("--input-dir", tmp_path / "td", "--output-dir", tmp_path / "back", "--origin-hf-dir", model)
     workers = ("--load-max-workers", 2, "--save-max-workers", 16)
     done = tool("convert_torch_dist_to_hf.py", *again, "--vocab-size", 128, "--model-name", "qwen3", *workers)
@@ -203,7 +218,9 @@ def test_what_the_checkpoint_lacks_comes_from_the_origin(tmp_path: Path, models:
     assert "quantization_config" not in json.loads((without / "config.json").read_text()), "these weights are no FP8"
     held = read(to_hf(tmp_path / "td", tmp_path / "with", origin, add_missing=True))
     assert torch.equal(held["model.layers.3.eh_proj.weight"], extra["model.layers.3.eh_proj.weight"])
-    assert held.keys() - read(without).keys() == {"model.layers.3.eh_proj.weight"}, "no scale of a weight that is no FP8"
+    assert held.keys() - read(without).keys() == {"model.layers.3.eh_proj.weight"}, (
+        "no scale of a weight that is no FP8"
+    )
 
 
 # ---- what does not fit
@@ -215,7 +232,9 @@ def test_bad_input_to_torch_dist_is_named_on_every_rank(tmp_path: Path, models: 
     tensors = load_file(wrong / "model.safetensors")
     save_file(tensors | {"model.norm.weight": torch.ones(7)}, wrong / "model.safetensors")
     lacks = shutil.copytree(models["qwen3"], tmp_path / "lacks")
-    save_file({n: t for n, t in tensors.items() if n != "model.layers.2.mlp.up_proj.weight"}, lacks / "model.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if n != "model.layers.2.mlp.up_proj.weight"}, lacks / "model.safetensors"
+    )
     cut = shutil.copytree(models["qwen3"], tmp_path / "cut")
     data = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -246,7 +265,11 @@ def test_bad_input_to_torch_dist_is_named_on_every_rank(tmp_path: Path, models: 
 def test_bad_input_to_hf_is_named_before_anything_is_written(tmp_path: Path, models: dict[str, Path]) -> None:
     to_torch_dist(1, (models["qwen3"], tmp_path / "td"), (models["qwen3_moe"], tmp_path / "moe"))
     more, fewer, wide = (shutil.copytree(models["qwen3"], tmp_path / n) for n in ("more", "fewer", "wide"))
-    for path, change in ((more, {"num_hidden_layers": 4}), (fewer, {"num_hidden_layers": 2}), (wide, {"vocab_size": 500})):
+    for path, change in (
+        (more, {"num_hidden_layers": 4}),
+        (fewer, {"num_hidden_layers": 2}),
+        (wide, {"vocab_size": 500}),
+    ):
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**config, **change, "layer_types": None}))
     for origin, words in (
@@ -298,7 +321,10 @@ def test_bad_input_to_hf_is_named_before_anything_is_written(tmp_path: Path, mod
             ["to-torch-dist", "--hf-checkpoint", "{m}", "--save", "b", "--padded-vocab-size", "8"],
             "less than config.json's vocab_size 131",
         ),
-        (["to-torch-dist", "--hf-checkpoint", "{m}", "--save", "b", "--tensor-model-paralel-size", "8"], "did you mean"),
+        (
+            ["to-torch-dist", "--hf-checkpoint", "{m}", "--save", "b", "--tensor-model-paralel-size", "8"],
+            "did you mean",
+        ),
         (["to-fp4"], "no such conversion"),
     ],
 )
@@ -335,7 +361,11 @@ def test_files_are_filled_in_order_and_aligned(tmp_path: Path) -> None:
     assert same_tensors(read(tmp_path / "out"), values)
     with pytest.raises(UsageError, match="is there already"), directory(tmp_path / "out", False):
         pass
-    with pytest.raises(HpcrlError), directory(tmp_path / "out", True) as beside, SafetensorsWriter(beside, plan) as writer:
+    with (
+        pytest.raises(HpcrlError),
+        directory(tmp_path / "out", True) as beside,
+        SafetensorsWriter(beside, plan) as writer,
+    ):
         writer.add("b", torch.ones(3))
     assert same_tensors(read(tmp_path / "out"), values), "a conversion that fails leaves what was there"
     with directory(tmp_path / "out", True) as beside:

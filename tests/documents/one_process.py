@@ -1,6 +1,8 @@
-"""Many commands in one fresh interpreter, which imports of hpcrl what the commands do: `python one_process.py` with JSON on stdin.
+"""Many commands in one fresh interpreter, which imports of hpcrl what the commands do: `python one_process.py` with
+JSON on stdin.
 
-(arguments, file for stdout or "") of each command come in and (exit status, what was printed) goes out.  A traceback counts as status 1, as in a shell.
+(arguments, file for stdout or "") of each command come in and (exit status, what was printed) goes out.  A traceback
+counts as status 1, as in a shell.
 """
 
 import contextlib

@@ -1,10 +1,11 @@
-"""A directory in which the documents' commands can be typed: their recipes, hostfiles, prompt files, models and sites, under the
-names that the documents use.
+"""A directory in which the documents' commands can be typed: their recipes, hostfiles, prompt files, models and sites,
+under the names that the documents use.
 
     scene = make_scene(folder, model)     # model: a directory of make_model, whose files serve wherever a page says MODEL
     scene.filled("hpcrl report RUN", run) # a printed line with its placeholders replaced
 
-Invariant: a stand-in has the name and the form that the page gives it, and nothing more than a user would have put there.
+Invariant: a stand-in has the name and the form that the page gives it, and nothing more than a user would have put
+there.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class Scene:
 def make_scene(folder: Path, model: Path, checkout: bool = True, site: str = SITE) -> Scene:
     """Make it in `folder`.
 
-    model: a directory that transformers and vLLM load; checkout: whether the user sits in a checkout of hpcrl; site: what the
-    profiles of SITES say.
+    model: a directory that transformers and vLLM load; checkout: whether the user sits in a checkout of hpcrl; site:
+    what the profiles of SITES say.
     """
     for name in FOLDERS if checkout else ():
         shutil.copytree(REPO / name, folder / name, dirs_exist_ok=True)
@@ -174,7 +175,8 @@ def _published(data: Path) -> None:
 
 
 def _checkpoint(checkpoints: Path, folder: Path) -> None:
-    """A run of a user's, as far as its files are looked at before anything starts: options, and a checkpoint's names."""
+    """A run of a user's, as far as its files are looked at before anything starts: options, and a checkpoint's
+    names."""
     from hpcrl.config.recipe import load_recipe, resolve_stages
 
     (options,) = resolve_stages(load_recipe(folder / "rewarded.toml"), {}, {"run": "runs/x", "prepared": ""})

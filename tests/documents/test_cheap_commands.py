@@ -1,4 +1,5 @@
-"""Every documented command of hpcrl that starts something is tried without starting it, and every one that starts nothing as it is.
+"""Every documented command of hpcrl that starts something is tried without starting it, and every one that starts
+nothing as it is.
 
 All in one fresh interpreter: tests/documents/test_commands.py gives each a process of its own.
 """

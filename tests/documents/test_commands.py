@@ -1,7 +1,8 @@
-"""Every documented command as a user types it: through the installed `hpcrl`, in a process of its own, with a shell's environment.
+"""Every documented command as a user types it: through the installed `hpcrl`, in a process of its own, with a shell's
+environment.
 
-What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is asked of the
-quick start's, which runs whole, once for all tests (`quick_start`).
+What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is
+asked of the quick start's, which runs whole, once for all tests (`quick_start`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def told(line: str) -> str:
 @pytest.mark.process
 def test_each_in_a_process_of_its_own(scene: Scene) -> None:
     commands = {told(scene.filled(command)): command for command in [*printed(), *helped()] if cheap(command)}
-    lines = sorted(commands, key=lambda line: " > " not in line)  # what writes a file that another line reads comes first
+    lines = sorted(
+        commands, key=lambda line: " > " not in line
+    )  # what writes a file that another line reads comes first
     redirected = [line for line in lines if " > " in line]
     answers = {line: shell(scene, line) for line in redirected}
     rest = lines[len(redirected) :]
@@ -94,5 +97,6 @@ def test_what_is_asked_of_a_run(quick_start: QuickStart, scene: Scene) -> None:
 
 
 def raised(said: str) -> bool:
-    """Whether the command itself printed a traceback; one that it shows of a process's log stands behind the process's name."""
+    """Whether the command itself printed a traceback; one that it shows of a process's log stands behind the process's
+    name."""
     return any(line.startswith("Traceback") for line in said.splitlines())

@@ -1,4 +1,5 @@
-"""What docs/slurm.md and docs/sites.md have a user type on a login node, typed there: a real Slurm, the installed `hpcrl`."""
+"""What docs/slurm.md and docs/sites.md have a user type on a login node, typed there: a real Slurm, the installed
+`hpcrl`."""
 
 from __future__ import annotations
 

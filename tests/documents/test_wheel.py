@@ -1,4 +1,5 @@
-"""The wheel in an environment with nothing but its own requirements: whatever a login node is asked works there, without a checkout.
+"""The wheel in an environment with nothing but its own requirements: whatever a login node is asked works there,
+without a checkout.
 
 What needs torch or vLLM says so, with the way to install them.
 """
@@ -29,7 +30,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the environment's programs."""
     folder = tmp_path_factory.mktemp("bare")
     source = folder / "source"
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True)
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True
+    )
     for name in files.stdout.splitlines():
         if (REPO / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +80,9 @@ def test_recipes_come_with_the_wheel(bare: Path, elsewhere: Scene) -> None:
     lines = {"examples": "hpcrl plan examples/quickstart.toml", "hostfiles": "hpcrl hostfile hostfiles/8x8.txt"}
     assert set(lines) == set(SHIPPED)
     for name, line in lines.items():
-        done = subprocess.run(["bash", "-c", line], env=environment, cwd=elsewhere.folder, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", line], env=environment, cwd=elsewhere.folder, capture_output=True, text=True
+        )
         assert done.returncode == 2
         (copy,) = re.findall(r"cp -r \S+ \.", done.stderr)
         assert copy.endswith(f"/{name} .")

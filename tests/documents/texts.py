@@ -1,8 +1,9 @@
 """The command lines that the documents print, taken from the texts themselves.
 
-A command is a line of a code block (indented by four, or fenced) that begins with a program's name, perhaps after assignments of
-variables; a backslash joins lines, two spaces and `#` begin a comment.  Of `--help` it is a line that is indented by two and begins
-with `hpcrl`; there `[...]` may be left out and `A|B` is one or the other, so that one line is several commands.
+A command is a line of a code block (indented by four, or fenced) that begins with a program's name, perhaps after
+assignments of variables; a backslash joins lines, two spaces and `#` begin a comment.  Of `--help` it is a line that is
+indented by two and begins with `hpcrl`; there `[...]` may be left out and `A|B` is one or the other, so that one line
+is several commands.
 
 Invariant: no command is written down here; what a page says is what is run.
 """
@@ -52,7 +53,9 @@ def recipes() -> list[Path]:
 
 
 def _of_page(page: Path) -> Iterator[Command]:
-    fenced, begun, start = False, "", 0
+    fenced = False
+    begun = ""
+    start = 0
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if line.startswith("```"):
             fenced = not fenced
@@ -91,8 +94,10 @@ def of_help(text: str, where: str) -> list[Command]:
 
 
 def alternatives(line: str) -> list[str]:
-    """A line of a synopsis as commands: the shortest, and the one with everything in brackets, for each way that `|` leaves."""
+    """A line of a synopsis as commands: the shortest, and the one with everything in brackets, for each way that `|`
+    leaves."""
     line = line.replace("[--option value ...]", "")
-    bare, full = re.sub(r"\s*\[[^]]*\]", "", line), re.sub(r"[][]", "", line)
+    bare = re.sub(r"\s*\[[^]]*\]", "", line)
+    full = re.sub(r"[][]", "", line)
     choices = [[word.split("|") for word in text.replace(" ...", "").split()] for text in dict.fromkeys((bare, full))]
     return [" ".join(words) for row in choices for words in itertools.product(*row)]

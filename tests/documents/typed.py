@@ -1,4 +1,5 @@
-"""Commands of the documents, typed in one fresh interpreter of some environment, where each is told to start nothing."""
+"""Commands of the documents, typed in one fresh interpreter of some environment, where each is told to start
+nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def typed(commands: Sequence[Command], scene: Scene, python: Path) -> list[tuple
 
 
 def in_python(line: str) -> tuple[list[str], str]:
-    """(arguments, file that takes the output or "") of a line of the shell, arrays of run scripts filled in; it starts nothing."""
+    """(arguments, file that takes the output or "") of a line of the shell, arrays of run scripts filled in; it starts
+    nothing."""
     line, _, into = line.partition(" > ")
     words = shlex.split(line)
     for name, value in ARRAYS.items():

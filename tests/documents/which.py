@@ -1,7 +1,7 @@
 """Which test runs which documented command.
 
-Invariant: every command is in exactly one of three places: it is cheap (`cheap`), it is asked of a finished run (`of_a_run`), or
-`ELSEWHERE` names the test that shows it, with the reason why these tests cannot.
+Invariant: every command is in exactly one of three places: it is cheap (`cheap`), it is asked of a finished run
+(`of_a_run`), or `ELSEWHERE` names the test that shows it, with the reason why these tests cannot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ DRY = ("run", "submit", "launch", "eval")
 #: what starts nothing
 FREE = ("plan", "hostfile", "options", "import", "--version", "--help", "status", "runs")
 #: what is asked of a run
-OF_A_RUN = ("status", "watch", "logs", "samples", "engines", "report", "trace", "bill", "stop", "cancel", "resume", "convert")
+OF_A_RUN = (
+    "status",
+    "watch",
+    "logs",
+    "samples",
+    "engines",
+    "report",
+    "trace",
+    "bill",
+    "stop",
+    "cancel",
+    "resume",
+    "convert",
+)
 
 
 def shown_elsewhere() -> dict[str, tuple[str, str]]:

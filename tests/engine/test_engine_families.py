@@ -1,4 +1,5 @@
-"""Every model family in a real engine: after a live update it computes what transformers computes, and nothing is left out."""
+"""Every model family in a real engine: after a live update it computes what transformers computes, and nothing is left
+out."""
 
 from __future__ import annotations
 
@@ -33,10 +34,17 @@ def side(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> It
 
 
 DENSE = [
-    (name, tied, {}) for name, tied in [("qwen2", True), ("llama", False), ("qwen3", True), ("qwen3", False), ("glm4", False)]
+    (name, tied, {})
+    for name, tied in [("qwen2", True), ("llama", False), ("qwen3", True), ("qwen3", False), ("glm4", False)]
 ]
 #: the second: an intermediate size that vLLM pads, two dense layers, and sizes that are no powers of two
-ODD = {"hidden_size": 96, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3}
+ODD = {
+    "hidden_size": 96,
+    "intermediate_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 3,
+}
 ODD |= {"moe_intermediate_size": 40, "head_dim": 64, "first_k_dense_replace": 2, "n_shared_experts": 2}
 SPARSE = [("qwen3_moe", False, {}), ("glm4_moe", False, ODD)]
 
@@ -108,7 +116,9 @@ def check_stale(side: Side) -> None:
     fleet = side.sender.fleet
     assert fleet is not None
     fleet.call("breaking", "break_experts")
-    with pytest.raises(Differs, match=r"after the update \d+ tensors are not what was sent: .*experts\.\d+\..*not resumed"):
+    with pytest.raises(
+        Differs, match=r"after the update \d+ tensors are not what was sent: .*experts\.\d+\..*not resumed"
+    ):
         side.push(side.reference.step(13))
     fleet.call("mending", "mend_experts")
 
@@ -125,10 +135,14 @@ def test_an_engine_of_two_workers_shows_and_takes_its_parts_of_experts(tmp_path:
     """Tensor parallelism, in processes that vLLM starts itself (the nursery has one worker)."""
     model = make_family(tmp_path / "model", "qwen3_moe")
     workers = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-    engines = Engines(tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **workers)
+    engines = Engines(
+        tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **workers
+    )
     try:
         side = Side(engines, model)
-        held = [worker["tensors"]["model.layers.1.mlp.experts.5.down_proj.weight"] for worker in side.sender.manifests[0]]
+        held = [
+            worker["tensors"]["model.layers.1.mlp.experts.5.down_proj.weight"] for worker in side.sender.manifests[0]
+        ]
         assert [part["columns"] for part in held] == [[0, 16], [16, 16]]
         assert side.distance() <= CLOSE
         side.push(side.reference.step(31))
@@ -159,7 +173,9 @@ def test_an_engine_with_fp8_weights_gets_them_quantised_on_the_fly(nursery: Nurs
     check_wide_is_refused(side, new)
     assert side.distance() <= CLOSE
     checked = engines.options.model_copy(update={"check_weight_update_equal": True})
-    with pytest.raises(UsageError, match="--check-weight-update-equal cannot look into model.layers.0.self_attn.qkv_proj"):
+    with pytest.raises(
+        UsageError, match="--check-weight-update-equal cannot look into model.layers.0.self_attn.qkv_proj"
+    ):
         connected(engines, checked)
     side.close()
     assert engines.stop() == [0]
@@ -177,7 +193,9 @@ def check_wide_is_refused(side: Side, pairs: Pairs) -> None:
     with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines, the first is {name}"):
         side.push(partial)
     side.sender.scheme = scheme
-    with pytest.raises(HttpError, match=r"_proj.weight is float32\[\d+, \d+\], the model needs float8_e4m3fn\[\d+, \d+\]"):
+    with pytest.raises(
+        HttpError, match=r"_proj.weight is float32\[\d+, \d+\], the model needs float8_e4m3fn\[\d+, \d+\]"
+    ):
         raw_push(address, pairs)
     with pytest.raises(HttpError, match=f"1 tensors are missing, the first is {name}"):
         raw_push(address, partial)

@@ -1,4 +1,5 @@
-"""vLLM's own FP8 layers of an engine of two workers, from whole tensors and from the parts that a worker is said to need: the same bits."""
+"""vLLM's own FP8 layers of an engine of two workers, from whole tensors and from the parts that a worker is said to
+need: the same bits."""
 
 from __future__ import annotations
 
@@ -58,11 +59,15 @@ def kinds(linear: Any) -> list[Kind]:
         ),
         Kind(
             "down_proj",
-            lambda **more: linear.RowParallelLinear(128, 48, bias=False, **more),  # the last block of rows is half a one
+            lambda **more: linear.RowParallelLinear(
+                128, 48, bias=False, **more
+            ),  # the last block of rows is half a one
             {"down_proj": Matrix(48, None)},
             128,
         ),
-        Kind("gate", lambda **more: linear.ReplicatedLinear(WIDE, 48, bias=False, **more), {"gate": Matrix(48, None, 1)}),
+        Kind(
+            "gate", lambda **more: linear.ReplicatedLinear(WIDE, 48, bias=False, **more), {"gate": Matrix(48, None, 1)}
+        ),
     ]
 
 
@@ -130,7 +135,9 @@ def test_vllms_loaders_ask_for_no_more_than_the_part_and_make_the_same_of_it(lay
                 parameter.data.view(torch.uint8).fill_(0xFF if parts else 0)
             for name, (tensor, parameter, shard) in tensors.items():
                 if parts:
-                    part = cut(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor, *cuts[name]).contiguous()
+                    part = cut(
+                        tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor, *cuts[name]
+                    ).contiguous()
                     part = part.view(tensor.dtype)
                     matrix = kind.matrices[name.split(".")[1]]
                     assert part.numel() * matrix.parts == tensor.numel()
@@ -149,7 +156,10 @@ def test_what_blocks_do_not_cut_alike_comes_whole(layers: list[tuple[Kind, Any]]
     kind, layer = layers[2]
     names = {name: entry(tensor) for name, (tensor, *_) in checkpoint(kind).items()}
     other = names | {"m.up_proj.weight_scale_inv": Entry("float32", (8, 2), "")}
-    assert coded_cuts("m.gate_up_proj", layer, PACKED, other).keys() == {"m.gate_proj.weight", "m.gate_proj.weight_scale_inv"}
+    assert coded_cuts("m.gate_up_proj", layer, PACKED, other).keys() == {
+        "m.gate_proj.weight",
+        "m.gate_proj.weight_scale_inv",
+    }
     layer.quant_method.weight_block_size = [128, 32]  # a block over both workers' rows
     tall = {name: Entry(e.dtype, (1, 2) if "scale" in name else e.shape, "") for name, e in names.items()}
     assert coded_cuts("m.gate_up_proj", layer, PACKED, tall) == {}
@@ -157,19 +167,26 @@ def test_what_blocks_do_not_cut_alike_comes_whole(layers: list[tuple[Kind, Any]]
     assert coded_cuts("m.gate_up_proj", layer, PACKED, names) == {}
 
 
-EXPERTS, HIDDEN, INNER = 4, 64, 128
+EXPERTS = 4
+HIDDEN = 64
+INNER = 128
 
 
 def stacked(rank: int, spread: bool) -> Any:
-    """vLLM's own holder of experts, without its kernels, as one of two workers has it: half of each, or each second one."""
+    """vLLM's own holder of experts, without its kernels, as one of two workers has it: half of each, or each second
+    one."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-    layer, method = object.__new__(RoutedExperts), object.__new__(Fp8MoEMethod)
+    layer = object.__new__(RoutedExperts)
+    method = object.__new__(Fp8MoEMethod)
     torch.nn.Module.__init__(layer)
-    method.weight_block_size, method.weight_scale_refine = list(BLOCK), None
+    method.weight_block_size = list(BLOCK)
+    method.weight_scale_refine = None
     parts, place = (1, 0) if spread else (2, rank)
-    places = [number // 2 if number % 2 == rank else -1 for number in range(EXPERTS)] if spread else list(range(EXPERTS))
+    places = (
+        [number // 2 if number % 2 == rank else -1 for number in range(EXPERTS)] if spread else list(range(EXPERTS))
+    )
     width, count = INNER // parts, max(places) + 1
     parallel = SimpleNamespace(tp_size=parts, tp_rank=place, enable_eplb=False)
     values: dict[str, Any] = {
@@ -218,7 +235,9 @@ def test_vllms_loader_of_experts_asks_for_no_more_than_the_part(rank: int, sprea
     from hpcrl.engine.vllm_experts import coded_expert_cuts
 
     layer = stacked(rank, spread)
-    cuts = coded_expert_cuts("m.experts.routed_experts", layer, {name: entry(tensor) for name, tensor, *_ in of_experts()})
+    cuts = coded_expert_cuts(
+        "m.experts.routed_experts", layer, {name: entry(tensor) for name, tensor, *_ in of_experts()}
+    )
     made = []
     for parts in (False, True):
         taken = 0

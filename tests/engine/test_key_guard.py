@@ -42,7 +42,9 @@ def ask(
     async def receive() -> dict[str, Any]:
         return {"type": f"{kind}.connect"}
 
-    asyncio.run(RunKeyGuard(app)({"type": kind, "path": path, "method": "GET", "headers": headers or []}, receive, send))
+    asyncio.run(
+        RunKeyGuard(app)({"type": kind, "path": path, "method": "GET", "headers": headers or []}, receive, send)
+    )
     return bool(reached), sent
 
 
@@ -92,7 +94,9 @@ def test_every_path_is_guarded(path: str) -> None:
 
 @pytest.mark.usefixtures("key_file")
 def test_a_websocket_without_key_is_closed_before_it_is_accepted() -> None:
-    assert ask("websocket")[1] == [{"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"}]
+    assert ask("websocket")[1] == [
+        {"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"}
+    ]
 
 
 @pytest.mark.usefixtures("key_file")
@@ -130,13 +134,16 @@ def test_a_connection_without_a_request_does_not_stay() -> None:
         """Seconds until the server has closed the connection, and what it has said."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(said)
-        begun, answer = time.monotonic(), await asyncio.wait_for(reader.read(), 20)
+        begun = time.monotonic()
+        answer = await asyncio.wait_for(reader.read(), 20)
         writer.close()
         return time.monotonic() - begun, answer
 
     async def main() -> list[tuple[float, bytes]]:
         sock = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=impatient_protocol(0.3), lifespan="off", log_level="error", timeout_keep_alive=30)
+        config = uvicorn.Config(
+            app, http=impatient_protocol(0.3), lifespan="off", log_level="error", timeout_keep_alive=30
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started:

@@ -1,4 +1,5 @@
-"""Our own route in a real engine: the same samples as by vLLM's, ended early, gone on from; refusals; clients that go away."""
+"""Our own route in a real engine: the same samples as by vLLM's, ended early, gone on from; refusals; clients that go
+away."""
 
 from __future__ import annotations
 
@@ -78,7 +79,13 @@ def same(a: Completion, b: Completion) -> bool:
 def test_a_group_is_what_vllms_own_route_gives_bit_for_bit(side: Side) -> None:
     if side.version == 0:
         side.step()
-    for how in (sampling(24), sampling(24, top_p=0.7), sampling(24, top_k=5), sampling(24, min_p=0.2), sampling(5, min_tokens=3)):
+    for how in (
+        sampling(24),
+        sampling(24, top_p=0.7),
+        sampling(24, top_k=5),
+        sampling(24, min_p=0.2),
+        sampling(5, min_tokens=3),
+    ):
         lean, stock = (run(side.engines, group(how), lean) for lean in (True, False))
         assert all(map(same, lean, stock))
         assert len({c.tokens.tobytes() for c in lean}) > 1, "samples of a group differ"
@@ -113,7 +120,9 @@ def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) ->
 
     async def job(generator: Generator, pool: EnginePool) -> None:
         asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
-        held = asyncio.create_task(generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0))
+        held = asyncio.create_task(
+            generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0)
+        )
         await asyncio.sleep(0.15)
         await generator.abort()
         parts = await asyncio.gather(*asked)

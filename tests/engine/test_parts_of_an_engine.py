@@ -18,7 +18,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("parts", [1, 4, 32])
 def test_vllm_takes_the_arguments_of_every_part(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of 32 GPUs over four hosts, as far as a machine without them can go: vLLM's own parser and its checks."""
+    """The engine of 32 GPUs over four hosts, as far as a machine without them can go: vLLM's own parser and its
+    checks."""
     from hpcrl.engine.server import parse
 
     options = Options(

@@ -29,7 +29,9 @@ class Process:
 
 
 def test_who_has_been_stopped_and_for_how_long() -> None:
-    at, first, second = [0.0], Process(11), Process(12)
+    at = [0.0]
+    first = Process(11)
+    second = Process(12)
     stopped = Stopped(lambda: [first, second], lambda: at[0])
 
     def look(seconds: float) -> tuple[int, float] | None:
@@ -44,7 +46,8 @@ def test_who_has_been_stopped_and_for_how_long() -> None:
     assert look(10) == (11, 10)
     first.state = psutil.STATUS_SLEEPING
     assert look(2) == (12, 2)
-    first.state, second.state = psutil.STATUS_STOPPED, psutil.STATUS_DEAD
+    first.state = psutil.STATUS_STOPPED
+    second.state = psutil.STATUS_DEAD
     assert look(2) == (11, 0), "what went on begins anew"
     assert look(100) == (11, 0), "nobody looked: whoever looks was perhaps stopped with it"
 
@@ -84,7 +87,11 @@ def test_a_server_answers_for_its_core_while_that_is_at_a_call() -> None:
         core.free.clear()
         waiting = asyncio.create_task(asked(app, CORE))
         await asyncio.sleep(0)
-        for path, patience, status in (("/collective_rpc", "600", 200), (TURN, "0.01", LATE), ("/update_weights", "600", 200)):
+        for path, patience, status in (
+            ("/collective_rpc", "600", 200),
+            (TURN, "0.01", LATE),
+            ("/update_weights", "600", 200),
+        ):
             call = asyncio.create_task(asked(app, path, **{PATIENCE: patience}))
             await asyncio.sleep(0.05)
             answer = await asked(app, CORE)
@@ -97,7 +104,8 @@ def test_a_server_answers_for_its_core_while_that_is_at_a_call() -> None:
             await call
             core.free.clear()
         sampling = [
-            asyncio.create_task(asked(app, path, **headers)) for path, headers in (("/generate", {PATIENCE: "9"}), (TURN, {}))
+            asyncio.create_task(asked(app, path, **headers))
+            for path, headers in (("/generate", {PATIENCE: "9"}), (TURN, {}))
         ]
         await asyncio.sleep(0.01)
         waiting = asyncio.create_task(asked(app, CORE))

@@ -1,7 +1,8 @@
-"""The experts that an engine chose, from its routers to the trainer's: a mixture of experts whose scores are nearly equal.
+"""The experts that an engine chose, from its routers to the trainer's: a mixture of experts whose scores are nearly
+equal.
 
-Both sides compute in bf16, with other kernels: without replay they choose otherwise, and their log-probs differ far more than
-those of a dense model.
+Both sides compute in bf16, with other kernels: without replay they choose otherwise, and their log-probs differ far
+more than those of a dense model.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
 def near_ties(directory: Path) -> Path:
-    """Three layers, one dense; every expert has a twin of nearly the same score, and one of the three that are chosen has not his."""
+    """Three layers, one dense; every expert has a twin of nearly the same score, and one of the three that are chosen
+    has not his."""
     make_family(directory, "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=16, num_experts_per_tok=3)
     tensors = load_file(directory / "model.safetensors")
     for name, gate in tensors.items():
         if name.endswith("mlp.gate.weight"):
-            gate[1::2] = gate[::2] * (1 + 5e-3 * torch.randn(gate[::2].shape, generator=torch.Generator().manual_seed(1)))
+            gate[1::2] = gate[::2] * (
+                1 + 5e-3 * torch.randn(gate[::2].shape, generator=torch.Generator().manual_seed(1))
+            )
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
-def sampled(nursery: Nursery, root: Path, model: Path, **values: Any) -> tuple[Options, Routing | None, list[list[Completion]]]:
+def sampled(
+    nursery: Nursery, root: Path, model: Path, **values: Any
+) -> tuple[Options, Routing | None, list[list[Completion]]]:
     """(options, routing, responses to each of PROMPTS), each continued once from its first half."""
     engines = nursery.engines(root, model, bf16=True, vllm={}, **values)
     opts = engines.options
@@ -77,7 +83,8 @@ def batch_of(found: list[list[Completion]]) -> SampleBatch:
         for index, completion in enumerate(completions)
     ]
     for sample in samples:
-        sample.reward, sample.status = float(sample.index), "completed"
+        sample.reward = float(sample.index)
+        sample.status = "completed"
     return SampleBatch.of(samples)
 
 

@@ -133,7 +133,9 @@ def test_an_engine_over_hosts_is_one_vllm(model: str, monkeypatch: pytest.Monkey
     }
     assert divided.items() >= told.items()
     base = {"PATH": "/bin"}
-    assert [server_environment(o, p, 0, base, CUDA, node)["VLLM_HOST_IP"] for node in range(4)] == [h.address for h in hosts[1:]]
+    assert [server_environment(o, p, 0, base, CUDA, node)["VLLM_HOST_IP"] for node in range(4)] == [
+        h.address for h in hosts[1:]
+    ]
     assert backend(o.model_copy(update={"colocate": True}), p, False) == "hpcrl_gloo", (
         "parts on other hosts share no memory with the trainer"
     )
@@ -179,7 +181,11 @@ def test_who_tells_the_experts_and_when_nobody_can(model: str) -> None:
             {"vllm": {"enable_prefix_caching": True}},
             "keeps no experts of cached tokens, --vllm-enable-prefix-caching is given",
         ),
-        (CUDA, {"deterministic_mode": True}, "no experts without its prefix cache, which --deterministic-mode turns off; leave"),
+        (
+            CUDA,
+            {"deterministic_mode": True},
+            "no experts without its prefix cache, which --deterministic-mode turns off; leave",
+        ),
         (CUDA, {"vllm": {"enable_prefix_caching": False}}, "which --no-vllm-enable-prefix-caching turns off"),
     ):
         with pytest.raises(UsageError, match=f"--use-rollout-routing-replay: vLLM.*{re.escape(said)}"):
@@ -225,13 +231,17 @@ def test_environment_of_a_server(model: str) -> None:
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and cpu["VLLM_TARGET_DEVICE"] == "cpu"
     assert cpu["OMP_NUM_THREADS"] == "3", "what the user has set stays"
     assert cpu["PATH"] == "/bin" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
-    assert int(cpu["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 2 * IDLE, "the client, not the server, ends a connection that idles"
+    assert int(cpu["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 2 * IDLE, (
+        "the client, not the server, ends a connection that idles"
+    )
     assert "VLLM_CPU_KVCACHE_SPACE" not in cpu
     cuda = server_environment(o, plan(o, Host("gpu1", 4)), 1, base, CUDA)
     assert cuda["CUDA_VISIBLE_DEVICES"] == "7" and cuda["VLLM_HOST_IP"] == "gpu1"
     assert not {"VLLM_TARGET_DEVICE", "GLOO_SOCKET_IFNAME"} & set(cuda)
     assert cuda["VLLM_BATCH_INVARIANT"] == "1"
-    assert cuda["NCCL_ALGO"] == wanted("trainer", Where(o))["NCCL_ALGO"], "trainer and engines have a communicator in common"
+    assert cuda["NCCL_ALGO"] == wanted("trainer", Where(o))["NCCL_ALGO"], (
+        "trainer and engines have a communicator in common"
+    )
     plain = server_environment(options(model), plan(options(model), Host("gpu1", 4)), 1, base, CUDA)
     assert not {"VLLM_BATCH_INVARIANT", "NCCL_ALGO"} & (set(plain) | set(cpu))
 
@@ -250,13 +260,16 @@ def test_threads_of_a_cpu_engine(model: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("found", "good"), [("0.32.0", 1), ("0.32.1+cu130", 1), ("0.33.0rc1", 1), ("1.0.0", 1), ("0.31.9", 0), ("0.26.0+cpu", 0)]
+    ("found", "good"),
+    [("0.32.0", 1), ("0.32.1+cu130", 1), ("0.33.0rc1", 1), ("1.0.0", 1), ("0.31.9", 0), ("0.26.0+cpu", 0)],
 )
 def test_an_older_vllm_is_refused(found: str, good: int) -> None:
     if good:
         check_version(found)
     else:
-        with pytest.raises(UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32 is the oldest that hpcrl works with"):
+        with pytest.raises(
+            UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32 is the oldest that hpcrl works with"
+        ):
             check_version(found)
 
 
@@ -292,7 +305,10 @@ def test_fields_become_the_servers_own_flags() -> None:
         "weight_transfer_config": {"backend": "nccl"},
         "middleware": ["m.C"],
     }
-    assert vars(parser().parse_args(command_line(parser(), {"middleware": ["m.C", "m.D"]})))["middleware"] == ["m.C", "m.D"]
+    assert vars(parser().parse_args(command_line(parser(), {"middleware": ["m.C", "m.D"]})))["middleware"] == [
+        "m.C",
+        "m.D",
+    ]
     assert command_line(parser(), {"disable_log_stats": False, "enforce_eager": "true"}) == ["--enforce-eager"]
 
 
@@ -331,11 +347,17 @@ CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
         ),
         ([f"{CORE}KeyError: first", f"{CORE}AssertionError: second", "INFO: Shutting down"], "AssertionError: second"),
         (
-            ["ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down client."],
+            [
+                "ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down client."
+            ],
             "Engine core proc EngineCore died unexpectedly, shutting down client.",
         ),
         (
-            ["INFO: all is well", "WARNING: Exception caught. Request id: None", f"{CORE}ParallelLMHead: Failed to load weights"],
+            [
+                "INFO: all is well",
+                "WARNING: Exception caught. Request id: None",
+                f"{CORE}ParallelLMHead: Failed to load weights",
+            ],
             "",
         ),
         ([], ""),

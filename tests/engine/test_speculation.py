@@ -27,15 +27,21 @@ EAGLE += " --sglang-speculative-num-draft-tokens 3"
 
 
 def with_draft_layer(directory: Path) -> Path:
-    """A tiny GLM-4.5 whose checkpoint has a layer for multi-token prediction behind its last one, as the published ones have."""
+    """A tiny GLM-4.5 whose checkpoint has a layer for multi-token prediction behind its last one, as the published ones
+    have."""
     model = make_family(directory, "glm4_moe")
     config = json.loads((model / "config.json").read_text())
     layers, width = config["num_hidden_layers"], config["hidden_size"]
     file = model / "model.safetensors"
     tensors = load_file(file)
-    last, draft = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
-    tensors |= {draft + name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
-    for name in [name for name in tensors if name.startswith(draft) and name.endswith(("o_proj.weight", "down_proj.weight"))]:
+    last = f"model.layers.{layers - 1}."
+    draft = f"model.layers.{layers}."
+    tensors |= {
+        draft + name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)
+    }
+    for name in [
+        name for name in tensors if name.startswith(draft) and name.endswith(("o_proj.weight", "down_proj.weight"))
+    ]:
         tensors[name] *= 0.0  # it says what the policy said of the token before, which is right where one repeats
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{draft}{name}.weight"] = torch.ones(width)
@@ -62,14 +68,20 @@ def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path)
     model = with_draft_layer(tmp_path / "model")
     told = translate(EAGLE.split())
     engines = nursery.engines(
-        tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL, vllm=told.values["vllm"]
+        tmp_path / "run",
+        model,
+        check_weight_update_equal=True,
+        update_weight_buffer_size=SMALL,
+        vllm=told.values["vllm"],
     )
     side = Side(engines, model)
     for seed in (41, 42, 43):
         for prompt in (PROMPT, LONG):
             answer = generate(engines.address(), prompt, 48, temperature=0.0)
             assert side.reference.distance(prompt, answer) <= CLOSE
-            logits = side.reference.model(torch.tensor([[*prompt, *answer["token_ids"]]])).logits[0, len(prompt) - 1 : -1]
+            logits = side.reference.model(torch.tensor([[*prompt, *answer["token_ids"]]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
             assert answer["token_ids"] == logits.argmax(-1).tolist()
         side.push(side.reference.step(seed))
     assert counted(side, "vllm:spec_decode_num_draft_tokens_total") > 200

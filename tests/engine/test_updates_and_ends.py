@@ -37,7 +37,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engines]]:
-    """Three engines, started at the same time: one with shared memory, two in a gloo group whose repairs can be broken."""
+    """Three engines, started at the same time: one with shared memory, two in a gloo group whose repairs can be
+    broken."""
     root = tmp_path_factory.mktemp("engines")
     model = make_model(root / "model", tied=True)
     common = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL}
@@ -133,7 +134,9 @@ def test_requests_in_flight_are_kept_and_go_on_with_the_new_weights(shm: Side) -
             assert time.monotonic() < deadline
         shm.step()
         answers = [future.result(120) for future in waiting]
-    assert all(len(answer["weight_versions"]) == 2 for answer in answers), "the update came before or after, not between"
+    assert all(len(answer["weight_versions"]) == 2 for answer in answers), (
+        "the update came before or after, not between"
+    )
     for i, answer in enumerate(answers):
         prompt, spans = [*PROMPT, 30 + i], answer["weight_versions"]
         assert len(answer["token_ids"]) == 700
@@ -257,7 +260,13 @@ def test_an_update_that_was_not_started_or_not_completed_is_refused(shm: Side) -
     address = shm.engines.address()
     for path in ("/update_weights", "/finish_weight_update"):
         with pytest.raises(HttpError):
-            ask(address, "POST", path, 60, {"update_info": {"buckets": [], "regions": []}} if "update_w" in path else None)
+            ask(
+                address,
+                "POST",
+                path,
+                60,
+                {"update_info": {"buckets": [], "regions": []}} if "update_w" in path else None,
+            )
     ask(address, "POST", "/start_weight_update", 60)
     with pytest.raises(HttpError, match="before its last bucket"):
         ask(address, "POST", "/finish_weight_update", 60)
@@ -277,7 +286,9 @@ def test_the_sender_refuses_what_the_engines_do_not_need(side: str, spoil: Any, 
     fleet: Side = request.getfixturevalue(side)
     pairs = fleet.reference.pairs()
     with pytest.raises(HpcrlError, match="engines"):
-        fleet.push(spoil(pairs if side == "shm" else pairs[-3:]))  # over gloo: in the first bucket, before anything is loaded
+        fleet.push(
+            spoil(pairs if side == "shm" else pairs[-3:])
+        )  # over gloo: in the first bucket, before anything is loaded
     for i in range(len(fleet.engines.processes)):
         assert ask(fleet.engines.address(i), "GET", "/is_paused", 60) == {"is_paused": False}
         assert fleet.distance(index=i) <= CLOSE
@@ -311,13 +322,23 @@ def test_every_route_asks_for_the_key(shm: Side) -> None:
         p for p, _ in routes
     }
     address = shm.engines.address()
-    for path, methods in [*routes, ("/no/such/route", "GET"), ("/docs", "GET"), ("/ping", "GET"), ("/invocations", "POST")]:
+    for path, methods in [
+        *routes,
+        ("/no/such/route", "GET"),
+        ("/docs", "GET"),
+        ("/ping", "GET"),
+        ("/invocations", "POST"),
+    ]:
         for method in methods.split(", "):
             for key in ("", "Bearer ", f"Bearer {address.key[:-1]}", f"Bearer {address.key}0"):
                 assert status(address, method, re.sub(r"\{\w+\}", "x", path), key) == 401, (method, path, key)
     assert status(address, "GET", "/health", f"Bearer {address.key}") == 200
-    assert status(address, "OPTIONS", "/pause", "", {"Origin": "http://x", "Access-Control-Request-Method": "POST"}) == 401
-    assert status(address, "GET", "/v1/realtime", "", {"Upgrade": "websocket", "Connection": "Upgrade", **WEBSOCKET}) in (
+    assert (
+        status(address, "OPTIONS", "/pause", "", {"Origin": "http://x", "Access-Control-Request-Method": "POST"}) == 401
+    )
+    assert status(
+        address, "GET", "/v1/realtime", "", {"Upgrade": "websocket", "Connection": "Upgrade", **WEBSOCKET}
+    ) in (
         401,
         403,
     )
@@ -350,7 +371,9 @@ def test_a_head_that_stays_stale_is_noticed(pair: Side) -> None:
     fleet = pair.sender.fleet
     assert fleet is not None
     fleet.call("breaking", "break_repairs")
-    with pytest.raises(Differs, match=r"engine-0 on 127.0.0.1: after the update 1 tensors .*: lm_head.weight.*not resumed"):
+    with pytest.raises(
+        Differs, match=r"engine-0 on 127.0.0.1: after the update 1 tensors .*: lm_head.weight.*not resumed"
+    ):
         pair.step()
     fleet.call("mending", "mend_repairs")
     pair.step()
@@ -369,7 +392,8 @@ def test_an_update_that_is_refused_half_way_is_told_apart(pair: Side) -> None:
         match=r"engine-\d on 127.0.0.1: the weight update failed: .*no model.extra.weight.*not resumed.*engine-0.*engine-1",
     ):
         pair.push([*pairs, ("model.extra.weight", torch.zeros(64))])
-    pair.sender.needs, pair.sender.options = needs, options
+    pair.sender.needs = needs
+    pair.sender.options = options
     pair.step()
     assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
 
@@ -380,7 +404,9 @@ def test_no_engine_goes_on_when_another_refuses_the_update(pair: Side) -> None:
     assert fleet is not None
     second = Fleet(fleet.rundir, fleet.engines[1:], 60)
     second.call("spoiling", "forget", "model.norm.weight")  # in the last bucket
-    with pytest.raises(PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: .*not resumed.*engine-0.*engine-1"):
+    with pytest.raises(
+        PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: .*not resumed.*engine-0.*engine-1"
+    ):
         pair.step()
     second.call("mending", "remember")
     pair.step()
@@ -451,12 +477,18 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> No
     cases = {
         "missing": ({"model": tmp_path / "empty"}, f"--hf-checkpoint {tmp_path}/empty: no config.json"),
         "unknown": ({"vllm": {"max_num_seq": 4}}, "max_num_seq is an unknown option; did you mean max_num_seqs?"),
-        "taken": ({"vllm": {"worker_extension_cls": "x.Y"}}, "worker_extension_cls cannot be set: it receives the weights"),
+        "taken": (
+            {"vllm": {"worker_extension_cls": "x.Y"}},
+            "worker_extension_cls cannot be set: it receives the weights",
+        ),
         "type": ({"vllm": {"max_num_seqs": "many"}}, 'max_num_seqs = "many": expected a whole number'),
         "value": ({"vllm": {"load_format": "nothing"}}, "engine 0 on 127.0.0.1: .*(nothing|load_format|load-format)"),
         "memory": ({"vllm": {"kv_cache_memory_bytes": 2**50}}, "engine 0 on 127.0.0.1: .*memory"),
         "length": ({"rollout_max_context_len": 10**6}, "engine 0 on 127.0.0.1: .*max_model_len"),
-        "late": ({"engine_start_timeout": 2.0}, "engine 0 on 127.0.0.1 did not answer within --engine-start-timeout 2 s"),
+        "late": (
+            {"engine_start_timeout": 2.0},
+            "engine 0 on 127.0.0.1 did not answer within --engine-start-timeout 2 s",
+        ),
     }
     runs = {name: Engines(tmp_path / name, **({"model": model} | values)) for name, (values, _) in cases.items()}
     try:
@@ -500,5 +532,8 @@ def test_an_engine_that_stands_still_while_it_starts_is_not_waited_for(tmp_path:
     server[0].send_signal(signal.SIGSTOP)
     code, message = engines.ended()
     assert code != 0
-    assert message == f"engine 0 on 127.0.0.1 hangs: its process {server[0].pid} has been stopped for 1 s (--engine-hang-timeout)"
+    assert (
+        message
+        == f"engine 0 on 127.0.0.1 hangs: its process {server[0].pid} has been stopped for 1 s (--engine-hang-timeout)"
+    )
     assert gone([server[0].pid], 5)

@@ -54,7 +54,8 @@ def test_a_host_that_could_not_record_its_error_is_told_with_its_own_last_words(
     log.write_text("10:00:00 error: on node1: rollout-0 ended with exit code 1; it says: the file system is full\n")
     ended = SimpleNamespace(name="the process of this host", status=1, log=log, memory=None, lost=lambda: "")
     with pytest.raises(
-        PeerError, match=r"exit code 1 before the run was over; it says: on node1: .*the file system is full; its log is"
+        PeerError,
+        match=r"exit code 1 before the run was over; it says: on node1: .*the file system is full; its log is",
     ):
         attempt._check([ended], rundir)  # type: ignore[list-item]
 
@@ -62,14 +63,17 @@ def test_a_host_that_could_not_record_its_error_is_told_with_its_own_last_words(
 class Allocation:
     """A scheduler that says whether it preempts the job, and notes whether it was asked to queue it again."""
 
-    title, restarts, job_id = "Slurm", 0, "7"
+    title = "Slurm"
+    restarts = 0
+    job_id = "7"
 
     class backend:
         count = 2
         silent = staticmethod(lambda seconds: [])
 
     def __init__(self, preempts: bool) -> None:
-        self.preempts, self.requeued = preempts, 0
+        self.preempts = preempts
+        self.requeued = 0
 
     def ends(self) -> float | None:
         return None
@@ -87,11 +91,14 @@ class Allocation:
 @pytest.mark.parametrize(
     ("preempts", "user", "requeued"), [(True, None, 1), (False, None, 0), (True, "stop", 0), (True, "cancel", 0)]
 )
-@pytest.mark.parametrize("error", [Stopped("saved and stopped after 3 of 5 rollouts"), PeerError("trainer-1 was told to end")])
+@pytest.mark.parametrize(
+    "error", [Stopped("saved and stopped after 3 of 5 rollouts"), PeerError("trainer-1 was told to end")]
+)
 def test_a_run_that_a_preemption_ended_is_queued_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: HpcrlError, preempts: bool, user: str | None, requeued: int
 ) -> None:
-    """Whoever was told to end within a grace time has saved and left before the scheduler's own end, which would requeue."""
+    """Whoever was told to end within a grace time has saved and left before the scheduler's own end, which would
+    requeue."""
     job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
 
     def ended(*_: Any) -> int:
@@ -140,7 +147,9 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "HPCRL_STEP_0": "srun", "HPCRL_SLOTS_0": "8"}
     allocation = SlurmAllocation(job)
     for value, preempted in (("2026-11-22T02:00:00", True), ("None", False), ("1795256920", True)):
-        fake.command("scontrol", f"JobId=7 JobState=RUNNING PreemptEligibleTime=2026-11-22T01:00:00 PreemptTime={value} X=1\n")
+        fake.command(
+            "scontrol", f"JobId=7 JobState=RUNNING PreemptEligibleTime=2026-11-22T01:00:00 PreemptTime={value} X=1\n"
+        )
         assert allocation.preempted() is preempted
     fake.command("scontrol", "", 1, "slurm_load_jobs error")
     assert not allocation.preempted()
@@ -165,7 +174,9 @@ def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypa
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "3")
     allocation = Allocation(preempts=False)
     monkeypatch.setattr(allocation.backend, "silent", staticmethod(lambda seconds: ["node2"]))
-    with pytest.raises(PeerError, match=r"^no answer from node2: .*first seen as: trainer-0: RuntimeError: Connection closed"):
+    with pytest.raises(
+        PeerError, match=r"^no answer from node2: .*first seen as: trainer-0: RuntimeError: Connection closed"
+    ):
         batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
     assert allocation.requeued == 1
     failure = rundir.failure()
@@ -190,7 +201,9 @@ def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
         attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
 
 
-def test_an_error_that_no_file_takes_is_left_with_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_no_file_takes_is_left_with_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
     marked: list[tuple[str, str]] = []
     allocation = Allocation(preempts=False)

@@ -94,11 +94,14 @@ def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_load_may_be_empty_where_there_are_other_weights() -> None:
-    """As in the scripts of slime, where --load and --save are one directory and --ref-load has the weights to begin with."""
+    """As in the scripts of slime, where --load and --save are one directory and --ref-load has the weights to begin
+    with."""
     first = Options(load="new", save="./new", hf_checkpoint="model")
     other = Options(load="new", ref_load="model", hf_checkpoint="model")
     assert not absent([first, other], Sight())
-    assert [error.what for error in absent([Options(load="new", hf_checkpoint="model")], Sight())] == ["--load new is not here"]
+    assert [error.what for error in absent([Options(load="new", hf_checkpoint="model")], Sight())] == [
+        "--load new is not here"
+    ]
     assert not absent([Options(load="new", hf_checkpoint="none", custom_rm_path="own.absent")], NOTHING)
 
 
@@ -112,7 +115,11 @@ def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
 
 def test_packages_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     real = before_start.importlib.util.find_spec
-    monkeypatch.setattr(before_start.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else real(name))
+    monkeypatch.setattr(
+        before_start.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else real(name)
+    )
     with pytest.raises(UsageError) as caught:
         refuse_missing_packages([Options(hf_checkpoint="model", rollout_num_gpus=1)])
-    assert "torch, vllm" in caught.value.what and sys.executable in caught.value.what and "hpcrl[gpu]" in caught.value.hint
+    assert (
+        "torch, vllm" in caught.value.what and sys.executable in caught.value.what and "hpcrl[gpu]" in caught.value.hint
+    )

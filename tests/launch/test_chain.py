@@ -38,10 +38,14 @@ def make(root: Path, **job: Any) -> Job:
 class Allocation:
     """An allocation that notes what it is asked."""
 
-    title, scheduler, restarts = "Queue", "slurm", 0
+    title = "Queue"
+    scheduler = "slurm"
+    restarts = 0
 
     def __init__(self, job_id: str) -> None:
-        self.job_id, self.requeued, self.left_out = job_id, 0, []
+        self.job_id = job_id
+        self.requeued = 0
+        self.left_out = []
         self.backend = self
         self.count = 2
 
@@ -74,7 +78,9 @@ def test_the_next_job_of_a_chain_is_the_runs_job(tmp_path: Path) -> None:
     assert needless(job, "99") == "", "a job of no chain, such as a script by hand"
 
 
-@pytest.mark.parametrize(("what", "said"), [("finished", "the run is finished"), ("stop", "hpcrl stop"), (CANCEL, "cancelled")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("finished", "the run is finished"), ("stop", "hpcrl stop"), (CANCEL, "cancelled")]
+)
 def test_a_later_job_of_a_run_that_is_over_ends_at_once(
     tmp_path: Path, what: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +150,9 @@ def broken(job: Job, role: str = "trainer", index: int = 1) -> RunDir:
     plan = Plan("id", 0, (Place("n1", (0,)), Place("n2", (0,))), (Place("n3", (0,)),), Place("n3", ()))
     rundir.plan_file.write_bytes(msgspec.json.encode(plan))
     rundir.fail(role, index, "trainer-1 ended with exit code 1; its log is there")
-    (rundir.logs / f"{role}-{index}.log").write_text("step 3\nCUDA error: uncorrectable ECC error encountered\nTraceback ...\n")
+    (rundir.logs / f"{role}-{index}.log").write_text(
+        "step 3\nCUDA error: uncorrectable ECC error encountered\nTraceback ...\n"
+    )
     return rundir
 
 
@@ -178,7 +186,11 @@ def test_the_next_start_leaves_a_broken_host_out_and_says_so(
     assert "host n2 is broken and is left out at this run's next starts" in err and "uncorrectable ECC" in err
     assert broken_hosts(job.root) == ["n2"] and allocation.requeued == 0
     if chain:
-        assert allocation.left_out == [("12", ["n2"]), ("13", ["n2"])] and not submitted and "job 12 of the chain goes on" in err
+        assert (
+            allocation.left_out == [("12", ["n2"]), ("13", ["n2"])]
+            and not submitted
+            and "job 12 of the chain goes on" in err
+        )
     else:
         assert submitted == [job.root] and "job 21 goes on without it" in err
 

@@ -1,4 +1,5 @@
-"""Engines that end are started again, as often as they may be, with processes of which nothing is real but their end."""
+"""Engines that end are started again, as often as they may be, with processes of which nothing is real but their
+end."""
 
 from __future__ import annotations
 

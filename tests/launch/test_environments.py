@@ -1,4 +1,5 @@
-"""What roles find in their environment: whose GPUs they see, and what their libraries are told before they are imported."""
+"""What roles find in their environment: whose GPUs they see, and what their libraries are told before they are
+imported."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.host import devices
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run import gpu_environment
-from hpcrl.run.gpu_environment import CACHES, TABLE, Where, compile_caches, missing, overruled, private_directory, wanted
+from hpcrl.run.gpu_environment import (
+    CACHES,
+    TABLE,
+    Where,
+    compile_caches,
+    missing,
+    overruled,
+    private_directory,
+    wanted,
+)
 from hpcrl.run.role import RoleContext
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.start.environment import DUMPS, cpu_threads, prepare_environment
@@ -35,7 +45,9 @@ def shown(role: str, index: int, inherited: str | None, slot: int | None = None,
 
 
 def test_roles_of_a_host_share_its_gpus_out() -> None:
-    assert shown("trainer", 0, "4,5,6,7") == shown("trainer", 1, "4,5,6,7") == "4,5", "all of the trainer's, as under torchrun"
+    assert shown("trainer", 0, "4,5,6,7") == shown("trainer", 1, "4,5,6,7") == "4,5", (
+        "all of the trainer's, as under torchrun"
+    )
     assert [shown("engine", index, "4,5,6,7") for index in (0, 1)] == ["6", "7"]
     assert shown("rollout", 0, "4,5,6,7") is None
 
@@ -51,7 +63,9 @@ def test_gpus_that_are_bound_to_tasks() -> None:
     assert [shown("trainer", index, "0", slot=index, **ranks) for index in (0, 1)] == ["0", "0"]
     assert [shown("engine", index, str(2 + index), slot=2 + index, **ranks) for index in (0, 1)] == ["2", "3"]
     assert shown("trainer", 1, "0,1,2,3", slot=1, **ranks) == "0,1", "tasks that see all of the host's"
-    with pytest.raises(UsageError, match=r"holds 1 GPUs bound to this task, 2 are needed: slots 2-3 .* --gpu-bind=none"):
+    with pytest.raises(
+        UsageError, match=r"holds 1 GPUs bound to this task, 2 are needed: slots 2-3 .* --gpu-bind=none"
+    ):
         shown("engine", 0, "0", slot=2, rollout_num_gpus_per_engine=2, **ranks)
 
 
@@ -97,7 +111,11 @@ def test_what_flags_of_megatrons_ask_for() -> None:
 
 def test_what_the_user_has_set_is_said_with_the_reason_for_another_value() -> None:
     wishes = wanted("trainer", Where(options(tensor_model_parallel_size=2), "ib0", 4))
-    base = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    base = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "OMP_NUM_THREADS": "4",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+    }
     said = list(overruled(wishes, base))
     assert [line.split()[0] for line in said] == [
         "CUDA_DEVICE_MAX_CONNECTIONS=8",
@@ -134,7 +152,9 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
-    context = RoleContext(RunDir.create(tmp_path / "run"), opts, make_plan(opts, [Host("a", 4, "10.0.0.1", "ib0")], "run"), 0)
+    context = RoleContext(
+        RunDir.create(tmp_path / "run"), opts, make_plan(opts, [Host("a", 4, "10.0.0.1", "ib0")], "run"), 0
+    )
     prepare_environment(context, (0, 1))
     expected = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -158,7 +178,9 @@ def test_compile_caches_are_of_this_node_and_nobody_elses(tmp_path: Path, monkey
     root = tmp_path / f"hpcrl-cache-{os.getuid()}"
     assert found == {name: str(root / folder) for name, folder in CACHES.items() if name != "VLLM_CACHE_ROOT"}
     assert root.stat().st_mode & 0o777 == 0o700
-    assert compile_caches({}) == {name: str(root / folder) for name, folder in CACHES.items()}, "the same in the next run"
+    assert compile_caches({}) == {name: str(root / folder) for name, folder in CACHES.items()}, (
+        "the same in the next run"
+    )
     assert compile_caches(dict.fromkeys(CACHES, "x")) == {}
 
 
@@ -167,7 +189,8 @@ def test_a_directory_that_another_could_have_filled_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
-    root, spare = tmp_path / f"hpcrl-cache-{os.getuid()}", tmp_path / "spare"
+    root = tmp_path / f"hpcrl-cache-{os.getuid()}"
+    spare = tmp_path / "spare"
     if what == "open to others":
         root.mkdir()
         root.chmod(0o755)

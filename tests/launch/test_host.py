@@ -69,7 +69,9 @@ def test_a_host_knows_that_the_run_is_over_by_the_mark_of_its_own_attempt(
     assert not looks.over(at_once=False) and looks.over(at_once=True)
 
 
-def test_a_host_ends_when_it_is_told_and_when_the_run_goes_on_without_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_ends_when_it_is_told_and_when_the_run_goes_on_without_it(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     monkeypatch.setattr(host, "time", clock)
     told, left = Looks(rundir), Looks(rundir)

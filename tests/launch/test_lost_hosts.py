@@ -34,7 +34,9 @@ class Allocation:
         silent = staticmethod(lambda seconds: pytest.fail("nobody has to be asked"))
 
     def __init__(self, restarts: int = 1, **failed: float) -> None:
-        self.restarts, self.known, self.requeued = restarts, failed, 0
+        self.restarts = restarts
+        self.known = failed
+        self.requeued = 0
 
     def ends(self) -> float | None:
         return None

@@ -60,7 +60,9 @@ def test_racks_with_subnets_of_their_own_go_by_the_interfaces_name() -> None:
 
 def test_two_networks_or_none_are_for_the_user() -> None:
     two = {n: machine(n, eth0=f"10.0.0.{i}/24", ib0=f"10.9.0.{i}/16") for i, n in enumerate("ab", 1)}
-    with pytest.raises(UsageError, match=r"share 2 networks, on a: eth0 \(10.0.0.0/24\), ib0 \(10.9.0.0/16\); .*--interface"):
+    with pytest.raises(
+        UsageError, match=r"share 2 networks, on a: eth0 \(10.0.0.0/24\), ib0 \(10.9.0.0/16\); .*--interface"
+    ):
         choose(two)
     assert choose(two, "ib")["a"].address == "10.9.0.1"
     with pytest.raises(UsageError, match="host a: no interfaces fit hsn; it has eth0, ib0"):
@@ -105,15 +107,27 @@ def test_a_rank_for_each_slot() -> None:
 @pytest.mark.parametrize(
     ("machines", "gpus", "hosts", "said"),
     [
-        ("ab", [8, 8], [Host("a", 1), Host("c", 1)], "host c of the hostfile runs no MPI rank; mpirun started ranks on a, b"),
+        (
+            "ab",
+            [8, 8],
+            [Host("a", 1), Host("c", 1)],
+            "host c of the hostfile runs no MPI rank; mpirun started ranks on a, b",
+        ),
         ("ab", [8, 8], [Host("a", 1)], "b is not in the hostfile"),
-        ("ab", [8, 8], [Host("a", 1), Host("10.0.0.1", 1), Host("b", 1)], "a and 10.0.0.1 of the hostfile are the same machine"),
+        (
+            "ab",
+            [8, 8],
+            [Host("a", 1), Host("10.0.0.1", 1), Host("b", 1)],
+            "a and 10.0.0.1 of the hostfile are the same machine",
+        ),
         ("aab", [8, 8, 8], None, "host b runs one MPI rank, others more"),
         ("aabb", [0] * 4, [Host("a", 8), Host("b", 8)], "host a has 8 slots and 2 MPI ranks"),
         ("ab", [8, 0], None, "host b shows no GPU"),
     ],
 )
-def test_ranks_that_do_not_fit_the_hostfile(machines: str, gpus: list[int], hosts: list[Host] | None, said: str) -> None:
+def test_ranks_that_do_not_fit_the_hostfile(
+    machines: str, gpus: list[int], hosts: list[Host] | None, said: str
+) -> None:
     reports = [machine(n, eth0=f"10.0.0.{ord(n) - 96}/24") for n in machines]
     with pytest.raises(UsageError, match=said):
         place_ranks(reports, gpus, hosts)
@@ -124,7 +138,11 @@ def test_each_launcher_gets_its_own_words() -> None:
     ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, False, "ssh", ["p"])
     assert ours == "mpirun --hostfile H -np 2 --map-by ppr:1:node --bind-to none p".split()
     ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, True, "ssh -p 2", ["p"])
-    assert ours == [*"mpirun --hostfile H -np 4 --map-by slot --bind-to none --mca plm_rsh_agent".split(), "ssh -p 2", "p"]
+    assert ours == [
+        *"mpirun --hostfile H -np 4 --map-by slot --bind-to none --mca plm_rsh_agent".split(),
+        "ssh -p 2",
+        "p",
+    ]
     ours = mpi_command(["mpiexec"], "mpich", Path("H"), hosts, False, "/x/ssh -p 2", ["p"])
     assert ours == "mpiexec -machinefile H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
 
@@ -161,7 +179,9 @@ esac
     found = silent(["far", "slow", "full", "good"], [str(ssh)])
     assert found.pop("slow").startswith("lets us in, but its shell was not ready within 2 s: ")
     assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}
-    with pytest.raises(UsageError, match=r"^host slow lets us in, .*; let its start-up file end at once .*try: \S*ssh slow true"):
+    with pytest.raises(
+        UsageError, match=r"^host slow lets us in, .*; let its start-up file end at once .*try: \S*ssh slow true"
+    ):
         reach(["slow"], [str(ssh)])
 
 
@@ -182,7 +202,9 @@ def test_every_process_of_a_plan_is_started_once(tmp_path: Path) -> None:
         by_host = [(role, i) for host in plan.hosts for role, i, _ in commands(o, plan, rundir, host)]
         ranks = [("trainer", i) for i in ((0, 2) if launcher == "torchrun" else range(4))]
         assert sorted(by_host) == sorted([("engine", 0), ("engine", 1), ("rollout", 0), *ranks])
-        by_slot = [(role, i) for host in plan.hosts for s in range(4) for role, i, _ in commands(o, plan, rundir, host, s)]
+        by_slot = [
+            (role, i) for host in plan.hosts for s in range(4) for role, i, _ in commands(o, plan, rundir, host, s)
+        ]
         assert sorted(by_slot) == sorted(by_host)
 
 
@@ -210,7 +232,8 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json", "", ".", "attempts\0/x", "attemptsx/y"]
+    "name",
+    ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json", "", ".", "attempts\0/x", "attemptsx/y"],
 )
 def test_nothing_outside_of_an_attempt_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(PeerError, match="no file of an attempt"):
@@ -278,7 +301,9 @@ def test_hosts_are_asked_by_one_srun_and_those_that_are_silent_once_more(
 
 
 def metrics(rundir: RunDir, steps: list[float], save: float) -> None:
-    rows = [{"rollout_id": i, "perf/step_time": s} for i, s in enumerate(steps)] + [{"rollout_id": 0, "perf/save_time": save}]
+    rows = [{"rollout_id": i, "perf/step_time": s} for i, s in enumerate(steps)] + [
+        {"rollout_id": 0, "perf/save_time": save}
+    ]
     rundir.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -302,7 +327,9 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, clock.due, stop.why) == (1, True, "the time limit is near")
-    assert 14 < stop.seconds <= 15, "half of what is left: whoever takes longer is ended, and queued again, before the limit"
+    assert 14 < stop.seconds <= 15, (
+        "half of what is left: whoever takes longer is ended, and queued again, before the limit"
+    )
     ends["at"] = time.time() + 55
     long, stop = Clock(limit, 60), Stop()
     long.watch(stop, rundir)
@@ -317,7 +344,8 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     stopped = Stop()
     stopped.ask("hpcrl stop")
     late = Clock(limit, 60)
-    late.ends, late.next_look = time.time() - 1, 0
+    late.ends = time.time() - 1
+    late.next_look = 0
     late.watch(stopped, rundir)
     assert not late.due  # the user's stop is not the time limit's: no requeue
 
@@ -348,7 +376,8 @@ def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_p
     stop.nudges = 1
     silent.watch(stop, rundir)
     assert not stop.requests, "a signal while the scheduler does not answer: the end that was known holds"
-    silent.ends, silent.next_look = time.time() + 30, 0
+    silent.ends = time.time() + 30
+    silent.next_look = 0
     silent.watch(stop, rundir)
     assert stop.requests and silent.due
 
@@ -356,7 +385,8 @@ def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_p
 def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     for preempted, said in ((True, "preempted, the grace time is running"), (False, "the time limit is near")):
-        clock, stop = Clock(lambda: time.time() + 30, 60, lambda answer=preempted: answer), Stop()
+        clock = Clock(lambda: time.time() + 30, 60, lambda answer=preempted: answer)
+        stop = Stop()
         stop.nudges = 1
         clock.watch(stop, rundir)
         assert stop.requests and clock.due and stop.why == said
@@ -364,7 +394,13 @@ def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:
 
 def test_every_host_gets_the_variables_of_networks_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """And none that is a host's own, or that a command line must not show."""
-    given = {"NCCL_IB_HCA": "mlx5_0", "UCX_TLS": "rc", "VLLM_LOGGING_LEVEL": "DEBUG", "FI_PROVIDER": "cxi", "HF_HOME": "/hf"}
+    given = {
+        "NCCL_IB_HCA": "mlx5_0",
+        "UCX_TLS": "rc",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "FI_PROVIDER": "cxi",
+        "HF_HOME": "/hf",
+    }
     kept_back = {"CUDA_VISIBLE_DEVICES": "0", "HF_TOKEN": "secret", "VLLM_API_KEY": "secret", "HOSTNAME": "here"}
     for name, value in {**given, **kept_back}.items():
         monkeypatch.setenv(name, value)

@@ -85,7 +85,9 @@ def test_a_job_that_hpcrl_submitted_came_up_since_then(root: Path, site: dict[st
     assert (root / STOP).exists() == (site is not None)
 
 
-def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(jobs, "adopt_orphans", lambda: None)
     root = tmp_path / "run"
@@ -101,7 +103,9 @@ def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(tmp_path: P
     assert '"stopped"' in (root / "state.json").read_text()
 
 
-def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(jobs, "adopt_orphans", lambda: None)
 
@@ -112,7 +116,9 @@ def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(tmp_path: 
 
     root = RunDir.create(tmp_path / "run").root
     recipe = load_recipe("examples/algorithms/dpo.toml")
-    with pytest.raises(Stopped, match=f"nothing was trained since the last checkpoint; continue with hpcrl resume {root}$"):
+    with pytest.raises(
+        Stopped, match=f"nothing was trained since the last checkpoint; continue with hpcrl resume {root}$"
+    ):
         run_job(Job(replace(recipe, prepare=()), {}, root, "x"), Ended())
 
 

@@ -54,7 +54,10 @@ def test_a_name_leads_to_a_scheduler(installed: Path) -> None:
         ("slrum", "scheduler slrum: there is none of that name; did you mean slurm?"),
         ("local-queu", "did you mean local-queue?"),
         ("flux", "scheduler flux: there is none of that name; there are slurm, "),
-        ("broken", "scheduler broken cannot be loaded: No module named 'tests.support.nowhere'; mend or remove the package"),
+        (
+            "broken",
+            "scheduler broken cannot be loaded: No module named 'tests.support.nowhere'; mend or remove the package",
+        ),
         ("tests.support.local_queue:LocalQueue", "there is none of that name"),
         ("", "there is none of that name"),
     ],
@@ -111,11 +114,16 @@ def test_each_scheduler_is_asked_once_for_all_runs(
     asked: list[tuple[str, int]] = []
     for kind in (Slurm, LocalQueue):
         look = kind.look
-        monkeypatch.setattr(kind, "look", lambda self, keys, look=look: asked.append((self.title, len(keys))) or look(self, keys))
+        monkeypatch.setattr(
+            kind, "look", lambda self, keys, look=look: asked.append((self.title, len(keys))) or look(self, keys)
+        )
     for number in range(6):
         root = make(installed / f"runs/r{number}")
         submitted(root, "7")
-        put(root / "job.json", json.loads((root / "job.json").read_text()) | {"scheduler": NAME if number % 2 else "slurm"})
+        put(
+            root / "job.json",
+            json.loads((root / "job.json").read_text()) | {"scheduler": NAME if number % 2 else "slurm"},
+        )
     make(installed / "runs/local", phase="finished")
     assert main(["status"]) == 0
     assert sorted(asked) == [("Queue", 3), ("Slurm", 3)]
@@ -131,7 +139,9 @@ class FakeAllocation:
     title, job_id = "Queue", "7"
 
     def __init__(self, restarts: int, error: HpcrlError | None = None) -> None:
-        self.restarts, self.error, self.asked = restarts, error, 0
+        self.restarts = restarts
+        self.error = error
+        self.asked = 0
 
     def requeue(self) -> None:
         self.asked += 1

@@ -37,7 +37,12 @@ PUBLISHED = {
     "Qwen3-30B-A3B": 30.53, "Qwen3-235B-A22B": 235.1, "Llama-3.1-8B": 8.030, "Llama-3.2-3B": 3.213, "GLM-4-9B-0414": 9.40,
     "GLM-4.5-Air": 106.85, "GLM-4.5": 352.8,
 }  # fmt: skip
-REFERENCE = {"GLM4-9B": "GLM-4-9B-0414", "Qwen3-4B": "Qwen3-4B", "Qwen3-30B-A3B": "Qwen3-30B-A3B", "GLM-4.5-355B": "GLM-4.5"}
+REFERENCE = {
+    "GLM4-9B": "GLM-4-9B-0414",
+    "Qwen3-4B": "Qwen3-4B",
+    "Qwen3-30B-A3B": "Qwen3-30B-A3B",
+    "GLM-4.5-355B": "GLM-4.5",
+}
 
 
 def of(name: str) -> tuple[Any, dict[str, Any]]:
@@ -90,7 +95,8 @@ def test_which_layers_lie_on_a_stage() -> None:
 
 
 def test_what_the_optimizer_takes() -> None:
-    count, layout = Count(1000, 800), Layout(1, 1, 1, 1, 1, 4, 2, False, 1)
+    count = Count(1000, 800)
+    layout = Layout(1, 1, 1, 1, 1, 4, 2, False, 1)
     own = 1000 / 4 + 800 / 2
 
     def taken(**megatron: Any) -> tuple[float, float]:
@@ -99,7 +105,10 @@ def test_what_the_optimizer_takes() -> None:
     assert taken() == (own * 12, 0)
     assert taken(use_distributed_optimizer=False) == (1800 * 12, 0)
     assert taken(use_precision_aware_optimizer=True) == (own * 10, 0)
-    assert taken(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", store_param_remainders=False) == (own * 10, 0)
+    assert taken(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", store_param_remainders=False) == (
+        own * 10,
+        0,
+    )
     assert taken(optimizer_cpu_offload=True) == (own * 4, own * 16)
     assert taken(optimizer_cpu_offload=True, use_precision_aware_optimizer=True) == (0, own * 16)
     assert optimizer_bytes(Options(bf16=False), count, layout) == (own * 8, 0)
@@ -159,10 +168,13 @@ def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
     family, config = model_of(name := "GLM4-9B, colocated")
 
     def warned(**values: Any) -> str:
-        return "\n".join(line for line in memory_lines(guide(name, **values), family, config) if line.startswith("warn"))
+        return "\n".join(
+            line for line in memory_lines(guide(name, **values), family, config) if line.startswith("warn")
+        )
 
     options = guide(name, vllm={"gpu_memory_utilization": 0.7})
-    trainer, engine = fullest_rank(options, family, config), engine_terms(options, family, config, 80 * GIB)
+    trainer = fullest_rank(options, family, config)
+    engine = engine_terms(options, family, config, 80 * GIB)
     found = turns(options, trainer, engine)
     assert trainer.total < found[TRAINS] < trainer.total + 3 * GIB, "all but a sleeping engine's rest is the trainer's"
     assert engine.total < found[SAMPLES] < engine.total + 4 * GIB
@@ -205,7 +217,9 @@ def test_an_engines_cache() -> None:
     name = "Qwen3-4B, 2 + 6"
     options, (family, config) = guide(name), model_of(name)
     assert token_bytes(options, family, config) == 2 * 36 * 4 * 128 * 2
-    assert token_bytes(options.model_copy(update={"vllm": {"kv_cache_dtype": "fp8"}}), family, config) == 36 * 4 * 128 * 2
+    assert (
+        token_bytes(options.model_copy(update={"vllm": {"kv_cache_dtype": "fp8"}}), family, config) == 36 * 4 * 128 * 2
+    )
     half = model_bytes(options, family, quantized(config))
     assert 0.5 < half / model_bytes(options, family, config) < 0.7
 
@@ -239,8 +253,11 @@ def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
     """Gathered, vLLM keeps a whole layer's experts until all have come; in pieces, a GPU's part of them."""
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
-    options = guide(name).model_copy(update={"colocate": False, "rollout_num_gpus": 32, "vllm": {"gpu_memory_utilization": 0.92}})
-    bucket, experts = options.update_weight_buffer_size, 160 * 3 * 5120 * 1536 * 2
+    options = guide(name).model_copy(
+        update={"colocate": False, "rollout_num_gpus": 32, "vllm": {"gpu_memory_utilization": 0.92}}
+    )
+    bucket = options.update_weight_buffer_size
+    experts = 160 * 3 * 5120 * 1536 * 2
     assert update_bytes(options, family, config) == 2 * bucket + experts
     resharded = options.model_copy(update={"weight_update": "resharded"})
     assert update_bytes(resharded, family, config) == bucket + experts / 32
@@ -283,7 +300,12 @@ def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = " ".join(GUIDES["Qwen3-4B, 2 + 6"][0]).replace("/scratch/Qwen3-4B ", f"{tmp_path} ").split()
     assert main(["plan", "--", *words]) == 0
     said = capsys.readouterr().out
-    assert "trainer rank: " in said and "GPU of an engine: " in said and "host, for 2 ranks: " in said and "warn" not in said
+    assert (
+        "trainer rank: " in said
+        and "GPU of an engine: " in said
+        and "host, for 2 ranks: " in said
+        and "warn" not in said
+    )
     assert main(["plan", "--gpu-memory", "30", "--", *words]) == 0
     assert "warn: a trainer rank takes" in capsys.readouterr().out
     assert main(["plan", "--", *GUIDES["Qwen3-4B, 2 + 6"][0]]) == 0
@@ -299,7 +321,8 @@ def test_every_stage_of_a_pipeline_is_looked_at() -> None:
 
 
 def test_a_checkpoint_takes_memory_of_the_host_and_none_of_the_gpu() -> None:
-    """Of TP 8 all eight ranks of a host gather a part; of TP 2 only two do, and a load takes more, for which each makes room."""
+    """Of TP 8 all eight ranks of a host gather a part; of TP 2 only two do, and a load takes more, for which each makes
+    room."""
     count = Count(1000, 0)
     for tp, each in ((8, 12 * 8 + 12 * 8 + 8 * 8), (2, 12 * 8)):
         options = Options(actor_num_gpus_per_node=8, tensor_model_parallel_size=tp)

@@ -1,4 +1,5 @@
-"""The estimate against what Megatron allocates: bytes of weights, gradients, optimizer states and activations, counted on the CPU."""
+"""The estimate against what Megatron allocates: bytes of weights, gradients, optimizer states and activations, counted
+on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MOE = config(
     n_routed_experts=8, moe_intermediate_size=192, first_k_dense_replace=1, routed_scaling_factor=1.0, use_qk_norm=True,
     n_shared_experts=1, num_experts_per_tok=2, norm_topk_prob=True, n_group=1, topk_group=1,
 )  # fmt: skip
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PLAIN = {"megatron": {"use_distributed_optimizer": False, "grad_reduce_in_fp32": False}}
 VPP2 = {"num_virtual_stages_per_pipeline_rank": 2}
@@ -33,7 +35,11 @@ EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tp2": [("dense", SP2), ("dense", {**TP2, "bf16": False})],
     "tp2 ep2": [("moe", SP2 | EP2)],
-    "pp2": [("dense", PP2), ("moe", {**PP2, **PLAIN}), ("dense", {**PP2, "megatron": {"num_layers_in_first_pipeline_stage": 1}})],
+    "pp2": [
+        ("dense", PP2),
+        ("moe", {**PP2, **PLAIN}),
+        ("dense", {**PP2, "megatron": {"num_layers_in_first_pipeline_stage": 1}}),
+    ],
     "pp2 vpp2": [("dense", {**PP2, **VPP2}), ("moe", {**PP2, **VPP2})],
     "dp2": [("dense", {}), ("dense", PLAIN), ("dense", {"bf16": False}), ("moe", {})],
     "ep2": [("moe", EP2)],
@@ -73,7 +79,10 @@ def bytes_of(policy: Any) -> dict[str, int]:
     for leaf in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         inner = leaf.optimizer
         own = [p for group in inner.param_groups for p in group["params"]] if leaf.config.bf16 else []
-        tensors = [*own, *(t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1)]
+        tensors = [
+            *own,
+            *(t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1),
+        ]
         states |= {id(t): t.numel() * t.element_size() for t in tensors}
     return {
         "weights": sum(p.numel() * p.element_size() for p in parameters.values()),
@@ -108,7 +117,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def kept(every: dict[int, Options]) -> dict[str, float]:
-    """On a rank: bytes that one layer's forward pass keeps, by what is recomputed: the difference of models of two lengths."""
+    """On a rank: bytes that one layer's forward pass keeps, by what is recomputed: the difference of models of two
+    lengths."""
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.parallel import parallel_state
 
@@ -116,7 +126,9 @@ def kept(every: dict[int, Options]) -> dict[str, float]:
     for name, recompute in RECOMPUTE.items():
         by_length = {}
         for layers, opts in every.items():
-            policy = model.build(opts.model_copy(update={"megatron": recompute}), ranks or parallel_state.initialize(opts))
+            policy = model.build(
+                opts.model_copy(update={"megatron": recompute}), ranks or parallel_state.initialize(opts)
+            )
             ranks, by_length[layers] = policy.ranks, saved_bytes(policy)
         short, long = sorted(by_length)
         found[name] = (by_length[long] - by_length[short]) / (long - short)
@@ -129,7 +141,9 @@ def saved_bytes(policy: Any) -> int:
 
     from tests.trainer.test_model_parity import pack
 
-    module, stored, alive = policy.module, {}, []
+    module = policy.module
+    stored = {}
+    alive = []
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
 
     def note(tensor: Any) -> Any:
@@ -149,12 +163,15 @@ def saved_bytes(policy: Any) -> int:
 
 
 @pytest.mark.parametrize(("name", "config", "sparse"), [("dense", DENSE, False), ("moe", MOE, True)])
-def test_activations_that_a_layer_keeps(models: dict[str, Path], tmp_path: Path, name: str, config: Any, sparse: bool) -> None:
-    """With full recomputation a layer's input alone, which the CPU keeps as a GPU does; without, the CPU's norms and attention
-    keep copies in fp32 that fused ones do not, so that the formula is a lower bound here."""
+def test_activations_that_a_layer_keeps(
+    models: dict[str, Path], tmp_path: Path, name: str, config: Any, sparse: bool
+) -> None:
+    """With full recomputation a layer's input alone, which the CPU keeps as a GPU does; without, the CPU's norms and
+    attention keep copies in fp32 that fused ones do not, so that the formula is a lower bound here."""
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     every = {
-        n: Options(hf_checkpoint=str(path), actor_num_gpus_per_node=1, lr=1e-6) for n, path in ((4, models[name]), (2, tmp_path))
+        n: Options(hf_checkpoint=str(path), actor_num_gpus_per_node=1, lr=1e-6)
+        for n, path in ((4, models[name]), (2, tmp_path))
     }
     (found,) = run_ranks(1, kept, every, timeout=120)
     fields = find_family(config, "").transformer(config)

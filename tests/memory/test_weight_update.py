@@ -75,7 +75,8 @@ def test_fp8_is_half_and_more_engines_hand_on() -> None:
 def test_experts_spread_over_workers_and_attention_repeated() -> None:
     spread = {"enable_expert_parallel": True, "data_parallel_size": 32, "tensor_parallel_size": 1}
     plan = update("GLM-4.5", 8, **LARGE, vllm=spread).plan
-    once, dense = bytes_of("GLM-4.5"), plan.received() - plan.received().min()
+    once = bytes_of("GLM-4.5")
+    dense = plan.received() - plan.received().min()
     assert plan.sent().sum() > 1.1 * once, "every host needs all of attention, and gets it once"
     assert plan.sent().sum() < 1.2 * once
     assert dense.max() < 0.01 * once
@@ -133,7 +134,9 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 )
 def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], transfer: str, why: str | None) -> None:
     case = made("GLM-4.5", 8, **LARGE, **options)
-    resolved, plan, cpu = case[0], case[-1], not options.get("bf16", True)
+    resolved = case[0]
+    plan = case[-1]
+    cpu = not options.get("bf16", True)
     found = predict(*case)
     text = "\n".join(update_lines(found))
     assert (f"--weight-transfer {transfer}" in text) is (why is not None)

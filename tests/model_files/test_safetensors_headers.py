@@ -14,7 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.safetensors_headers import DTYPES, INDEX, SINGLE, Entry, listing, open_file, read_header, read_index
+from hpcrl.model_files.safetensors_headers import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Entry,
+    listing,
+    open_file,
+    read_header,
+    read_index,
+)
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
@@ -42,8 +51,13 @@ def test_a_dtype_that_torch_lacks_is_listed_by_its_own_name(tmp_path: Path) -> N
 def test_an_index_joins_files_and_hides_what_it_does_not_name(tmp_path: Path) -> None:
     write(tmp_path / "1.safetensors", {"a": F32}, bytes(16))
     write(tmp_path / "2.safetensors", {"b": F32 | {"data_offsets": [16, 32]}, "old": F32}, bytes(32))
-    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"b": "2.safetensors", "a": "1.safetensors"}}))
-    assert {name: entry.file for name, entry in listing(tmp_path).items()} == {"b": "2.safetensors", "a": "1.safetensors"}
+    (tmp_path / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {"b": "2.safetensors", "a": "1.safetensors"}})
+    )
+    assert {name: entry.file for name, entry in listing(tmp_path).items()} == {
+        "b": "2.safetensors",
+        "a": "1.safetensors",
+    }
     assert list(read_header(tmp_path / "2.safetensors")) == ["old", "b"], "as they lie in the file"
 
 

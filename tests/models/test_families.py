@@ -72,7 +72,9 @@ def test_head_size_without_head_dim() -> None:
     config = {k: v for k, v in CONFIG.items() if k != "head_dim"}
     assert qwen3.transformer(CONFIG)["kv_channels"] == 24
     assert qwen2.transformer(config | {"model_type": "qwen2"})["kv_channels"] == 16
-    with pytest.raises(DataError, match="lacks head_dim"):  # transformers' own default has nothing to do with hidden size
+    with pytest.raises(
+        DataError, match="lacks head_dim"
+    ):  # transformers' own default has nothing to do with hidden size
         qwen3.transformer(config)
 
 
@@ -110,7 +112,9 @@ def test_llama_3_scaling_is_carried_over() -> None:
     assert "rope_scaling" not in llama.gpt(CONFIG)
 
 
-@pytest.mark.parametrize("fields", [{"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {"factor": None}])
+@pytest.mark.parametrize(
+    "fields", [{"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {"factor": None}]
+)
 def test_scaling_that_megatron_has_fixed_is_refused(fields: dict) -> None:
     with pytest.raises(DataError, match=next(iter(fields))):
         llama.gpt(CONFIG | {"model_type": "llama", "rope_scaling": LLAMA3 | fields})

@@ -1,7 +1,7 @@
 """Every family: Megatron computes what transformers computes, in every layout, and gives its weights back bit for bit.
 
-The reference runs in the test process; Megatron's ranks are forked (tests/support/ranks.py).  One group of ranks walks through
-all models.
+The reference runs in the test process; Megatron's ranks are forked (tests/support/ranks.py).  One group of ranks walks
+through all models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from tests.trainer import test_model_parity as parity
 
 pytestmark = pytest.mark.process
 
-TP2, SP2 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2, EP2, ETP1 = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+ETP1 = {"expert_tensor_parallel_size": 1}
 #: layout -> (ranks, options, whether it is for dense models, for those with experts)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool, bool]] = {
     "one rank": (1, {}, True, True),
@@ -99,7 +102,8 @@ def test_logits_and_weights_are_those_of_transformers(
             assert error <= 1e-4, f"{name}: {error:.1e}"
             place += -(-len(logits) // parity.PAD) * parity.PAD
         assert torch.equal(rows, torch.arange(len(rows)))
-        exported, files = results[0][i][1], load_file(models[name] / "model.safetensors")
+        exported = results[0][i][1]
+        files = load_file(models[name] / "model.safetensors")
         assert sorted(n for n, _ in exported) == sorted(files), name
         assert all(torch.equal(tensor, files[n]) for n, tensor in exported), name
 
@@ -138,7 +142,9 @@ def test_gradients_are_those_of_transformers(
     results = run_ranks(n, parity.on_each, "gradients", every)[0]
     for name, found in zip(GRADIENTS[layout], results, strict=True):
         files = load_file(models[name] / "model.safetensors")
-        for tensor in found.keys() - gradients[name].keys():  # a buffer: what counts the router's tokens has left it alone
+        for tensor in (
+            found.keys() - gradients[name].keys()
+        ):  # a buffer: what counts the router's tokens has left it alone
             assert tensor.endswith("e_score_correction_bias")
             assert torch.equal(found[tensor], files[tensor])
         for tensor, gradient in gradients[name].items():
@@ -224,7 +230,8 @@ def test_weights_of_virtual_stages_come_back(tmp_path: Path) -> None:
 
 
 def most_alive(opts: Any) -> tuple[int, int]:
-    """(tensors of an export that were alive at once, those with memory of their own) on this rank, model's own not counted."""
+    """(tensors of an export that were alive at once, those with memory of their own) on this rank, model's own not
+    counted."""
     from hpcrl.trainer.megatron.model import export
 
     policy = parity.start(opts)
@@ -257,9 +264,15 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 CHANGES: list[tuple[dict[str, torch.Tensor | None], str]] = [
     ({GATE: None}, f"the model lacks {GATE}"),
     ({BIAS: None}, f"the model lacks {BIAS}"),
-    ({GATE.replace(".5.", ".8."): torch.ones(32, 64)}, r"holds in excess model.layers.1.mlp.experts.8.gate_proj.weight"),
+    (
+        {GATE.replace(".5.", ".8."): torch.ones(32, 64)},
+        r"holds in excess model.layers.1.mlp.experts.8.gate_proj.weight",
+    ),
     ({UP: torch.ones(31, 64)}, rf"{UP} is \[31, 64\], config.json asks for \[32, 64\]"),
-    ({"model.layers.2.eh_proj.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, "^$"),
+    (
+        {"model.layers.2.eh_proj.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+        "^$",
+    ),
 ]
 
 
@@ -268,7 +281,9 @@ def test_tensors_of_experts_that_do_not_fit_are_named_on_every_rank(models: dict
     for number, (change, _) in enumerate(CHANGES):
         tensors = load_file(models["glm4_moe plain"] / "model.safetensors") | change
         (directory := tmp_path / str(number)).mkdir()
-        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, directory / "model.safetensors")
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if tensor is not None}, directory / "model.safetensors"
+        )
         (directory / "config.json").write_bytes((models["glm4_moe plain"] / "config.json").read_bytes())
         every.append(parity.options(directory, 2, EP2))
     for messages in run_ranks(2, parity.refused_on_rank, every, True):
@@ -285,11 +300,23 @@ def test_weights_of_another_model_are_refused(models: dict[str, Path], tmp_path:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3 plain", EP2, "--expert-model-parallel-size 2: the model has no experts"),
-    ("glm4_moe plain", {**SP2, **ETP1}, "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 and .* not add up"),
+    (
+        "glm4_moe plain",
+        {**SP2, **ETP1},
+        "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 and .* not add up",
+    ),
     ("glm4_moe plain", TP2, "--tensor-model-parallel-size 2: Megatron trains .*; add --sequence-parallel"),
     ("glm4 plain", {"spec": ["slime_plugins.models.glm5", "get_glm5_spec"]}, "--spec .* names no model family"),
-    ("qwen3 plain", {"spec": ["slime_plugins.models.glm4", "get_glm_spec"]}, "is a glm4 model, config.json says 'qwen3'"),
-    ("glm4_moe plain", {"megatron": {"moe_router_bias_update_rate": 1e-3}}, "--moe-router-bias-update-rate 0.001 cannot be"),
+    (
+        "qwen3 plain",
+        {"spec": ["slime_plugins.models.glm4", "get_glm_spec"]},
+        "is a glm4 model, config.json says 'qwen3'",
+    ),
+    (
+        "glm4_moe plain",
+        {"megatron": {"moe_router_bias_update_rate": 1e-3}},
+        "--moe-router-bias-update-rate 0.001 cannot be",
+    ),
     ("qwen3_moe plain", {"megatron": {"moe_aux_loss_coeff": 1e-3}}, "--moe-aux-loss-coeff 0.001 cannot be"),
     ("qwen3_moe plain", {"megatron": {"moe_z_loss_coeff": 1e-3}}, "--moe-z-loss-coeff 0.001 cannot be"),
     ("qwen3_moe plain", {"megatron": {"moe_router_topk": 4}}, "--moe-router-topk 4: the model's config.json says 2"),
@@ -333,13 +360,21 @@ SIZES = {
 }
 EP4 = {"expert_model_parallel_size": 4, "sequence_parallel": True}
 SHAPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({**EP4, "expert_tensor_parallel_size": 4}, {}, "--expert-tensor-parallel-size 4 does not divide the model's 22 columns"),
+    (
+        {**EP4, "expert_tensor_parallel_size": 4},
+        {},
+        "--expert-tensor-parallel-size 4 does not divide the model's 22 columns",
+    ),
     (
         {**EP4, "tensor_model_parallel_size": 4},
         {"moe_layer_freq": [1, 1]},
         r"--expert-tensor-parallel-size \(by default that of TP\) 4 does not divide the model's 22 columns of an expert",
     ),
-    ({**EP4, "tensor_model_parallel_size": 4}, {}, "--tensor-model-parallel-size 4 does not divide the model's 90 MLP columns"),
+    (
+        {**EP4, "tensor_model_parallel_size": 4},
+        {},
+        "--tensor-model-parallel-size 4 does not divide the model's 90 MLP columns",
+    ),
     (
         {**EP4, **ETP1, "tensor_model_parallel_size": 8},
         {"ffn_hidden_size": 96},
@@ -347,7 +382,11 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"expert_model_parallel_size": 5}, {}, "--expert-model-parallel-size 5 does not divide the model's 12 experts"),
     ({**EP4, **ETP1, "tensor_model_parallel_size": 4}, {"moe_layer_freq": [1, 1]}, "^$"),
-    ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4, "sequence_parallel": True}, {}, "would not add up"),
+    (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4, "sequence_parallel": True},
+        {},
+        "would not add up",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""slime's model flags (MODEL_ARGS), compared with config.json: right ones pass, each wrong one is named with both values."""
+"""slime's model flags (MODEL_ARGS), compared with config.json: right ones pass, each wrong one is named with both
+values."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_flags_that_a_login_node_took_as_they_are(model: str, monkeypatch: pytes
         bare.setattr(passthrough, "spellings", lambda table: {})
         given = parse_flags(words.split())[0].get("megatron", {})
     settled = gather_table("megatron", given, "[megatron]")
-    assert settled == parse_flags(words.split())[0].get("megatron", {}) == gather_table("megatron", settled, "[megatron]")
+    assert (
+        settled == parse_flags(words.split())[0].get("megatron", {}) == gather_table("megatron", settled, "[megatron]")
+    )
     assert check_model_args(settled, *facts(values)) == rest
 
 
@@ -50,14 +53,30 @@ def test_flags_that_a_login_node_took_as_they_are(model: str, monkeypatch: pytes
         ("Qwen2.5-0.5B", "--num-layers 36", "--num-layers 36: the model's config.json says 24"),
         ("Qwen2.5-0.5B", "--no-add-qkv-bias", "--no-add-qkv-bias: the model's config.json says True for add_qkv_bias"),
         ("Qwen2.5-0.5B", "--qk-layernorm", "--qk-layernorm: the model's config.json says False for qk_layernorm"),
-        ("Qwen2.5-0.5B", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights: the model's config"),
+        (
+            "Qwen2.5-0.5B",
+            "--untie-embeddings-and-output-weights",
+            "--untie-embeddings-and-output-weights: the model's config",
+        ),
         ("Qwen2.5-0.5B", "--num-experts 8", "--num-experts 8: the model's config.json says no such thing"),
-        ("Qwen2.5-0.5B", "--use-rope-scaling", "--use-rope-scaling: the model's config.json says False for rope_scaling"),
+        (
+            "Qwen2.5-0.5B",
+            "--use-rope-scaling",
+            "--use-rope-scaling: the model's config.json says False for rope_scaling",
+        ),
         ("Qwen2.5-0.5B", "--rotary-scaling-factor 8", "--rotary-scaling-factor 8.0: the model's config.json says 1.0"),
         ("Qwen2.5-0.5B", "--multi-latent-attention", "--multi-latent-attention: the model's config.json says False"),
-        ("Qwen2.5-0.5B", "--max-position-embeddings 40000", "--max-position-embeddings 40000: .* says 32768 positions at most"),
+        (
+            "Qwen2.5-0.5B",
+            "--max-position-embeddings 40000",
+            "--max-position-embeddings 40000: .* says 32768 positions at most",
+        ),
         ("Qwen2.5-0.5B", "--no-group-query-attention", "--no-group-query-attention: .* 2 key-value heads for 14 heads"),
-        ("Qwen2.5-1.5B", "--rotary-base 10000", "--rotary-base 10000.0: the model's config.json says 1000000.0"),  # slime's
+        (
+            "Qwen2.5-1.5B",
+            "--rotary-base 10000",
+            "--rotary-base 10000.0: the model's config.json says 1000000.0",
+        ),  # slime's
         ("Qwen3-4B", "--kv-channels 80", "--kv-channels 80: the model's config.json says 128"),
         ("Qwen3-4B", "--vocab-size 152064", "--vocab-size 152064: the model's config.json says 151936"),
         ("Qwen3-4B", "--norm-epsilon 1e-5", "--norm-epsilon 1e-05: the model's config.json says 1e-06"),
@@ -69,8 +88,16 @@ def test_flags_that_a_login_node_took_as_they_are(model: str, monkeypatch: pytes
         ("Qwen3-4B", "--mtp-num-layers 1", "--mtp-num-layers 1: the model's config.json says no such thing"),
         ("Qwen3-30B-A3B", "--moe-router-topk 4", "--moe-router-topk 4: the model's config.json says 8"),
         ("Qwen3-30B-A3B", "--moe-layer-freq 2", r"--moe-layer-freq 2: the model's config.json says \[1\]\*48"),
-        ("Qwen3-30B-A3B", "--moe-shared-expert-intermediate-size 768", "768: the model's config.json says no such thing"),
-        ("Llama-3.1-8B", "--rotary-scaling-factor 32", "--rotary-scaling-factor 32.0: the model's config.json says 8.0"),
+        (
+            "Qwen3-30B-A3B",
+            "--moe-shared-expert-intermediate-size 768",
+            "768: the model's config.json says no such thing",
+        ),
+        (
+            "Llama-3.1-8B",
+            "--rotary-scaling-factor 32",
+            "--rotary-scaling-factor 32.0: the model's config.json says 8.0",
+        ),
         ("GLM-4-32B-0414", "--rotary-percent 1.0", "--rotary-percent 1.0: the model's config.json says 0.5"),
         ("GLM-4-32B-0414", "--no-rotary-interleaved", "--no-rotary-interleaved: .* says True"),
         ("GLM-4-32B-0414", "--seq-length 65536", "--seq-length 65536: .* says 32768 positions at most"),

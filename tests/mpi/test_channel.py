@@ -1,4 +1,5 @@
-"""The channel between ranks of a real MPI world, on this machine: what is no message ends nothing but names its sender."""
+"""The channel between ranks of a real MPI world, on this machine: what is no message ends nothing but names its
+sender."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ part()
 """,
     )
     first, second, third, parted = said[0]
-    assert first.startswith("MPI rank 1 sent what is no message") and second.startswith("MPI rank 1 sent what is no message")
+    assert first.startswith("MPI rank 1 sent what is no message") and second.startswith(
+        "MPI rank 1 sent what is no message"
+    )
     assert (third, parted) == ("Sees(found=True)", "parted True")
 
 

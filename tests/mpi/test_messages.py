@@ -32,7 +32,13 @@ from hpcrl.mpi.messages import (
 )
 
 REPORT = Report("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
-LAUNCHER: list[Message] = [Beat(), Look("/run/plan.json"), Begin("/run", 3, {"options.json": b"\xff\x00"}), Files({}), Quit(-9)]
+LAUNCHER: list[Message] = [
+    Beat(),
+    Look("/run/plan.json"),
+    Begin("/run", 3, {"options.json": b"\xff\x00"}),
+    Files({}),
+    Quit(-9),
+]
 HOST: list[Message] = [Beat(), Sees(False), Files({"attempts/0/end": b""}), Ended("/run", 3, -15), Bye()]
 
 
@@ -90,7 +96,9 @@ def test_no_bytes_are_a_crash(noise: bytes, at: int) -> None:
 
 def test_a_message_has_a_greatest_size_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     check_size(MAX_MESSAGE, 1)
-    with pytest.raises(PeerError, match=f"MPI rank 4 sends a message of {MAX_MESSAGE + 1} bytes, {MAX_MESSAGE} are allowed"):
+    with pytest.raises(
+        PeerError, match=f"MPI rank 4 sends a message of {MAX_MESSAGE + 1} bytes, {MAX_MESSAGE} are allowed"
+    ):
         check_size(MAX_MESSAGE + 1, 4)
     monkeypatch.setattr(messages, "MAX_MESSAGE", 100)
     pack(Files({"x": b"y" * 50}))

@@ -102,7 +102,9 @@ def test_a_host_that_mpirun_has_lost_is_the_error_of_the_run(
     if first:
         begun.fail("trainer", 0, first)
     (tmp_path / "orte").write_text(ORTE)
-    with pytest.raises(HpcrlError, match=rf"^host node2 cannot be reached any more, .* hpcrl launch --resume {begun.root} "):
+    with pytest.raises(
+        HpcrlError, match=rf"^host node2 cannot be reached any more, .* hpcrl launch --resume {begun.root} "
+    ):
         run(f"{says_where(begun)}; cat {tmp_path}/orte >&2; exit 143")
     failure, said = begun.failure(), capfd.readouterr().err
     assert ORTE in said and WORD not in said
@@ -114,7 +116,9 @@ def test_a_host_that_mpirun_has_lost_is_the_error_of_the_run(
 
 def says_where(rundir: RunDir) -> str:
     """What rank 0 does once it knows its run."""
-    code = f'from hpcrl.mpi.last_word import tell_where as t; from pathlib import Path; t(Path("{rundir.root}"), "a1b2")'
+    code = (
+        f'from hpcrl.mpi.last_word import tell_where as t; from pathlib import Path; t(Path("{rundir.root}"), "a1b2")'
+    )
     return f"{sys.executable} -c '{code}'"
 
 
@@ -131,7 +135,9 @@ def test_where_mpirun_names_no_host_the_one_that_does_not_answer_is_the_error(tm
     assert str(begun.failure()) == "mpirun ended with exit code 5 before the run was over"
 
 
-def test_a_host_whose_shell_takes_long_is_not_lost(tmp_path: Path, begun: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_shell_takes_long_is_not_lost(
+    tmp_path: Path, begun: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho 'Authenticated to it.' >&2\nexec sleep 60\n")
     ssh.chmod(0o755)
@@ -147,7 +153,9 @@ def test_a_host_whose_shell_takes_long_is_not_lost(tmp_path: Path, begun: RunDir
         "echo 'mpirun noticed that process rank 1 with PID 0 on node node2 exited on signal 9 (Killed).' >&2",
     ],
 )
-def test_the_host_on_which_a_rank_died_is_the_error(begun: RunDir, capfd: pytest.CaptureFixture[str], words: str) -> None:
+def test_the_host_on_which_a_rank_died_is_the_error(
+    begun: RunDir, capfd: pytest.CaptureFixture[str], words: str
+) -> None:
     """Of MPICH on its output, of Open MPI among its errors."""
     with pytest.raises(
         HpcrlError, match="^host node2: its MPI rank died before the run was over, and mpirun ended with exit code 9"
@@ -168,7 +176,9 @@ def test_rank_0_that_is_cut_off_itself_does_not_blame_the_others(tmp_path: Path,
     with pytest.raises(HpcrlError, match="^host node1 cannot be reached any more, and mpirun was ended"):
         run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2"))
     failure = str(begun.failure())
-    assert failure.startswith("host node1 cannot") and failure.endswith("(first seen as: host node2 did not answer for 20 s)")
+    assert failure.startswith("host node1 cannot") and failure.endswith(
+        "(first seen as: host node2 did not answer for 20 s)"
+    )
     agent.write_text("#!/bin/sh\n")
     assert run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2")) == 1
 

@@ -138,16 +138,28 @@ def attacks(made: Path) -> dict[str, Any]:
 def plain() -> list[Any]:
     """One of everything that may be sent or stored."""
     stack = traceback.extract_stack(limit=2)
-    index, size = MetadataIndex("weight", torch.Size([0, 1]), 1), torch.Size([2, 3])
+    index = MetadataIndex("weight", torch.Size([0, 1]), 1)
+    size = torch.Size([2, 3])
     chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
     written = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), size)
     shard = ShardedTensor("w", None, torch.float32, (2, 3), (4, 3), (0, 0), (2, 1), (0, 0, 1))
     return [
-        {"a": [1, 2.5, "x", b"y", None, True, (1, 2)], 3: {4}, "r": range(3), "s": slice(1, None), ("k", (1, 2)): frozenset({5})},
+        {
+            "a": [1, 2.5, "x", b"y", None, True, (1, 2)],
+            3: {4},
+            "r": range(3),
+            "s": slice(1, None),
+            ("k", (1, 2)): frozenset({5}),
+        },
         [1j, bytearray(b"ab"), OrderedDict(a=1), Path("/a/b"), PurePosixPath("c"), 1 << 100, -(1 << 40)],
         OrderedDict(a=torch.float32, b=size, c=torch.strided),
         [getattr(torch, name) for name in sorted(names.DTYPES)],
-        [torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), torch.tensor(1.5), torch.empty(0, 3), torch.ones(2, 3).t()],
+        [
+            torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+            torch.tensor(1.5),
+            torch.empty(0, 3),
+            torch.ones(2, 3).t(),
+        ],
         [np.arange(4, dtype=np.float32), np.float64(1.5), np.int64(3), np.zeros((0, 2), np.int8)],
         np.random.get_state(),
         Namespace(a=1, dtype=torch.bfloat16),
@@ -162,7 +174,10 @@ def plain() -> list[Any]:
         ),
         OldProperties(dtype=torch.float16),
         SavePlan(
-            [WriteItem(index, WriteItemType.SHARD, None, written), WriteItem(index, WriteItemType.BYTE_IO, BytesIOWriteData(3))]
+            [
+                WriteItem(index, WriteItemType.SHARD, None, written),
+                WriteItem(index, WriteItemType.BYTE_IO, BytesIOWriteData(3)),
+            ]
         ),
         LoadPlan([ReadItem(LoadItemType.TENSOR, index, torch.Size([0]), index, torch.Size([0]), size)]),
         WriteResult(index, 10, _StorageInfo("__0_0.distcp", 0, 10)),
@@ -191,7 +206,9 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
-    return same(sorted(vars(one).items()), sorted(vars(other).items())) if isinstance(one, ShardedTensor) else one == other
+    return (
+        same(sorted(vars(one).items()), sorted(vars(other).items())) if isinstance(one, ShardedTensor) else one == other
+    )
 
 
 class Notes(PlainUnpickler):
@@ -262,7 +279,9 @@ def test_nothing_that_a_pickle_names_is_called(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["Acts", "ActingError", "Config", "neighbour.Acts", "neighbour.Config"])
-@pytest.mark.parametrize("module", ["torch", "torch.distributed.checkpoint.metadata", "megatron.core.dist_checkpointing.mapping"])
+@pytest.mark.parametrize(
+    "module", ["torch", "torch.distributed.checkpoint.metadata", "megatron.core.dist_checkpointing.mapping"]
+)
 def test_a_name_is_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, name: str) -> None:
     """Modules hold the names of all that they import, and of what that imports."""
     made, here = tmp_path / "made", sys.modules[__name__]

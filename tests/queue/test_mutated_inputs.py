@@ -1,4 +1,5 @@
-"""Bytes that nobody should have sent, for every decoder: an error of ours or a valid value, whatever they are, and little memory.
+"""Bytes that nobody should have sent, for every decoder: an error of ours or a valid value, whatever they are, and
+little memory.
 
 HPCRL_MUTATIONS=100000 makes as many for each; HPCRL_SEED draws others.
 """
@@ -49,7 +50,9 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
             case 3:
                 found[at:at] = chance.randbytes(chance.randrange(9))
             case 4:
-                found[at : at + 4] = chance.choice([b"\xff\xff\xff\xff", b"\xdd\x7f\xff\xff", b"9" * 400, b"1e999", b"\x00" * 8])
+                found[at : at + 4] = chance.choice(
+                    [b"\xff\xff\xff\xff", b"\xdd\x7f\xff\xff", b"9" * 400, b"1e999", b"\x00" * 8]
+                )
             case 5:
                 found[at:at] = chance.choice([b"[", b"\x91", b'{"a":']) * chance.choice([3, 2000])
     return bytes(found)
@@ -122,7 +125,8 @@ def test_whatever_the_bytes_are(name: str) -> None:
 
 
 def test_whatever_a_plan_holds(tmp_path: Path) -> None:
-    rundir, chance = RunDir.create(tmp_path / "run"), random.Random(SEED)
+    rundir = RunDir.create(tmp_path / "run")
+    chance = random.Random(SEED)
     rundir.begin()
     valid = msgspec.json.encode(PLAN)
     rundir.plan_file.write_bytes(valid)

@@ -119,7 +119,9 @@ def test_acknowledgements_of_the_unknown_are_ignored(rollout_id: int, part: int)
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_each_share_arrives_once_and_whole(seed: int) -> None:
     """A line that loses everything under way now and then, a client that is replaced now and then."""
-    rng, box, total = random.Random(seed), outbox(3, 1, 4, 2), 4
+    rng = random.Random(seed)
+    box = outbox(3, 1, 4, 2)
+    total = 4
     line: list[Any] = []
     held: dict[int, bytes] = {}
     done: list[int] = []
@@ -137,9 +139,9 @@ def test_whatever_happens_each_share_arrives_once_and_whole(seed: int) -> None:
                 if part.rollout_id == wanted:
                     held[part.part] = b"".join(pieces)
                     if len(held) == part.parts:
-                        assert bytes(join(part.sizes, [held[i] for i in range(part.parts)])[0]) == bytes([wanted]) * sum(
-                            part.sizes
-                        )
+                        assert bytes(join(part.sizes, [held[i] for i in range(part.parts)])[0]) == bytes(
+                            [wanted]
+                        ) * sum(part.sizes)
                         done.append(wanted)
                         for number in held:
                             box.acknowledge(wanted, number)
@@ -187,7 +189,10 @@ def hello(**changes: Any) -> Hello:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run_id": "other"}, "DP rank 1 on node7 belongs to run other, attempt 3; the rollout process to run run, attempt 3"),
+        (
+            {"run_id": "other"},
+            "DP rank 1 on node7 belongs to run other, attempt 3; the rollout process to run run, attempt 3",
+        ),
         ({"attempt": 2}, "run run, attempt 2; the rollout process to run run, attempt 3"),
         ({"dp_rank": 0}, "says that it is DP rank 0, but holds the key of DP rank 1"),
         ({"dp_size": 4}, "counts 4 DP ranks, the rollout process 2"),

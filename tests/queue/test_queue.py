@@ -107,7 +107,9 @@ def test_each_rank_gets_its_own(served: Served, client: QueueClient) -> None:
     assert same(got, share(0, seed=1))  # it outlives the client
 
 
-def test_a_share_of_many_parts_is_put_together(served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_many_parts_is_put_together(
+    served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hpcrl.queue.client.REPEAT", WAIT)  # each part is acknowledged as it comes
     served.put(0, share(0, answers=LONG), share(0, seed=1))
     assert len(served.server._ranks[0].outbox._shares[0].parts) > messages.CREDIT
@@ -151,7 +153,9 @@ def test_a_trainer_that_was_busy_is_sent_nothing_twice(
     assert came == [0, 1]
 
 
-def test_a_part_that_comes_twice_counts_once(served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_comes_twice_counts_once(
+    served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count_parts(client, monkeypatch, times=2)
     for rollout_id in range(3):
         served.put(rollout_id, share(rollout_id, answers=LONG), share(rollout_id, seed=1))
@@ -237,7 +241,8 @@ def test_another_roles_error_ends_a_wait_at_once(served: Served, client: QueueCl
 
 
 def test_deadlines_name_role_host_and_what_was_awaited(served: Served, client: QueueClient) -> None:
-    peer, host = find(served.rundir, RolloutPeer), r"trainer DP rank 0 on \S+"
+    peer = find(served.rundir, RolloutPeer)
+    host = r"trainer DP rank 0 on \S+"
     where = rf"rollout-0 on 127\.0\.0\.1:{peer.port}"
     with pytest.raises(
         DeadlineError, match=rf"{where} did not deliver the samples of rollout 7 to {host} within 0.1 s.*rollout-0\.log"
@@ -292,7 +297,9 @@ def test_a_call_carries_parameters_and_result(client: QueueClient) -> None:
     assert client.call("echo", rollout_id=3, state=state) == {"got": {"rollout_id": 3, "state": state}}
 
 
-def test_errors_of_a_handler_reach_the_caller(served: Served, client: QueueClient, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_handler_reach_the_caller(
+    served: Served, client: QueueClient, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(DataError, match="^prompts.jsonl, line 3: no label; add one$"):
         client.call("bad_data")
     with pytest.raises(PeerError, match="broken failed in the rollout process: KeyError: 'nobody'"):
@@ -459,7 +466,9 @@ def test_garbage_is_logged_and_answered_and_ends_nothing(
     assert client.call("echo") == {"got": {}}
 
 
-def test_a_defect_in_one_answer_ends_nothing(served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_in_one_answer_ends_nothing(
+    served: Served, client: QueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def defect(*_: Any) -> None:
         raise RuntimeError
 
@@ -500,13 +509,16 @@ def test_too_large_a_message_ends_only_its_connection(rundir: RunDir, monkeypatc
 
 def lock(public: bytes, secret: bytes, server: str) -> Any:
     def setup(dealer: zmq.Socket) -> None:
-        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = public, secret, server.encode()
+        dealer.curve_publickey = public
+        dealer.curve_secretkey = secret
+        dealer.curve_serverkey = server.encode()
 
     return setup
 
 
 def plain(dealer: zmq.Socket) -> None:
-    dealer.plain_username, dealer.plain_password = b"dp-0", b"secret"
+    dealer.plain_username = b"dp-0"
+    dealer.plain_password = b"secret"
 
 
 @pytest.mark.parametrize("who", ["unknown key", "another server", "no key", "password"])
@@ -605,14 +617,19 @@ def test_a_server_that_admits_all_is_told_apart(rundir: RunDir, monkeypatch: pyt
         false.curve_publickey, false.curve_secretkey = zmq.curve_keypair()
         port = false.bind_to_random_port("tcp://127.0.0.1")
         key = auth.server_keys(rundir).public
-        publish(rundir, RolloutPeer(host="127.0.0.1", port=port, run_id=PLAN.run_id, attempt=PLAN.attempt, public_key=key))
-        with pytest.raises(DeadlineError, match=r"did not welcome .*\(the encrypted handshake fails: it holds other keys"):
+        publish(
+            rundir, RolloutPeer(host="127.0.0.1", port=port, run_id=PLAN.run_id, attempt=PLAN.attempt, public_key=key)
+        )
+        with pytest.raises(
+            DeadlineError, match=r"did not welcome .*\(the encrypted handshake fails: it holds other keys"
+        ):
             QueueClient(rundir, PLAN, 0, 2, 0.4)
         assert false.poll(0) == 0
 
 
 def test_a_client_with_keys_of_another_attempt_is_told(served: Served) -> None:
-    public, old = auth.server_keys(served.rundir).public, auth.client_keys(served.rundir, 0)
+    public = auth.server_keys(served.rundir).public
+    old = auth.client_keys(served.rundir, 0)
     auth.make_keys(served.rundir, 2)
     assert old != auth.client_keys(served.rundir, 0)
     with pytest.raises(PeerError, match=r"rollout-0 on 127.0.0.1:\d+ has another key than .*keys names"):
@@ -621,7 +638,9 @@ def test_a_client_with_keys_of_another_attempt_is_told(served: Served) -> None:
     path = served.rundir.keys / "queue-client-0.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(auth.client_keys(served.rundir, 0), server=public)))
     begun = time.monotonic()
-    with pytest.raises(PeerError, match=r"refuses the key of trainer DP rank 0 on \S+; are .*keys and the server of one attempt"):
+    with pytest.raises(
+        PeerError, match=r"refuses the key of trainer DP rank 0 on \S+; are .*keys and the server of one attempt"
+    ):
         served.client()
     assert time.monotonic() - begun < 5
 
@@ -629,7 +648,8 @@ def test_a_client_with_keys_of_another_attempt_is_told(served: Served) -> None:
 def test_another_run_is_told_by_both_sides(served: Served) -> None:
     other = Plan("run-b", 1, PLAN.trainers, (), HERE)
     with pytest.raises(
-        PeerError, match=r"rollout-0 on .* belongs to run run-a, attempt 0; trainer DP rank 0 on \S+ to run run-b, attempt 1"
+        PeerError,
+        match=r"rollout-0 on .* belongs to run run-a, attempt 0; trainer DP rank 0 on \S+ to run run-b, attempt 1",
     ):
         served.client(plan=other)
     with raw(served) as dealer:
@@ -644,7 +664,8 @@ def test_a_client_does_not_take_a_welcome_from_another_run(served: Served, monke
     monkeypatch.setattr("hpcrl.queue.rank_state.Rank.refusal", lambda *_: None)
     served.server._plan = Plan("run-b", 4, PLAN.trainers, (), HERE)
     with pytest.raises(
-        PeerError, match=r"says that it is of run run-b, attempt 4, protocol 1; .* is of run run-a, attempt 0, protocol 1"
+        PeerError,
+        match=r"says that it is of run run-b, attempt 4, protocol 1; .* is of run run-a, attempt 0, protocol 1",
     ):
         served.client()
 
@@ -670,7 +691,8 @@ def _share_frames(seed: int) -> tuple[list[int], list[bytes]]:
 
 
 def test_a_rank_cannot_take_the_name_of_anothers_connection(served: Served) -> None:
-    """Were names of the client's choice allowed, what waits for a client that left could go to whoever takes its name."""
+    """Were names of the client's choice allowed, what waits for a client that left could go to whoever takes its
+    name."""
 
     def name(dealer: zmq.Socket) -> None:
         dealer.routing_id = b"rank-0"
@@ -685,7 +707,9 @@ def test_the_one_who_came_last_has_the_seat(served: Served, client: QueueClient)
     second = served.client()
     served.put(0, share(0), share(0, seed=1))
     assert same(second.fetch(0), share(0))
-    with pytest.raises(PeerError, match=r"trainer DP rank 0 on \S+ \(pid \d+\) was replaced: trainer DP rank 0 on \S+ \(pid"):
+    with pytest.raises(
+        PeerError, match=r"trainer DP rank 0 on \S+ \(pid \d+\) was replaced: trainer DP rank 0 on \S+ \(pid"
+    ):
         client.fetch(0)
     second.close()
 
@@ -699,7 +723,8 @@ def test_keys_are_for_the_owner_alone(rundir: RunDir) -> None:
     stores = {f"{service}-{whose}.json" for service in ("ranks", "weights") for whose in ("server", "client-0")}
     assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"} | stores
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
-    server, client = auth.server_keys(rundir), auth.client_keys(rundir, 1)
+    server = auth.server_keys(rundir)
+    client = auth.client_keys(rundir, 1)
     assert server.clients[1] == client.public
     assert client.server == server.public
     assert server.secret not in files["queue-client-1.json"].read_text()
@@ -779,7 +804,9 @@ def test_a_trainer_killed_before_its_ack_leaves_all_to_the_next(served: Served, 
     for rollout_id in range(2):
         served.put(rollout_id, share(rollout_id, answers=LONG), share(rollout_id, seed=1))
     command = [sys.executable, "-c", TRAINER, str(served.rundir.root), "0", when]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(REPO)}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(REPO)}
+    ) as process:
         assert process.stdout.readline() == "holding\n"
         os.kill(process.pid, signal.SIGKILL)
         process.wait(WAIT)
@@ -829,7 +856,9 @@ def test_a_killed_rollout_process_is_told_as_soon_as_it_is_recorded(rundir: RunD
 # ---- what strangers cost
 
 
-def test_who_has_not_proved_anything_costs_little_and_not_for_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_not_proved_anything_costs_little_and_not_for_long(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """libzmq takes one frame of the handshake into memory before it knows who is there."""
     sock = served.server._socket
     assert sock.maxmsgsize <= 2**20

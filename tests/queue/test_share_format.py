@@ -170,7 +170,11 @@ def test_a_share_that_does_not_fit_is_not_sent(act: Callable[[Share], Any], mess
 
 @pytest.mark.parametrize(
     ("act", "message"),
-    [case for case in SPOILED if "real number" not in case[1] and "loss_mask 3" not in case[1] and "versions" not in case[1]],
+    [
+        case
+        for case in SPOILED
+        if "real number" not in case[1] and "loss_mask 3" not in case[1] and "versions" not in case[1]
+    ],
 )
 def test_a_share_that_does_not_fit_is_not_taken(
     act: Callable[[Share], Any], message: str, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +252,9 @@ def attempt(frames: list[bytes]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), lengths)
-def test_damaged_frames_decode_to_something_valid_or_raise_wire_error(data: st.DataObject, sizes: list[tuple[int, int]]) -> None:
+def test_damaged_frames_decode_to_something_valid_or_raise_wire_error(
+    data: st.DataObject, sizes: list[tuple[int, int]]
+) -> None:
     optional = data.draw(st.booleans())
     frames = frames_of(share_of([sample(i, prompt, answer, optional) for i, (prompt, answer) in enumerate(sizes)]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -283,13 +289,20 @@ def test_deep_nesting_is_refused() -> None:
     with pytest.raises(WireError):
         decode([b"\x91" * 100_000 + b"\x00", *frames_of(share())[1:]])
     with pytest.raises(WireError):
-        messages.read_from_client(b"\x84\xa2is\xa4call\xa7call_id\x00\xa6method\xa1m\xa6params\x81\xa1a" + b"\x91" * 100_000)
+        messages.read_from_client(
+            b"\x84\xa2is\xa4call\xa7call_id\x00\xa6method\xa1m\xa6params\x81\xa1a" + b"\x91" * 100_000
+        )
 
 
 def test_a_column_of_another_kind_is_converted() -> None:
     its = share()
     b = its.batch
-    columns = b.tokens.astype(np.int64), b.loss_mask.astype(bool), b.logprobs.astype(np.float64), b.versions.astype(np.int64)
+    columns = (
+        b.tokens.astype(np.int64),
+        b.loss_mask.astype(bool),
+        b.logprobs.astype(np.float64),
+        b.versions.astype(np.int64),
+    )
     wide = replace(its, batch=SampleBatch(b.rows, *columns))
     assert same(decode(frames_of(wide)), its)
 
@@ -326,7 +339,9 @@ def test_too_large_a_message_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_keep_their_class_if_it_is_ours() -> None:
-    there = messages.error_of(messages.read_from_server(messages.pack(messages.failed(DataError("line 3", "hint it"), 5))))
+    there = messages.error_of(
+        messages.read_from_server(messages.pack(messages.failed(DataError("line 3", "hint it"), 5)))
+    )
     assert (type(there), str(there)) == (DataError, "line 3; hint it")
     assert type(messages.error_of(messages.Failed("x", kind="SystemExit"))) is PeerError
     assert type(messages.error_of(messages.failed(HpcrlError("\ud800 surrogate")))) is PeerError

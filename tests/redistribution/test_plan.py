@@ -1,4 +1,5 @@
-"""The plan of redistribution over random layouts of both sides, carried out on small arrays: every family, every kind of cut."""
+"""The plan of redistribution over random layouts of both sides, carried out on small arrays: every family, every kind
+of cut."""
 
 from __future__ import annotations
 
@@ -76,7 +77,10 @@ def least(case: Case, plan: Redistribution) -> float:
 def _inside(plan: Redistribution, i: int, part: Part) -> bool:
     rows, columns = part.rows, part.columns
     return bool(
-        rows[0] <= plan.top[i] and plan.bottom[i] <= rows[1] and columns[0] <= plan.left[i] and plan.right[i] <= columns[1]
+        rows[0] <= plan.top[i]
+        and plan.bottom[i] <= rows[1]
+        and columns[0] <= plan.left[i]
+        and plan.right[i] <= columns[1]
     )
 
 
@@ -100,7 +104,8 @@ def test_every_needed_element_arrives_once_and_is_the_right_one(family: str, see
 
 def big_layouts(engines: int, replicas: int) -> tuple[Layouts, list[Worker], list[str]]:
     """Tensors on `replicas` ranks, for engines of one worker, each on its own host."""
-    layouts, workers = Layouts(), [Worker(i, f"e{i}") for i in range(engines)]
+    layouts = Layouts()
+    workers = [Worker(i, f"e{i}") for i in range(engines)]
     held = layouts.pattern([whole((512, 64), range(replicas))])
     needed = layouts.pattern([whole((512, 64), range(engines))])
     for number in range(20):
@@ -151,7 +156,9 @@ def test_what_a_host_reads_in_place_takes_none_of_its_memory() -> None:
 
 def test_a_row_longer_than_a_round_is_cut_too() -> None:
     layouts = Layouts()
-    layouts.add("wide", (3, 1000), 4, layouts.pattern([whole((3, 1000), (0,))]), layouts.pattern([whole((3, 1000), (0,))]))
+    layouts.add(
+        "wide", (3, 1000), 4, layouts.pattern([whole((3, 1000), (0,))]), layouts.pattern([whole((3, 1000), (0,))])
+    )
     plan = redistribute(layouts, [Worker(0, "e")], ["t"], 1024)
     assert plan.nbytes.sum() == 12000
     assert max(plan.largest()) <= 1024

@@ -97,7 +97,8 @@ def test_groups_of_torch_meet_in_it(meeting: Meeting) -> None:
 
 
 def _plain(socket: zmq.Socket, meeting: Meeting) -> None:
-    socket.plain_username, socket.plain_password = b"admin", b"admin"
+    socket.plain_username = b"admin"
+    socket.plain_password = b"admin"
 
 
 def _unlisted(socket: zmq.Socket, meeting: Meeting) -> None:
@@ -110,7 +111,9 @@ def _stolen_name(socket: zmq.Socket, meeting: Meeting) -> None:
     socket.curve_publickey = meeting.keys.public.encode()  # of a member, without its secret
 
 
-@pytest.mark.parametrize("disguise", [lambda *_: None, _plain, _unlisted, _stolen_name], ids=["null", "plain", "own-key", "name"])
+@pytest.mark.parametrize(
+    "disguise", [lambda *_: None, _plain, _unlisted, _stolen_name], ids=["null", "plain", "own-key", "name"]
+)
 def test_a_stranger_plants_no_address(meeting: Meeting, disguise: Any) -> None:
     meeting.member().set(ADDRESSES, "of the rank")
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -126,7 +129,9 @@ def test_a_stranger_plants_no_address(meeting: Meeting, disguise: Any) -> None:
 
 def test_torchs_own_client_is_not_let_in(meeting: Meeting) -> None:
     def plant() -> None:
-        store = dist.TCPStore(HERE, meeting.server.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
+        store = dist.TCPStore(
+            HERE, meeting.server.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False
+        )
         store.set(ADDRESSES, "mine")
 
     with pytest.raises(dist.DistError):
@@ -161,11 +166,13 @@ def test_it_listens_on_one_address_or_says_why_not() -> None:
 
 
 def test_a_store_in_a_cycle_of_garbage_is_collected_at_once(meeting: Meeting) -> None:
-    """Collection clears what knows a context's connections before it ends the context: one that is a store's own would wait for them."""
+    """Collection clears what knows a context's connections before it ends the context: one that is a store's own would
+    wait for them."""
 
     class Holder:
         def __init__(self) -> None:
-            self.store, self.itself = meeting.member(), self
+            self.store = meeting.member()
+            self.itself = self
 
     gone = []
     for _ in range(3):

@@ -19,7 +19,11 @@ def test_a_wish_for_keys_waits_for_all_of_them_and_is_answered_once() -> None:
 
 def test_counting_and_comparing_are_torchs() -> None:
     table = Table()
-    assert [table.take(b"a", Ask(i, "add", ["n"], [], by))[0][1].amount for i, by in enumerate([2, 0, -3])] == [2, 2, -1]
+    assert [table.take(b"a", Ask(i, "add", ["n"], [], by))[0][1].amount for i, by in enumerate([2, 0, -3])] == [
+        2,
+        2,
+        -1,
+    ]
     swap = lambda expected, desired: table.take(b"a", Ask(0, "swap", ["k"], [expected, desired]))[0][1].values[0]  # noqa: E731
     assert swap(b"old", b"new") == b"old", "a key that is not there, and was expected to be, stays away"
     assert swap(b"", b"one") == b"one"

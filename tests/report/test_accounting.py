@@ -47,7 +47,9 @@ def hours(spent: Spent) -> dict[str, float]:
 
 moments = st.integers(0, 1000)
 work = st.lists(
-    st.tuples(moments, moments, st.sampled_from(["training", "generating", "updating", "saving", "starting", "waiting"]))
+    st.tuples(
+        moments, moments, st.sampled_from(["training", "generating", "updating", "saving", "starting", "waiting"])
+    )
 )
 
 
@@ -62,10 +64,17 @@ def test_a_division_adds_up(pieces: list, begin: int, length: int) -> None:
 
 
 owners = st.builds(Owner, st.sampled_from("abc"), st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple), work)
-attempts = st.builds(AttemptSpent, moments, moments, st.none() | moments, st.none() | moments, st.lists(owners, max_size=4))
+attempts = st.builds(
+    AttemptSpent, moments, moments, st.none() | moments, st.none() | moments, st.lists(owners, max_size=4)
+)
 
 
-@given(moments, moments, st.dictionaries(st.sampled_from("abcd"), st.integers(0, 4), min_size=1), st.lists(attempts, max_size=3))
+@given(
+    moments,
+    moments,
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 4), min_size=1),
+    st.lists(attempts, max_size=3),
+)
 def test_an_allocation_adds_up_exactly_whatever_it_did(begin: int, length: int, nodes: dict, done: list) -> None:
     spent = Spent(begin, begin + length, nodes, done)
     found = costs([spent])
@@ -122,7 +131,9 @@ STEPS = [span(STEP, number + 1, number + 2, rollout_id=number + 4) for number in
         ([8], 8, 5),  # what came after the last step was not finished
     ],
 )
-def test_lost_is_what_comes_after_the_last_checkpoint(saved: list[int], next_start: int | None, expected: float | None) -> None:
+def test_lost_is_what_comes_after_the_last_checkpoint(
+    saved: list[int], next_start: int | None, expected: float | None
+) -> None:
     track = crank(span(READY, 1, rollout_id=4), *STEPS, *(span(SAVED, 4.5, rollout_id=number) for number in saved))
     assert lost_from(track, next_start) == (None if expected is None else expected * H)
 
@@ -154,14 +165,22 @@ def test_a_killed_run_and_its_continuation(tmp_path: Path) -> None:
         here.mkdir(parents=True)
         (here / "plan.json").write_bytes(msgspec.json.encode(PLAN))
         (here / "hosts.json").write_bytes(msgspec.json.encode([Host("n1", 2), Host("n2", 4), Host("n3", 0)]))
-    first, second = root / "timeline" / "attempt-0", root / "timeline" / "attempt-1"
-    lines(root / "timeline" / "launcher-0.jsonl", head("launcher"), span(BEGINS, 1, stage="", attempt=0), span("alive", 8))
+    first = root / "timeline" / "attempt-0"
+    second = root / "timeline" / "attempt-1"
+    lines(
+        root / "timeline" / "launcher-0.jsonl", head("launcher"), span(BEGINS, 1, stage="", attempt=0), span("alive", 8)
+    )
     lines(
         first / "trainer-0.jsonl", head("trainer", opened=1.5), span(READY, 2, rollout_id=0),
         span(WAIT, 2, 3), span(TRAIN, 3, 4), span(STEP, 2, 4, rollout_id=0), span(SAVE, 4, 4.5), span(SAVED, 4.5, rollout_id=1),
         span(STEP, 4.5, 7, rollout_id=1),
     )  # fmt: skip
-    lines(first / "rollout-0.jsonl", head("rollout", host="n3"), span(GENERATE, 2, 3, engine=0), span(MAKE, 2, 3, rollout_id=0))
+    lines(
+        first / "rollout-0.jsonl",
+        head("rollout", host="n3"),
+        span(GENERATE, 2, 3, engine=0),
+        span(MAKE, 2, 3, rollout_id=0),
+    )
     lines(
         root / "timeline" / "launcher-1.jsonl", head("launcher", 1, opened=100),
         span(BEGINS, 100, stage="", attempt=1), span(ATTEMPT, 100, 104, stage="", attempt=1, status="finished"),
@@ -190,7 +209,9 @@ def test_engines_that_join_bring_their_hosts(tmp_path: Path) -> None:
     root = make(tmp_path / "run")
     (root / "attempts" / "0").mkdir(parents=True)
     (root / "attempts" / "0" / "plan.json").write_bytes(msgspec.json.encode(PLAN))
-    (root / "attempts" / "0" / "hosts.json").write_bytes(msgspec.json.encode([Host("n1", 2), Host("n2", 3), Host("n3", 0)]))
+    (root / "attempts" / "0" / "hosts.json").write_bytes(
+        msgspec.json.encode([Host("n1", 2), Host("n2", 3), Host("n3", 0)])
+    )
     launcher = Track(
         head("launcher"),
         None,

@@ -37,17 +37,24 @@ def test_the_last_lines_of_a_file_of_any_size_and_those_that_come(tmp_path: Path
     assert tail.new() == [b"more" if end else lines[-1] + b"more"]
     path.write_text("anew\n")
     assert tail.new() == [b"anew"], "a file that was cut is read from its beginning"
-    assert FileTail(tmp_path / "none").last(3) == FileTail(tmp_path / "none").new() == last_lines(tmp_path / "none") == []
+    assert (
+        FileTail(tmp_path / "none").last(3) == FileTail(tmp_path / "none").new() == last_lines(tmp_path / "none") == []
+    )
 
 
 @settings(deadline=None)
-@given(st.lists(st.binary(max_size=5).map(lambda b: b.replace(b"\n", b"")), max_size=8), st.integers(0, 9), st.integers(1, 40))
+@given(
+    st.lists(st.binary(max_size=5).map(lambda b: b.replace(b"\n", b"")), max_size=8),
+    st.integers(0, 9),
+    st.integers(1, 40),
+)
 def test_lines_that_lie_across_blocks(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], count: int, block: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "blocks.log"
     path.write_bytes(b"".join(line + b"\n" for line in lines) + b"torn")
-    before, file_tail.BLOCK = file_tail.BLOCK, block
+    before = file_tail.BLOCK
+    file_tail.BLOCK = block
     try:
         assert last_lines(path, count) == lines[max(0, len(lines) - count) :]
         within = last_lines(path, count, within=block)
@@ -69,9 +76,12 @@ def test_a_long_file_costs_no_more_than_a_short_one(tmp_path: Path, monkeypatch:
     assert tail.last(1) == [b'{"rollout_id": 9}'] and tail.new() == []
 
 
-def test_following_takes_each_line_once_even_if_it_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_takes_each_line_once_even_if_it_comes_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, found = tmp_path / "x", list[bytes]()
-    tail, whole = FileTail(path), b"".join(b"line %d\n" % i for i in range(20))
+    tail = FileTail(path)
+    whole = b"".join(b"line %d\n" % i for i in range(20))
     assert tail.new() == []
     for cut in range(0, len(whole), 7):
         with path.open("ab") as file:

@@ -67,7 +67,9 @@ def test_resuming_forgets_the_steps_that_come_again(rundir: RunDir, start: int, 
     log.truncate(start)
     assert list(read_metrics(rundir.metrics_file)) == kept
     log.append(start, {"train/loss": 2.0})
-    assert [row["rollout_id"] for row in read_metrics(rundir.metrics_file)] == [row["rollout_id"] for row in kept] + [start]
+    assert [row["rollout_id"] for row in read_metrics(rundir.metrics_file)] == [row["rollout_id"] for row in kept] + [
+        start
+    ]
 
 
 def test_an_evaluation_that_is_logged_is_known(rundir: RunDir) -> None:
@@ -95,7 +97,9 @@ def test_tensorboard_has_the_same_numbers_without_torch(rundir: RunDir) -> None:
     )
 
 
-def test_tensorboard_hides_the_steps_that_come_again_and_nothing_else(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_hides_the_steps_that_come_again_and_nothing_else(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = iter(range(1_000_000, 1_001_000))
     monkeypatch.setattr(metrics.time, "time", lambda: float(next(now)))
     first = MetricsLog(rundir)
@@ -120,7 +124,9 @@ def test_a_number_that_is_none_is_still_json(rundir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
-def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+def test_a_full_disk_is_one_error_that_names_the_file(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
     monkeypatch.setattr(storage, "PATIENCE", 0.0)
     if full == "metrics.jsonl":
         rundir.metrics_file.symlink_to("/dev/full")
@@ -186,7 +192,8 @@ def test_failed_gradings_are_counted_and_placed(rundir: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"), [([0.09], "held-out accuracy: 0.09  run"), ([-3.5, 2.0], "held-out mean reward: -3.50 -> 2.00  run")]
+    ("values", "said"),
+    [([0.09], "held-out accuracy: 0.09  run"), ([-3.5, 2.0], "held-out mean reward: -3.50 -> 2.00  run")],
 )
 def test_one_evaluation_is_one_number_and_other_rewards_are_no_accuracy(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, values: list[float], said: str
@@ -243,7 +250,9 @@ def test_what_a_start_waits_for_is_said_and_said_again(rundir: RunDir, monkeypat
     for name in ("GLANCE", "EVERY", "AGAIN"):
         monkeypatch.setattr(progress, name, 0.0)
     bar = Progress(rundir, "grpo", 4)
-    rundir.plan_file.write_text(json.dumps({"run_id": "r", "attempt": 0, "trainers": [{}], "engines": [{}, {}], "rollout": {}}))
+    rundir.plan_file.write_text(
+        json.dumps({"run_id": "r", "attempt": 0, "trainers": [{}], "engines": [{}, {}], "rollout": {}})
+    )
     bar.poll()
     publish(rundir, StorePeer(host="h", port=1))
     publish(rundir, MeetingPeer(host="h", port=1, rpc_port=2))  # of an engine that is not up yet
@@ -286,7 +295,8 @@ def test_progress_of_a_resumed_stage_begins_where_it_goes_on(rundir: RunDir) -> 
 
 
 def test_metrics_that_were_removed_are_missed(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """While they are written, and when the run goes on; what is written later is whole, and a run that was not touched says nothing."""
+    """While they are written, and when the run goes on; what is written later is whole, and a run that was not touched
+    says nothing."""
     log = MetricsLog(rundir)
     log.truncate(0)
     for step in range(3):

@@ -65,8 +65,16 @@ def test_ticks_are_round(low: float, high: float, count: int, expected: list[flo
 
 def test_a_column_shows_what_filled_most_of_it() -> None:
     unit = 1000  # microseconds a column
-    bars = [Bar(0, 10 * unit, "training"), Bar(10 * unit, 10 * unit + 400, "saving"), Bar(12 * unit, 12 * unit + 600, "saving")]
-    bars += [Bar(20 * unit, 20 * unit + 300, "training"), Bar(20 * unit + 300, 21 * unit, "generating"), Bar(30, 5, "lost")]
+    bars = [
+        Bar(0, 10 * unit, "training"),
+        Bar(10 * unit, 10 * unit + 400, "saving"),
+        Bar(12 * unit, 12 * unit + 600, "saving"),
+    ]
+    bars += [
+        Bar(20 * unit, 20 * unit + 300, "training"),
+        Bar(20 * unit + 300, 21 * unit, "generating"),
+        Bar(30, 5, "lost"),
+    ]
     assert raster(bars, 0, COLUMNS * unit) == [(0, 10, "training"), (12, 13, "saving"), (20, 21, "generating")]
     many = [Bar(i, i + 1, "training") for i in range(0, 20_000, 2)]
     assert len(raster(many, 0, 20_000)) <= COLUMNS
@@ -109,10 +117,15 @@ def run(tmp_path: Path) -> Path:
             span(STEP, begun + 0.05 * (n + 1), begun + 0.05 * (n + 2), rollout_id=n),
         )
     ]
-    ready, saved = span(READY, begun + 0.05, rollout_id=0), span(SAVED, begun + 0.2, rollout_id=3)
+    ready = span(READY, begun + 0.05, rollout_id=0)
+    saved = span(SAVED, begun + 0.2, rollout_id=3)
     lines(here / "trainer-0.jsonl", head("trainer", opened=begun), ready, *trained, saved)
     lines(here / "rollout-0.jsonl", head("rollout", opened=begun), span(GENERATE, begun + 0.05, begun + 0.07, engine=0))
-    log(root, *steps(3, **{"perf/wait_time_ratio": 0.4, "staleness/share/0": 0.9}), {"rollout_id": 2, "eval/<b>/accuracy": 0.5})
+    log(
+        root,
+        *steps(3, **{"perf/wait_time_ratio": 0.4, "staleness/share/0": 0.9}),
+        {"rollout_id": 2, "eval/<b>/accuracy": 0.5},
+    )
     sample = {"group": 0, "index": 0, "prompt": EVIL, "response": EVIL, "label": EVIL, "reward": 1.0, "status": EVIL}
     (root / "samples").mkdir()
     (root / "samples" / "00000002.jsonl").write_text(json.dumps(sample) + "\n")
@@ -144,34 +157,55 @@ def test_a_report_shows_everything_and_needs_nothing(run: Path, capsys: pytest.C
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html and "{{ 1 }} {% x %}" in html  # shown, not obeyed
     tags, attributes = parts(html)
     assert tags.isdisjoint({"script", "img", "link", "iframe", "object", "use", "image"})
-    assert attributes.isdisjoint({"src", "href", "xlink:href", "style"}) and not any(name.startswith("on") for name in attributes)
+    assert attributes.isdisjoint({"src", "href", "xlink:href", "style"}) and not any(
+        name.startswith("on") for name in attributes
+    )
     assert not re.search(r"url\(|@import|https?://", html)
     assert html.count("<svg") > 7 and "idle share" in html and "The last 3 steps" in html
-    for word in ("held-out accuracy", "&lt;b&gt; 0.500", "engine-0", "trainer-0", "total", "Step 2: the greatest reward"):
+    for word in (
+        "held-out accuracy",
+        "&lt;b&gt; 0.500",
+        "engine-0",
+        "trainer-0",
+        "total",
+        "Step 2: the greatest reward",
+    ):
         assert word in html, word
 
 
 def test_a_report_draws_what_own_functions_log_and_says_what_failed(run: Path) -> None:
     log(
-        run, *({"rollout_id": i, "rollout/reward/exact": 0.5, "rollout/<own>": 3.0, "rollout/reward_errors": 1.0} for i in (0, 1))
+        run,
+        *(
+            {"rollout_id": i, "rollout/reward/exact": 0.5, "rollout/<own>": 3.0, "rollout/reward_errors": 1.0}
+            for i in (0, 1)
+        ),
     )
-    log(run, {"rollout_id": 1, "eval/a/accuracy": 0.5, "eval/a/pass@2": 0.6, "eval/a/majority@2": 0.4, "eval/a/mine": 1.0})
+    log(
+        run,
+        {"rollout_id": 1, "eval/a/accuracy": 0.5, "eval/a/pass@2": 0.6, "eval/a/majority@2": 0.4, "eval/a/mine": 1.0},
+    )
     log(run, {"rollout_id": 2, "eval/a/accuracy": 0.75, "eval/a/reward/exact": 0.5, "my group/x": 1.0})
     assert main(["report", str(run)]) == 0
     html = (run / "report.html").read_text()
     titles = re.findall(r'class="title">([^<]*)<', html)
     assert titles[-4:] == ["failed gradings", "rollout/&lt;own&gt;", "eval/a/mine", "my group/x"]
     assert {"parts of the reward", "a: parts of the reward", "a: pass@k, majority@n"} <= set(titles)
-    for word in (">pass@2<", ">majority@2<", "a 0.500 -&gt; 0.750", "2 rollout gradings failed and counted as reward 0"):
+    for word in (
+        ">pass@2<",
+        ">majority@2<",
+        "a 0.500 -&gt; 0.750",
+        "2 rollout gradings failed and counted as reward 0",
+    ):
         assert word in html, word
 
 
 def test_the_bill_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bill", str(run)]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^training +0.09\d+ ", text, re.MULTILINE) and re.search(r"^total +0\.\d+ +100.0 %", text, re.MULTILINE), (
-        text
-    )
+    assert re.search(r"^training +0.09\d+ ", text, re.MULTILINE) and re.search(
+        r"^total +0\.\d+ +100.0 %", text, re.MULTILINE
+    ), text
     assert main(["bill", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(found["node_hours"].values()) == pytest.approx(found["total"], rel=1e-12) and found["total"] > 0
@@ -200,8 +234,16 @@ def test_what_is_not_there_is_said(name: str, tmp_path: Path, capsys: pytest.Cap
 def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
     rows = [
         {"rollout_id": 0, "policy_version": 2, "staleness/tokens/0": 10.0},
-        {"rollout_id": 1, "policy_version": 4, "staleness/tokens/0": 3.0, "staleness/tokens/2": 5.0, "staleness/tokens/8+": 1.0},
+        {
+            "rollout_id": 1,
+            "policy_version": 4,
+            "staleness/tokens/0": 3.0,
+            "staleness/tokens/2": 5.0,
+            "staleness/tokens/8+": 1.0,
+        },
         {"rollout_id": 1, "eval/x/accuracy": 1.0},
     ]
     assert tokens_by_version(rows) == {0: 15.0, 2: 3.0}
-    assert tokens_by_version(rows[:1]) == {1: 10.0} and tokens_by_version([]) == {}, "of one step it is taken to be one version"
+    assert tokens_by_version(rows[:1]) == {1: 10.0} and tokens_by_version([]) == {}, (
+        "of one step it is taken to be one version"
+    )

@@ -132,17 +132,29 @@ def test_tracks_of_a_host_move_together() -> None:
 
 
 def test_spans_of_a_thread_nest() -> None:
-    spans = [Span("a", 0, 10, {}), Span("b", 2, 5, {}), Span("c", 4, 12, {}), Span("d", 5, 9, {}), Span("e", 12, 13, {})]
+    spans = [
+        Span("a", 0, 10, {}),
+        Span("b", 2, 5, {}),
+        Span("c", 4, 12, {}),
+        Span("d", 5, 9, {}),
+        Span("e", 12, 13, {}),
+    ]
     assert {span.name: lane for lane, span in lanes(spans)} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 1}
 
 
 def test_a_trace_has_a_process_a_track() -> None:
     tracks = [
         Track(
-            header("rollout", 0, "n2", 1000), 0, [Span(GENERATE, 2000, 5000, {"engine": 10}), Span("#r", 2500, 2500, {"n": 3})]
+            header("rollout", 0, "n2", 1000),
+            0,
+            [Span(GENERATE, 2000, 5000, {"engine": 10}), Span("#r", 2500, 2500, {"n": 3})],
         ),
         Track(header("engine", 10, "n3", 1500), 0, [Span("start up", 1500, 1900, {})]),
-        Track(header("trainer", 0, "n1", 1000), 0, [Span("train", 3000, 4000, {"rollout_id": 1}), Span("saved", 4100, 4100, {})]),
+        Track(
+            header("trainer", 0, "n1", 1000),
+            0,
+            [Span("train", 3000, 4000, {"rollout_id": 1}), Span("saved", 4100, 4100, {})],
+        ),
         Track(header("trainer", 0, "n1", 9000), 1, [Span("train", 9500, 9900, {"rollout_id": 1})]),
     ]
     found = json.loads(json.dumps(trace(tracks, "r")))

@@ -1,4 +1,5 @@
-"""One rollout ahead: what a run that goes on learns from is what it had sampled, with the weights that it has no more."""
+"""One rollout ahead: what a run that goes on learns from is what it had sampled, with the weights that it has no
+more."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Ahead(Attempt):
         self.ahead.begin(rollout)
 
     async def made(self, rollout_id: int) -> tuple[Rollout, Any]:
-        """As the loop has it: sampled with the weights of before the rollout before it; what a snapshot after it says."""
+        """As the loop has it: sampled with the weights of before the rollout before it; what a snapshot after it
+        says."""
         made = await self.ahead.make(rollout_id, max(0, rollout_id - 1), rollout_id)
         check_staleness(made.rollout.samples(), rollout_id, self.options.staleness_bound)
         assert self.shelf.ledger.holds()
@@ -60,7 +62,9 @@ def test_a_rollout_that_was_made_ahead_is_taken_from_disk(tmp_path: Path, filter
                 first.trained(rollout_id - 1, saved=max(0, rollout_id - 1))
         # the checkpoint after rollout 1; rollouts 2 and 3 were made
         second = Ahead(path, 2, states[1], **more)
-        assert [file.name for file in sorted((path / FOLDER).iterdir())] == ["00000002.made"], "3 is of a history that is no more"
+        assert [file.name for file in sorted((path / FOLDER).iterdir())] == ["00000002.made"], (
+            "3 is of a history that is no more"
+        )
         rollout, state = await second.made(2)
         assert said(rollout) == found[2] and rollout.version == 1 and not second.sampler.asked
         assert state == states[2]
@@ -83,11 +87,15 @@ def test_files_that_no_restart_can_ask_for_are_gone(tmp_path: Path) -> None:
             attempt.trained(rollout_id, saved=4 if rollout_id > 3 else 0)
         return [file.stem for file in sorted((attempt.rundir.root / FOLDER).iterdir())]
 
-    assert asyncio.run(files()) == ["00000004", "00000005", "00000006"], "the checkpoint of version 4 goes on with rollout 4"
+    assert asyncio.run(files()) == ["00000004", "00000005", "00000006"], (
+        "the checkpoint of version 4 goes on with rollout 4"
+    )
     assert asyncio.run(files(save_interval=None)) == ["00000006"]
 
 
-def test_a_file_of_another_history_or_a_damaged_one_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_another_history_or_a_damaged_one_is_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def run() -> None:
         path = tmp_path / "run"
         first = Ahead(path)
@@ -99,10 +107,14 @@ def test_a_file_of_another_history_or_a_damaged_one_is_left_out(tmp_path: Path, 
         assert len(second.sampler.asked) == 12
         third = Ahead(path, 1, state)
         made = await third.ahead.make(1, 0, 5)
-        assert made.rollout.version == 0 and len(third.sampler.asked) == 12, "it was made for a trainer at another version"
+        assert made.rollout.version == 0 and len(third.sampler.asked) == 12, (
+            "it was made for a trainer at another version"
+        )
 
     asyncio.run(run())
-    assert "is left out, and its rollout is made anew" in (said := capfd.readouterr().err) and "of another history" in said
+    assert (
+        "is left out, and its rollout is made anew" in (said := capfd.readouterr().err) and "of another history" in said
+    )
 
 
 def test_what_cannot_be_kept_is_an_error(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def test_a_polynomial_is_its_expansion_and_no_other(roots: list[int], changed: i
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=6, unique=True), st.randoms(use_true_random=False))
 def test_a_set_has_no_order_and_a_tuple_has(numbers: list[int], chance: Any) -> None:
     shuffled = chance.sample(numbers, len(numbers))
-    one, other = ", ".join(map(str, numbers)), ",".join(map(str, shuffled))
+    one = ", ".join(map(str, numbers))
+    other = ",".join(map(str, shuffled))
     assert equivalent(rf"\{{{one}\}}", rf"\{{{other}\}}") and equivalent(one, other)
     assert equivalent(f"({one})", f"({other})") == (numbers == shuffled)
     assert not equivalent(rf"\{{{one}\}}", rf"\{{{other}, 100\}}")

@@ -32,7 +32,9 @@ def make(group: int, index: int, length: int = 3, version: int = 5, **fields: ob
 
 
 def groups(count: int, first: int = 0) -> list[Group]:
-    file = PromptFile(Path("p.jsonl"), tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(first + count)), 0, "")
+    file = PromptFile(
+        Path("p.jsonl"), tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(first + count)), 0, ""
+    )
     return PromptSource(file, 0, False).take(first + count)[first:]
 
 
@@ -147,8 +149,11 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
         assert share.step_tokens == masked, "the loss mask of all ranks"
         assert share.table["reward"].tolist() == rewards, "of all ranks"
         assert share.table[share.own].tobytes() == share.batch.rows.tobytes()
-        assert sorted(i for step in share.micro_batches for micro in step for i in micro) == list(range(len(share.batch)))
-        tokens, mask = share.batch.token_offsets, share.batch.response_offsets
+        assert sorted(i for step in share.micro_batches for micro in step for i in micro) == list(
+            range(len(share.batch))
+        )
+        tokens = share.batch.token_offsets
+        mask = share.batch.response_offsets
         for number, step in enumerate(share.micro_batches):
             for micro in step:
                 assert micro
@@ -192,18 +197,26 @@ def _shapes(lengths: list[int], **values: object) -> list[list[int]]:
 
 
 def test_shares_follow_the_layout() -> None:
-    """The token limit is one rank's: context-parallel ranks hold a micro-batch together; virtual stages ask for a multiple."""
+    """The token limit is one rank's: context-parallel ranks hold a micro-batch together; virtual stages ask for a
+    multiple."""
     lengths = [6, 6, 6, 6]
     packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": len(full(lengths, 1).samples()[0].tokens)}
     assert [len(rank) for rank in _shapes(lengths, actor_num_gpus_per_node=1, **packed)] == [4]
     assert [len(rank) for rank in _shapes(lengths, actor_num_gpus_per_node=2, context_parallel_size=2, **packed)] == [2]
-    stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "actor_num_gpus_per_node": 2}
+    stages = {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "actor_num_gpus_per_node": 2,
+    }
     assert [len(rank) for rank in _shapes(lengths, micro_batch_size=4, **stages)] == [2], "a multiple of the stages"
 
 
 def test_shares_are_balanced_unless_told_otherwise() -> None:
-    lengths, each = [12, 1] * 4, {"actor_num_gpus_per_node": 2, "micro_batch_size": 8}
-    loads = {balance: [sum(rank) for rank in _shapes(lengths, balance_data=balance, **each)] for balance in (True, False)}
+    lengths = [12, 1] * 4
+    each = {"actor_num_gpus_per_node": 2, "micro_batch_size": 8}
+    loads = {
+        balance: [sum(rank) for rank in _shapes(lengths, balance_data=balance, **each)] for balance in (True, False)
+    }
     assert loads[True][0] == loads[True][1] and loads[False][0] > 2 * loads[False][1]
 
 
@@ -216,7 +229,8 @@ def test_shares_are_balanced_unless_told_otherwise() -> None:
 def test_responses_of_several_samples_stay_whole_and_are_counted_once(
     lengths: list[list[int]], layout: tuple[int, int], cap: int | None
 ) -> None:
-    """8 responses, 4 of a group, each of one to four samples; every step gets as many responses, and every rank samples."""
+    """8 responses, 4 of a group, each of one to four samples; every step gets as many responses, and every rank
+    samples."""
     dp, steps = layout
     rollout = Rollout(3, 5, groups(2), 4)
     for i, several in enumerate(lengths):
@@ -232,7 +246,9 @@ def test_responses_of_several_samples_stay_whole_and_are_counted_once(
     )
     shares = make_shares(rollout, options, batch_metrics(rollout, 5, 1.0))
     table, real = shares[0].table, shares[0].table["status"] != 0
-    assert sum(real) == sum(map(len, lengths)) and sorted(np.concatenate([s.own for s in shares])) == list(range(len(table)))
+    assert sum(real) == sum(map(len, lengths)) and sorted(np.concatenate([s.own for s in shares])) == list(
+        range(len(table))
+    )
     assert shares[0].metrics["rollout/reward"] == 3.5, "the mean over responses"
     first = 0
     for step, size in enumerate(shares[0].step_samples):
@@ -246,7 +262,9 @@ def test_responses_of_several_samples_stay_whole_and_are_counted_once(
         assert shares[0].step_tokens[step] == sum(map(sum, mine)) and size - len(found) < dp and size % dp == 0
         first += size
     for share in shares:
-        assert cap or [sum(map(len, step)) for step in share.micro_batches] == [size // dp for size in share.step_samples]
+        assert cap or [sum(map(len, step)) for step in share.micro_batches] == [
+            size // dp for size in share.step_samples
+        ]
         assert len({len(s.micro_batches[0]) for s in shares}) == 1
         filling = share.batch.rows["status"] == 0
         at = share.batch.response_offsets[:-1][filling]

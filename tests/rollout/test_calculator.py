@@ -1,4 +1,5 @@
-"""The example's calculator: what it calculates, and that nothing which the policy writes can hold it up or break out."""
+"""The example's calculator: what it calculates, and that nothing which the policy writes can hold it up or break
+out."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_the_prompts_are_products_and_held_out_ones_are_nowhere_else(tmp_path: P
         assert row["label"] == str(int(a) * int(b))
         if isinstance(row["prompt"], list):
             assert (
-                row["prompt"][-1] == {"role": "tool", "content": row["label"]} and row["response"] == f"\\boxed{{{row['label']}}}"
+                row["prompt"][-1] == {"role": "tool", "content": row["label"]}
+                and row["response"] == f"\\boxed{{{row['label']}}}"
             )
             kinds["tool"] += 1
         elif "response" in row:

@@ -35,11 +35,15 @@ TALK = [
 ]
 
 
-def learn(path: Path, template: str, messages: list[dict[str, Any]], eos: Any = 1, **values: Any) -> tuple[Tokenizer, Prompt]:
+def learn(
+    path: Path, template: str, messages: list[dict[str, Any]], eos: Any = 1, **values: Any
+) -> tuple[Tokenizer, Prompt]:
     hf = make_tokenizer()
     hf.chat_template = template
     hf.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": eos}))
+    (path / "config.json").write_text(
+        json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": eos})
+    )
     (path / "talk.jsonl").write_text(json.dumps({"messages": messages}))
     options = Options(loss_type="sft_loss", input_key="messages", apply_chat_template=True, **values)
     tokenizer = Tokenizer(path)
@@ -58,7 +62,9 @@ def test_every_turn_of_the_assistant_is_learned_with_its_end(tmp_path: Path) -> 
     assert said(tokenizer, prompt) == ["2<|end|>", "4<|end|>"]
     assert tokenizer._hf.decode(prompt.tokens) == "<|user|>1+1=<|end|>\n<|assistant|>"
     whole = tokenizer.render(TALK, generation=False)
-    assert tokenizer._hf.decode(np.concatenate([prompt.tokens, prompt.target])) == whole.rstrip("\n"), "up to the last turn's end"
+    assert tokenizer._hf.decode(np.concatenate([prompt.tokens, prompt.target])) == whole.rstrip("\n"), (
+        "up to the last turn's end"
+    )
 
 
 def test_the_sample_carries_the_mask(tmp_path: Path) -> None:
@@ -79,7 +85,8 @@ def test_a_message_may_be_left_out_of_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_template_that_treats_the_last_turn_alone_otherwise(tmp_path: Path) -> None:
-    """Each turn is learned as the model will be asked for it: the earlier one as it stands in the prompt of the later one."""
+    """Each turn is learned as the model will be asked for it: the earlier one as it stands in the prompt of the later
+    one."""
     thought = [*TALK[:3], TALK[3] | {"reasoning_content": "22"}]
     tokenizer, prompt = learn(tmp_path, THINKING, thought)
     assert said(tokenizer, prompt) == ["2<|end|>", "(22)4<|end|>"]
@@ -104,7 +111,11 @@ def test_a_template_whose_turns_end_with_the_next_role(tmp_path: Path) -> None:
             TALK,
             "message 2 cannot be told apart: the chat template does not begin a conversation",
         ),
-        (PLAIN, [TALK[0], {"role": "assistant", "content": "2<|end|>3"}], "message 2 holds <|end|>, the token that ends a turn"),
+        (
+            PLAIN,
+            [TALK[0], {"role": "assistant", "content": "2<|end|>3"}],
+            "message 2 holds <|end|>, the token that ends a turn",
+        ),
         (PLAIN, TALK[:3], "the conversation ends with a message of 'user'"),
     ],
 )

@@ -35,9 +35,15 @@ def drive(attempt: Attempt) -> subprocess.Popen[bytes]:
 
 
 def test_sampling_without_a_trainer(tmp_path: Path, model: Path) -> None:
-    """Every rollout under version 0; a stop in the middle, then on with the next prompts; and training from what was saved."""
+    """Every rollout under version 0; a stop in the middle, then on with the next prompts; and training from what was
+    saved."""
     saved = str(tmp_path / "data/{rollout_id}")
-    more: dict[str, Any] = {"debug_rollout_only": True, "save_debug_rollout_data": saved, "num_rollout": 4, "eval_interval": 2}
+    more: dict[str, Any] = {
+        "debug_rollout_only": True,
+        "save_debug_rollout_data": saved,
+        "num_rollout": 4,
+        "eval_interval": 2,
+    }
     root = tmp_path / "run"
     with Attempt(root, model, None, None, **more) as attempt:
         driver = drive(attempt)
@@ -61,9 +67,13 @@ def test_sampling_without_a_trainer(tmp_path: Path, model: Path) -> None:
     evaluations = [row["rollout_id"] for row in read_metrics(root / "metrics.jsonl") if "eval/held/accuracy" in row]
     assert steps == [0, 1, 2, 3] and set(evaluations) >= {-1, 3}
     groups = [
-        json.loads(line)["group"] for step in range(4) for line in (root / f"samples/{step:08d}.jsonl").read_text().splitlines()
+        json.loads(line)["group"]
+        for step in range(4)
+        for line in (root / f"samples/{step:08d}.jsonl").read_text().splitlines()
     ]
-    assert groups == [group for group in range(4 * GROUPS) for _ in range(EACH)], "no prompt is left out, none comes twice"
+    assert groups == [group for group in range(4 * GROUPS) for _ in range(EACH)], (
+        "no prompt is left out, none comes twice"
+    )
     replay(tmp_path, model, saved, root)
 
 

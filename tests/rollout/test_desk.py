@@ -1,4 +1,5 @@
-"""The registry at work: requests wait for engines that wait for weights, go elsewhere, and come back; engines are added and let go."""
+"""The registry at work: requests wait for engines that wait for weights, go elsewhere, and come back; engines are added
+and let go."""
 
 from __future__ import annotations
 
@@ -35,11 +36,14 @@ class Office:
     """Fake engines with supervisors that say what the test says, a pool, a desk, and the generator that asks."""
 
     def __init__(self, path: Path, stack: ExitStack, *scripts: Script | None) -> None:
-        self.rundir, self.stack = RunDir.create(path / "run"), stack
+        self.rundir = RunDir.create(path / "run")
+        self.stack = stack
         self.rundir.begin()
         make_keys(self.rundir, 1)
         self.engines = [self.engine(script) for script in scripts]
-        self.plan = Plan("test", 0, (Place("a", (0,)),), tuple(Place("a", (i,)) for i in range(len(scripts))), Place("a", ()))
+        self.plan = Plan(
+            "test", 0, (Place("a", (0,)),), tuple(Place("a", (i,)) for i in range(len(scripts))), Place("a", ())
+        )
 
     def engine(self, script: Script | None = None) -> FakeEngine:
         return self.stack.enter_context(FakeEngine(script, keys_of(self.rundir)))
@@ -178,7 +182,9 @@ def test_engines_are_added_and_let_go(tmp_path: Path, stack: ExitStack) -> None:
     Office(tmp_path, stack, slow).run(job)
 
 
-def test_without_any_engine_left_the_run_ends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_engine_left_the_run_ends(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(desks, "LAST_WORDS", 0.2)
 
     async def job(office: Office) -> None:

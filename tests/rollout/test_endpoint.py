@@ -1,4 +1,5 @@
-"""The OpenAI-compatible endpoint: which requests go on with which conversation, with the very tokens, and who is let in."""
+"""The OpenAI-compatible endpoint: which requests go on with which conversation, with the very tokens, and who is let
+in."""
 
 from __future__ import annotations
 
@@ -68,7 +69,11 @@ def test_a_chat_that_goes_on_keeps_its_tokens_and_another_begins_anew(tokenizer:
             "chat/completions", {"messages": [user("1+1")], "temperature": 1, "user": "me", "max_tokens": 9}
         )
         message = first["choices"][0]["message"]
-        assert (status, message, first["choices"][0]["finish_reason"]) == (200, {"role": "assistant", "content": "ab"}, "stop")
+        assert (status, message, first["choices"][0]["finish_reason"]) == (
+            200,
+            {"role": "assistant", "content": "ab"},
+            "stop",
+        )
         # as clients send it back: content in parts, fields of theirs, a space
         again = {"role": "assistant", "content": [{"type": "text", "text": "ab "}], "refusal": None}
         _, second = await ask("chat/completions", {"messages": [user("1+1"), again, user("more")]})
@@ -93,7 +98,16 @@ def test_completions_go_on_by_text_and_by_tokens(tokenizer: Tokenizer) -> None:
         _, first = await ask("completions", {"prompt": "1+1=", "stop": "c"})
         assert first["choices"][0]["text"] == "ab", "without what ended it, as OpenAI has it"
         await ask("completions", {"prompt": "1+1=abc<a>"})
-        assert words(tokenizer, session.dialogues[0].trajectory.tokens) == [*"1+1=", "a", "b", "c", *"<a>", "a", "b", "c"]
+        assert words(tokenizer, session.dialogues[0].trajectory.tokens) == [
+            *"1+1=",
+            "a",
+            "b",
+            "c",
+            *"<a>",
+            "a",
+            "b",
+            "c",
+        ]
         tokens = tokenizer.encode(["m"])[0].tolist()
         await ask("completions", {"prompt": tokens})
         await ask("completions", {"prompt": [*session.dialogues[1].trajectory.tokens, *tokens]})
@@ -136,9 +150,21 @@ def test_room_is_that_of_the_whole_response(tokenizer: Tokenizer) -> None:
             {"messages": [user("a")], "response_format": {"type": "json_object"}},
             "response_format is not served",
         ),
-        ("chat/completions", {"messages": [user("a")], "tools": [{}], "tool_choice": "required"}, "tool_choice is not served"),
-        ("chat/completions", {"messages": [user("a")], "tools": [{}], "tool_choice": "none"}, "tool_choice is not served"),
-        ("chat/completions", {"messages": [user("a")], "logprobs": True, "top_logprobs": 3}, "top_logprobs is not served"),
+        (
+            "chat/completions",
+            {"messages": [user("a")], "tools": [{}], "tool_choice": "required"},
+            "tool_choice is not served",
+        ),
+        (
+            "chat/completions",
+            {"messages": [user("a")], "tools": [{}], "tool_choice": "none"},
+            "tool_choice is not served",
+        ),
+        (
+            "chat/completions",
+            {"messages": [user("a")], "logprobs": True, "top_logprobs": 3},
+            "top_logprobs is not served",
+        ),
         ("chat/completions", {"messages": [user("a")], "logprobs": 1}, "logprobs 1 is neither true nor false"),
         ("chat/completions", {"messages": [user("a")], "frequency_penalty": 0.5}, "frequency_penalty is not served"),
         ("chat/completions", {"messages": [user("a")], "prompt": "a"}, "prompt is not served"),
@@ -231,7 +257,10 @@ def test_a_route_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
     async def work(ask: Ask, session: Session, policy: Policy) -> None:
         for path in ("responses", "embeddings", "models"):  # the last is asked with GET
             status, answer = await ask(path, {})
-            assert status == 404 and f"POST /v1/{path} is not served: there are POST /v1/chat/comp" in answer["error"]["message"]
+            assert (
+                status == 404
+                and f"POST /v1/{path} is not served: there are POST /v1/chat/comp" in answer["error"]["message"]
+            )
 
     served(tokenizer, work)
 
@@ -240,7 +269,9 @@ def test_calls_are_found_though_their_marks_are_special_tokens() -> None:
     whole = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert answer('{"name": "add", "arguments": {}}', whole, True, 3)["tool_calls"][0]["function"]["name"] == "add"
     assert (
-        answer("text", "text<|x|>", True, 3) == answer("text", "text<|x|>", False, 3) == {"role": "assistant", "content": "text"}
+        answer("text", "text<|x|>", True, 3)
+        == answer("text", "text<|x|>", False, 3)
+        == {"role": "assistant", "content": "text"}
     )
 
 
@@ -252,7 +283,8 @@ def test_keys_sizes_and_engines(tokenizer: Tokenizer) -> None:
         policy.broken = PeerError("engine-0 answered a completion without tokens")
         status, answer = await ask("tokens", {"tokens": [7]})
         assert status == 503 and "engine-0" in answer["error"]["message"] and session.broken is policy.broken
-        policy.broken, policy.status = None, ABORTED
+        policy.broken = None
+        policy.status = ABORTED
         status, answer = await ask("tokens", {"tokens": [7]})
         assert (status, answer["error"]["code"], session.ended) == (400, "ended_early", True)
 

@@ -44,11 +44,17 @@ class Bench:
     """Fake engines, a run directory in which they are published, and one job against them."""
 
     def __init__(self, path: Path, stack: ExitStack, lean: bool) -> None:
-        self.path, self.stack, self.lean = path, stack, lean
+        self.path = path
+        self.stack = stack
+        self.lean = lean
         self.engines: list[FakeEngine] = []
 
     def run(
-        self, job: Callable[[Generator, EnginePool], Any], *scripts: Script | None, model_len: int | None = None, **options: Any
+        self,
+        job: Callable[[Generator, EnginePool], Any],
+        *scripts: Script | None,
+        model_len: int | None = None,
+        **options: Any,
     ) -> Any:
         rundir = RunDir.create(self.path / "run")
         rundir.begin()
@@ -129,7 +135,9 @@ def test_a_good_answer(bench: Bench) -> None:
     choice = good(body)["choices"][0]
     assert found.tokens.tolist() == choice["token_ids"] and found.tokens.dtype == np.int32
     assert found.logprobs.tolist() == [np.float32(c["logprob"]) for c in choice["logprobs"]["content"]]
-    assert found.versions.tolist() == [4] * len(found.tokens), "an engine that says nothing answers under the version of the call"
+    assert found.versions.tolist() == [4] * len(found.tokens), (
+        "an engine that says nothing answers under the version of the call"
+    )
     assert found.status == {"stop": COMPLETED, "length": TRUNCATED}[choice["finish_reason"]]
 
 
@@ -137,7 +145,10 @@ def test_versions_are_the_engines_own(bench: Bench) -> None:
     def spans(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:
         answer = good(body)
         n = len(answer["choices"][0]["token_ids"])
-        answer["choices"][0]["weight_versions"] = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": n}]
+        answer["choices"][0]["weight_versions"] = [
+            {"version": "2", "start": 0, "end": 1},
+            {"version": "3", "start": 1, "end": n},
+        ]
         return answer
 
     found = bench.run(one, spans)
@@ -347,7 +358,8 @@ def test_garbage_is_an_error_that_names_the_engine(stock: Bench, script: Script,
 
 def answer(**fields: Any) -> bytes:
     """A frame of three good tokens with some fields of its choice replaced."""
-    tokens, logprobs = np.asarray([5, 6, 7], "<i4").tobytes(), np.asarray([-1, -2, -3], "<f4").tobytes()
+    tokens = np.asarray([5, 6, 7], "<i4").tobytes()
+    logprobs = np.asarray([-1, -2, -3], "<f4").tobytes()
     return frame(Answer(**({"index": 0, "reason": "stop", "tokens": tokens, "logprobs": logprobs} | fields)))
 
 
@@ -385,11 +397,15 @@ def ints(*values: int) -> bytes:
         (answer(spans=[("3", 0, 2), ("4", 2, 4)]), "weight versions that do not cover"),
     ],
 )
-def test_bytes_that_are_no_frames_of_samples_are_an_error_that_names_the_engine(lean: Bench, data: bytes, words: str) -> None:
+def test_bytes_that_are_no_frames_of_samples_are_an_error_that_names_the_engine(
+    lean: Bench, data: bytes, words: str
+) -> None:
     async def job(generator: Generator, pool: EnginePool) -> None:
         asked = (generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(2))
         *_, error = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(error, PeerError) and "engine-0 on node7 answered" in str(error) and words in str(error), str(error)
+        assert isinstance(error, PeerError) and "engine-0 on node7 answered" in str(error) and words in str(error), str(
+            error
+        )
         assert pool.engines[0].in_flight == 0
 
     lean.run(job, lambda _, count, __: b"" if count else data)
@@ -432,7 +448,9 @@ def test_frames_are_read_whatever_the_pieces(tokens: list[bytes], piece: int) ->
 
 def test_too_few_tokens_for_the_limit_are_an_error(bench: Bench) -> None:
     short = broken(finish_reason="length", token_ids=[5], logprobs={"content": [{"token_id": 5, "logprob": -1.0}]})
-    with pytest.raises(PeerError, match="engine-0 on node7 answered 1 tokens as the longest response, where 8 were asked for"):
+    with pytest.raises(
+        PeerError, match="engine-0 on node7 answered 1 tokens as the longest response, where 8 were asked for"
+    ):
         bench.run(one, short, model_len=50)
 
 
@@ -485,7 +503,14 @@ def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
 
     held = {"rm_type": "random", "eval_interval": 1, "eval_prompt_data": ["a", "a.jsonl"]}
     same = of(Options(rollout_top_p=0.9, rollout_top_k=7, rollout_min_p=0.1, **held))
-    assert (same.top_p, same.top_k, same.min_p, same.min_tokens, same.logprobs, same.evaluation) == (0.9, 7, 0.1, 0, False, True)
+    assert (same.top_p, same.top_k, same.min_p, same.min_tokens, same.logprobs, same.evaluation) == (
+        0.9,
+        7,
+        0.1,
+        0,
+        False,
+        True,
+    )
     options = Options(
         rollout_top_p=0.9,
         eval_top_p=1.0,
@@ -503,10 +528,18 @@ def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
 
 @pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
 def test_a_temperature_with_truncated_sampling_is_refused(cut: dict[str, float]) -> None:
-    base = {"hf_checkpoint": "m", "prompt_data": "p", "num_rollout": 1, "rm_type": ["random"], "n_samples_per_prompt": 2}
+    base = {
+        "hf_checkpoint": "m",
+        "prompt_data": "p",
+        "num_rollout": 1,
+        "rm_type": ["random"],
+        "n_samples_per_prompt": 2,
+    }
     base |= {"rollout_num_gpus": 1}
     check_options(Options(**base, **cut))
-    with pytest.raises(UsageError, match="--rollout-temperature 0.8 with --rollout-top-p, --rollout-top-k or --rollout-min-p"):
+    with pytest.raises(
+        UsageError, match="--rollout-temperature 0.8 with --rollout-top-p, --rollout-top-k or --rollout-min-p"
+    ):
         check_options(Options(**base, **cut, rollout_temperature=0.8))
 
 
@@ -578,7 +611,9 @@ def test_an_engine_that_does_not_end_what_it_is_told_to_is_named(bench: Bench) -
 
 
 def test_a_response_goes_on_from_its_exact_tokens(bench: Bench) -> None:
-    begun = Completion(np.asarray([7, 8], np.int32), np.asarray([-0.5, -1.5], np.float32), np.asarray([2, 3], np.int32), ABORTED)
+    begun = Completion(
+        np.asarray([7, 8], np.int32), np.asarray([-0.5, -1.5], np.float32), np.asarray([2, 3], np.int32), ABORTED
+    )
 
     async def job(generator: Generator, pool: EnginePool) -> Completion:
         return await generator.complete(PROMPT, SAMPLING, 11, 4, begun=begun)
@@ -668,7 +703,8 @@ def test_seeds_are_fixed_and_differ() -> None:
 
 
 def test_no_two_requests_share_their_noise_without_deterministic_mode_either(bench: Bench) -> None:
-    """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to it."""
+    """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to
+    it."""
     prompt = Prompt(1, "p", PROMPT)
     tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops, skip: "text")
 

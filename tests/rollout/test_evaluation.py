@@ -47,7 +47,12 @@ eval:
     - {name: own, path: a.jsonl, temperature: 0.1, max_response_len: 7, stop_token_ids: [9], metadata_overrides: {a: 1}}
     - {name: plain, path: b.parquet, rm_type: [f1, "exact:2"]}
 """
-    flags = {"eval_temperature": 0.7, "eval_max_response_len": 5, "rollout_max_prompt_len": 3, "rollout_stop_token_ids": [4]}
+    flags = {
+        "eval_temperature": 0.7,
+        "eval_max_response_len": 5,
+        "rollout_max_prompt_len": 3,
+        "rollout_stop_token_ids": [4],
+    }
     own, plain = sets(tmp_path, text, **flags, input_key="q", n_samples_per_eval_prompt=6)
     assert (own.temperature, plain.temperature, own.top_p, own.stop) == (0.1, 0.3, 0.5, ("x",))
     assert (own.max_response_len, plain.max_response_len, plain.max_prompt_len) == (7, 5, 3)
@@ -107,24 +112,42 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
             "eval: {datasets: [{name: a, path: a.jsonl, temprature: 1}]}",
             "temprature is an unknown key; did you mean temperature?",
         ),
-        ("eval: {defaults: {tempera: 1}, datasets: [{name: a, path: a.jsonl}]}", "eval.defaults: tempera is an unknown key"),
+        (
+            "eval: {defaults: {tempera: 1}, datasets: [{name: a, path: a.jsonl}]}",
+            "eval.defaults: tempera is an unknown key",
+        ),
         ("eval: {datasets: [{name: a, path: a.jsonl, top_p: 2}]}", "top_p: 2: expected a number >= 0 and <= 1"),
         ("eval: {datasets: [{name: a, path: a.jsonl, top_p: 0}]}", "top_p 0 leaves nothing to sample"),
-        ("eval: {datasets: [{name: a, path: a.jsonl, max_response_len: 3.5}]}", "max_response_len: 3.5: expected a whole number"),
+        (
+            "eval: {datasets: [{name: a, path: a.jsonl, max_response_len: 3.5}]}",
+            "max_response_len: 3.5: expected a whole number",
+        ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, app_service: x}]}",
             "app_service is not a setting here; there is no such service",
         ),
-        ("eval: {datasets: [{name: a, path: a.jsonl, eval_early_stop_n: 1}]}", "eval_early_stop_n is not a setting here"),
-        ("eval: {datasets: [{name: a, path: a.jsonl, rm_type: maths}]}", "rm-type maths is no reward; did you mean math?"),
+        (
+            "eval: {datasets: [{name: a, path: a.jsonl, eval_early_stop_n: 1}]}",
+            "eval_early_stop_n is not a setting here",
+        ),
+        (
+            "eval: {datasets: [{name: a, path: a.jsonl, rm_type: maths}]}",
+            "rm-type maths is no reward; did you mean math?",
+        ),
         ("eval: {datasets: [{name: a, path: a.jsonl, rm_type: f1, custom_rm_path: a.b}]}", "exclude each other"),
         ("eval: {datasets: [{name: a, path: 'a.jsonl=2'}]}", "has a weight, which means nothing"),
-        ("eval: {datasets: [{name: a, path: a.jsonl, metadata_overrides: {rm_type: f1}}]}", "write it beside the set's name"),
+        (
+            "eval: {datasets: [{name: a, path: a.jsonl, metadata_overrides: {rm_type: f1}}]}",
+            "write it beside the set's name",
+        ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, max_context_len: 99}]}",
             "more than the engines' --rollout-max-context-len 50",
         ),
-        ("eval: {datasets: [{name: a, path: a.jsonl, max_context_len: 9, max_prompt_len: 9}]}", "leave no room for a response"),
+        (
+            "eval: {datasets: [{name: a, path: a.jsonl, max_context_len: 9, max_prompt_len: 9}]}",
+            "leave no room for a response",
+        ),
     ],
 )
 def test_what_an_evaluation_cannot_be(tmp_path: Path, text: str, words: str) -> None:
@@ -224,7 +247,12 @@ def test_an_interval_covers_what_it_says(spread: float, each: int) -> None:
 
 
 def test_what_is_logged() -> None:
-    samples = [sample(0, 1.0, r"\boxed{1}", length=2), sample(0, 0.0, "", TRUNCATED, length=6), sample(1, 1.0), sample(1, 1.0)]
+    samples = [
+        sample(0, 1.0, r"\boxed{1}", length=2),
+        sample(0, 0.0, "", TRUNCATED, length=6),
+        sample(1, 1.0),
+        sample(1, 1.0),
+    ]
     found = results(samples, 2, passrate=True, dropped=3)
     assert own_metrics([f"eval/a/{name}" for name in found]) == []
     assert (found["accuracy"], found["truncated_ratio"], found["response_len"], found["n"]) == (0.75, 0.25, 3.5, 4)

@@ -29,10 +29,14 @@ HERE = Place("127.0.0.1", (0,))
 
 
 class Served:
-    """A server that answers what an engine's does.  core: whether its engine core answers; late: it says once that a call is late; model: what it serves."""
+    """A server that answers what an engine's does.  core: whether its engine core answers; late: it says once that a
+    call is late; model: what it serves."""
 
     def __init__(self, key: str, port: int = 0) -> None:
-        self.core, self.late, self.model, served = True, False, "policy", self
+        self.core = True
+        self.late = False
+        self.model = "policy"
+        served = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -82,7 +86,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with(path: Path, *addresses: str, **values: float) -> RoleContext:
     """A run that has these engines, and the keys of `path`/keys."""
     plan = Plan("run", 0, (HERE,), (HERE,), HERE, addresses)
-    options = Options(rollout_external_engine_keys=str(path / "keys"), rollout_external_engine_addrs=list(addresses), **values)
+    options = Options(
+        rollout_external_engine_keys=str(path / "keys"), rollout_external_engine_addrs=list(addresses), **values
+    )
     rundir = RunDir.create(path / "run")
     rundir.begin()
     make_keys(rundir, 1)
@@ -122,7 +128,9 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
             served.late = True
             await until(lambda: state() == "joining 2")
             end = end_of(context.rundir, 1, 1)
-            assert end and "hangs: its engine core has been at /update_weights for 9 s, of 8 (--update-timeout)" in end.why
+            assert (
+                end and "hangs: its engine core has been at /update_weights for 9 s, of 8 (--update-timeout)" in end.why
+            )
             served.core = False
             await until(lambda: state() == "gone 2")
             assert "no sign of life" in member.why, "a core that answers nothing is a hung engine"
@@ -163,7 +171,8 @@ def test_what_is_no_engine_for_this_run_ends_it(
 
 def test_both_sides_have_the_same_keys_and_the_engine_none_of_another(tmp_path: Path) -> None:
     """What `hpcrl engines serve` starts with, and what the run borrows."""
-    keys, addresses = tmp_path / "keys", ("127.0.0.1:8100", "127.0.0.1:8101")
+    keys = tmp_path / "keys"
+    addresses = ("127.0.0.1:8100", "127.0.0.1:8101")
     served = [prepare(Options(hf_checkpoint="m"), address, keys) for address in addresses]
     context = run_with(tmp_path, *addresses)
     lent = borrow(context.rundir, context.plan, context.options)
@@ -203,4 +212,8 @@ def test_an_engine_elsewhere_is_refused_where_it_could_not_reach_the_trainer(tmp
 def test_engines_that_are_added_come_after_these(tmp_path: Path) -> None:
     context = run_with(tmp_path, "127.0.0.1:8100")
     assert claim(context.rundir, context.plan, EngineAdded(host="b", slots=(3,))) == 2
-    assert [place.host for place in with_added(context.rundir, context.plan).engines] == ["127.0.0.1", "127.0.0.1:8100", "b"]
+    assert [place.host for place in with_added(context.rundir, context.plan).engines] == [
+        "127.0.0.1",
+        "127.0.0.1:8100",
+        "b",
+    ]

@@ -48,7 +48,9 @@ def sample(response: str, label: Any = None, group: int = 7, index: int = 3, **m
     )
 
 
-def run(body: Callable[[Grading], Coroutine[Any, Any, Any]], files: list[PromptFile] | None = None, **values: Any) -> Any:
+def run(
+    body: Callable[[Grading], Coroutine[Any, Any, Any]], files: list[PromptFile] | None = None, **values: Any
+) -> Any:
     """`body` with the rewards of these options; afterwards none of its processes is left."""
     options = Options(**({"reward_num_workers": 1, "reward_max_failed": 1.0} | values))
 
@@ -67,7 +69,12 @@ def run(body: Callable[[Grading], Coroutine[Any, Any, Any]], files: list[PromptF
 
 
 async def grade(
-    grading: Grading, *samples: Sample, each: int = 1, what: str = "rollout 0", size: int = 100, where: str = "p.jsonl, line 9"
+    grading: Grading,
+    *samples: Sample,
+    each: int = 1,
+    what: str = "rollout 0",
+    size: int = 100,
+    where: str = "p.jsonl, line 9",
 ) -> list[Sample]:
     tally = grading.tally(what, size, each)
     await asyncio.gather(*(grading.grade(s, where, tally) for s in samples))
@@ -82,7 +89,10 @@ def graded(*samples: Sample, each: int = 1, **values: Any) -> list[Sample]:
 
 
 def test_many_answers_by_two_processes() -> None:
-    samples = [sample(rf"so \boxed{{{number}/2}}", number / 2 if number % 3 else "wrong", index=number) for number in range(200)]
+    samples = [
+        sample(rf"so \boxed{{{number}/2}}", number / 2 if number % 3 else "wrong", index=number)
+        for number in range(200)
+    ]
     found = graded(*samples, rm_type="math", reward_num_workers=2)
     assert [s.reward for s in found] == [float(number % 3 > 0) for number in range(200)]
     assert grading_metrics(found) == {"reward_timeouts": 0.0, "reward_errors": 0.0}
@@ -136,7 +146,11 @@ def test_a_set_may_have_rewards_of_its_own() -> None:
     """They take the place of the run's; of metadata that names another only where the set says so."""
     files = [PromptFile(Path("p.jsonl"), (), 0, "", types={"exact": "p.jsonl, line 1"})]
     own = GradedBy(read_words("f1")), GradedBy(read_words(["f1"]), own_types=False)
-    samples = [sample("the cat", "cat"), sample("the cat", "cat", rm_type="exact"), sample("the cat", "cat", rm_type="exact")]
+    samples = [
+        sample("the cat", "cat"),
+        sample("the cat", "cat", rm_type="exact"),
+        sample("the cat", "cat", rm_type="exact"),
+    ]
 
     async def body(grading: Grading) -> list[float]:
         tally = grading.tally("evaluation", 10, 1)
@@ -174,7 +188,9 @@ def test_a_prompt_that_names_no_reward_is_refused(name: str, words: str) -> None
 
 
 def test_an_own_reward_sees_options_and_the_whole_sample() -> None:
-    (found,) = graded(sample("abc", {"a": 1}, key="value"), custom_rm_path=f"{HERE}.sees_everything", rollout_temperature=0.5)
+    (found,) = graded(
+        sample("abc", {"a": 1}, key="value"), custom_rm_path=f"{HERE}.sees_everything", rollout_temperature=0.5
+    )
     assert found.grading_error == "" and found.reward == 1.0
 
 
@@ -187,7 +203,9 @@ def test_the_rewards_of_the_document_work_as_written(tmp_path: Path, monkeypatch
     with Server([(200, b'{"score": 0.5}')]) as server:
         (one,) = graded(sample("x"), custom_rm_path="my_rewards.judged", rm_url=server.url)
         assert one.reward == 0.5
-    found = graded(sample("xx", index=0), sample("x", index=1), each=2, custom_rm_path="my_rewards.ranked", group_rm=True)
+    found = graded(
+        sample("xx", index=0), sample("x", index=1), each=2, custom_rm_path="my_rewards.ranked", group_rm=True
+    )
     assert [s.reward for s in found] == [0.5, 0.0]
 
 
@@ -209,7 +227,9 @@ def test_a_server_is_asked_many_things_at_once() -> None:
 
 
 def test_a_group_is_graded_in_one_call() -> None:
-    samples = [sample("x" * length, group=group, index=index) for group in (1, 2) for index, length in enumerate((3, 1, 2))]
+    samples = [
+        sample("x" * length, group=group, index=index) for group in (1, 2) for index, length in enumerate((3, 1, 2))
+    ]
     found = graded(*reversed(samples), each=3, custom_rm_path=f"{HERE}.ranks", group_rm=True)
     assert [s.reward for s in reversed(found)] == [2.0, 0.0, 1.0] * 2
 
@@ -227,7 +247,9 @@ def test_an_object_needs_a_key() -> None:
     train, held = run(body, **options)
     assert (train.reward, held.reward) == (0.5, 3.0) and train.rewards == {"score": 0.5, "length": 3.0}
     (without,) = graded(sample("abc"), custom_rm_path=f"{HERE}.as_object")
-    assert without.grading == "error" and "an object with score, length, why: give --reward-key" in without.grading_error
+    assert (
+        without.grading == "error" and "an object with score, length, why: give --reward-key" in without.grading_error
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +297,9 @@ def test_what_a_reward_prints_goes_to_the_log(capfd: pytest.CaptureFixture[str])
 )
 def test_a_grading_that_never_returns_is_a_time_out(name: str, values: dict[str, Any], words: str) -> None:
     begun = time.monotonic()
-    found = graded(sample("bad"), *(sample("good", index=i) for i in range(4, 8)), custom_rm_path=f"{HERE}.{name}", **values)
+    found = graded(
+        sample("bad"), *(sample("good", index=i) for i in range(4, 8)), custom_rm_path=f"{HERE}.{name}", **values
+    )
     assert (found[0].reward, found[0].grading) == (0.0, "timeout") and words in found[0].grading_error
     assert [(s.reward, s.grading) for s in found[1:]] == [(1.0, "")] * 4, "those that shared its process lose nothing"
     assert grading_metrics(found)["reward_timeouts"] == 1.0 and time.monotonic() - begun < 60
@@ -285,7 +309,9 @@ def test_what_a_killed_reward_had_started_is_ended_too(tmp_path: Path) -> None:
     graded(sample(str(tmp_path / "pid")), custom_rm_path=f"{HERE}.starts_a_process", reward_timeout=1.0)
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and time.monotonic() < deadline and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while (
+        psutil.pid_exists(pid) and time.monotonic() < deadline and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ):
         time.sleep(0.02)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -334,7 +360,9 @@ def test_a_failure_is_repeated_in_deterministic_mode(tmp_path: Path) -> None:
 
 def test_a_hostile_integral_is_stopped() -> None:
     text = r"\boxed{\int_0^1 x^{9999999} e^{x^2} \sin(x)dx}"
-    bad, good = graded(sample(text, "1/2"), sample(r"\boxed{\sum_{k=1}^4 k}", "10"), rm_type="math", reward_cpu_limit=2.0)
+    bad, good = graded(
+        sample(text, "1/2"), sample(r"\boxed{\sum_{k=1}^4 k}", "10"), rm_type="math", reward_cpu_limit=2.0
+    )
     assert bad.reward == 0.0 and good.reward == 1.0
 
 
@@ -390,7 +418,10 @@ def test_one_bad_prompt_never_stops_a_run() -> None:
         ("no_such_module.reward", "cannot be imported: No module named 'no_such_module'; modules are looked for in /"),
         (f"{HERE}.absent", "has no absent; it has "),
         (f"{HERE}.NOT_A_FUNCTION", "is not a function but 3"),
-        (f"{HERE}.no_arguments", "takes (): too many positional arguments; declare it: def no_arguments(options, sample)"),
+        (
+            f"{HERE}.no_arguments",
+            "takes (): too many positional arguments; declare it: def no_arguments(options, sample)",
+        ),
         (f"{HERE}.too_many_arguments", "takes (options, sample, more): missing a required argument: 'more'"),
         (
             "tests.support.breakable.reward_module.reward",
@@ -399,7 +430,10 @@ def test_one_bad_prompt_never_stops_a_run() -> None:
     ],
 )
 def test_an_own_reward_that_cannot_be_used_is_named(path: str, words: str) -> None:
-    for values, shown in (({"custom_rm_path": path}, f"--custom-rm-path {path}"), ({"rm_type": path}, f"--rm-type {path}")):
+    for values, shown in (
+        ({"custom_rm_path": path}, f"--custom-rm-path {path}"),
+        ({"rm_type": path}, f"--rm-type {path}"),
+    ):
         if path == "reward" and "rm_type" in values:
             continue
         with pytest.raises(UsageError) as caught:

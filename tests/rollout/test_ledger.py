@@ -1,4 +1,5 @@
-"""The ledger's law, how batches fill, and the account of a run: random schedules over the pure parts, and each rule by itself."""
+"""The ledger's law, how batches fill, and the account of a run: random schedules over the pure parts, and each rule by
+itself."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ SCHEDULES = 10_000
 
 @dataclass
 class Run:
-    """A run without samples: batches fill at random, engines die, filters refuse, attempts are killed and go back to a checkpoint.
+    """A run without samples: batches fill at random, engines die, filters refuse, attempts are killed and go back to a
+    checkpoint.
 
-    What it believes of groups is kept apart from the ledger: `trained` and `dropped` are what the effective history did to each.
+    What it believes of groups is kept apart from the ledger: `trained` and `dropped` are what the effective history did
+    to each.
     """
 
     chance: random.Random
@@ -46,7 +49,8 @@ class Run:
 
     def begin(self, rollout: int) -> None:
         """An attempt: the ledger as the checkpoint has it."""
-        self.ledger, self.rollout = Ledger.restore(msgspec.json.decode(msgspec.json.encode(self.checkpoints[rollout]))), rollout
+        self.ledger = Ledger.restore(msgspec.json.decode(msgspec.json.encode(self.checkpoints[rollout])))
+        self.rollout = rollout
         self.trained = {group: at for group, at in self.trained.items() if at < rollout}
         self.dropped = {group: at for group, at in self.dropped.items() if at < rollout}
         for number in sorted(self.ledger.bank):
@@ -65,7 +69,9 @@ class Run:
 
     def step(self, dies: bool) -> bool:
         """One rollout, trained; False if the attempt is killed somewhere in it."""
-        chance, ledger, lost = self.chance, self.ledger, {}
+        chance = self.chance
+        ledger = self.ledger
+        lost = {}
         filling = Filling(self.wanted, self.at_once, self.ordered)
         killed_at = chance.randint(0, 12) if dies else -1
         in_flight: list[int] = []
@@ -154,7 +160,9 @@ class Run:
         ledger = self.ledger
         assert ledger.holds()
         alive = ledger.buffer | ledger.bank | ledger.in_flight
-        assert sorted([*alive, *self.trained, *self.dropped]) == list(range(ledger.following)), "nothing lost, nothing twice"
+        assert sorted([*alive, *self.trained, *self.dropped]) == list(range(ledger.following)), (
+            "nothing lost, nothing twice"
+        )
         assert len(self.trained) == ledger.trained and len(self.dropped) == sum(ledger.dropped.values())
 
 
@@ -182,7 +190,9 @@ def test_in_order_the_batch_depends_on_the_verdicts_alone() -> None:
         verdicts = [chance.choice(["keep", "keep", "refuse", "second"]) for _ in range(400)]
         found = []
         for _ in range(3):
-            filling, in_flight, issued = Filling(wanted, at_once, ordered=True), [], 0
+            filling = Filling(wanted, at_once, ordered=True)
+            in_flight = []
+            issued = 0
             while not filling.full:
                 if count := filling.due():
                     filling.add(range(issued, issued + count))
@@ -296,7 +306,11 @@ def test_the_account_names_what_is_lost_or_twice() -> None:
     ]
     found = account_of([good, again])
     assert not found.wrong and (found.trained, found.again, found.following) == (4, 2, 5)
-    other = [Begun(0, 7, 4, 3, {}, [[2, 2]], []), HandedOver(7, 5, [[2, 2], [4, 4]], {}, [], [[2, 2], [4, 4]]), Trained(7)]
+    other = [
+        Begun(0, 7, 4, 3, {}, [[2, 2]], []),
+        HandedOver(7, 5, [[2, 2], [4, 4]], {}, [], [[2, 2], [4, 4]]),
+        Trained(7),
+    ]
     found = account_of([other])
     assert not found.wrong and (found.trained, found.following) == (5, 5), "begun from a checkpoint of another run"
     assert "does not go on where" in "; ".join(account_of([good, [Begun(1, 1, 4, 2, {}, [], [])]]).wrong)
@@ -309,7 +323,9 @@ def test_ranges() -> None:
 
 
 def test_memory_stays_flat_over_many_groups() -> None:
-    ledger, wanted, sizes = Ledger(), 32, []
+    ledger = Ledger()
+    wanted = 32
+    sizes = []
     tracemalloc.start()
     for rollout in range(100_000 // 48):
         filling = Filling(wanted, 48, ordered=False)

@@ -1,4 +1,5 @@
-"""The making of a rollout over a sampler without engines: over-sampling, filters, partial rollout, restarts, going back."""
+"""The making of a rollout over a sampler without engines: over-sampling, filters, partial rollout, restarts, going
+back."""
 
 from __future__ import annotations
 
@@ -39,11 +40,13 @@ HERE = "tests.rollout.test_making"
 class FakeSampler:
     """Responses of LENGTH tokens, whose numbers say group, index and place.
 
-    takes(asked): seconds; None: until it is told to end, with `part` tokens so far, or finished at once if it goes on from a part.
+    takes(asked): seconds; None: until it is told to end, with `part` tokens so far, or finished at once if it goes on
+    from a part.
     """
 
     def __init__(self, takes: Callable[[Asked], float | None] = lambda _: 0.0, part: int = 2) -> None:
-        self.takes, self.part = takes, part
+        self.takes = takes
+        self.part = part
         self.asked: list[Asked] = []
         self._end = asyncio.Event()
 
@@ -115,8 +118,11 @@ class Attempt:
         return rollout, metrics, state
 
 
-async def until_trained(attempt: Attempt, number: int, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float], int]:
-    """Go on until `number` is in a batch, whatever else finishes first: that rollout, the first one's metrics, the version."""
+async def until_trained(
+    attempt: Attempt, number: int, rollout_id: int, version: int
+) -> tuple[Rollout, dict[str, float], int]:
+    """Go on until `number` is in a batch, whatever else finishes first: that rollout, the first one's metrics, the
+    version."""
     first: dict[str, float] = {}
     for later in range(8):
         rollout, metrics, _ = await attempt.step(rollout_id + later, version + later)
@@ -147,7 +153,9 @@ class Kept:
         self.keep = keep
 
 
-@pytest.mark.parametrize("given", [True, np.True_, np.array(True), torch.tensor(True), torch.tensor(0.5), np.float64(2)])
+@pytest.mark.parametrize(
+    "given", [True, np.True_, np.array(True), torch.tensor(True), torch.tensor(0.5), np.float64(2)]
+)
 def test_a_verdict_without_dimensions_counts_as_its_truth_value(given: Any) -> None:
     no = type(given)(False) if isinstance(given, bool | np.bool_) else given * 0
     assert read_verdict(given).keep is True and read_verdict(no).keep is False
@@ -175,7 +183,8 @@ FILTER = {"dynamic_sampling_filter_path": "check_reward_nonzero_std"}
 
 
 def slow(*groups: int) -> Callable[[Asked], float | None]:
-    """Responses of these groups do not end by themselves, at first; groups of later rollouts take longer than what goes on."""
+    """Responses of these groups do not end by themselves, at first; groups of later rollouts take longer than what goes
+    on."""
 
     def takes(asked: Asked) -> float | None:
         number = asked.group.number
@@ -191,11 +200,21 @@ def test_without_any_of_it_a_rollout_is_the_next_groups(tmp_path: Path) -> None:
         for rollout_id in range(4):
             rollout, metrics, state = await attempt.step(rollout_id, rollout_id)
             assert list(rollout.groups) == other.take(4) and metrics == {}
-            assert [(s.group, s.index) for s in rollout.samples()] == [(g, i) for g in numbers(rollout) for i in range(3)]
+            assert [(s.group, s.index) for s in rollout.samples()] == [
+                (g, i) for g in numbers(rollout) for i in range(3)
+            ]
             assert {key: state[key] for key in other.state()} == other.state()
         assert account(tmp_path / "run").trained == 16 and not account(tmp_path / "run").wrong
         summary = msgspec.json.decode((tmp_path / "run" / "ledger.json").read_bytes())
-        assert summary == {"issued": 16, "in_flight": 0, "buffer": 0, "bank": 0, "claimed": 0, "trained": 16, "dropped": {}}
+        assert summary == {
+            "issued": 16,
+            "in_flight": 0,
+            "buffer": 0,
+            "bank": 0,
+            "claimed": 0,
+            "trained": 16,
+            "dropped": {},
+        }
 
     asyncio.run(run())
 
@@ -420,7 +439,9 @@ def test_a_buffer_filter_chooses_and_gives_up(tmp_path: Path) -> None:
         oldest = attempt.shelf.ledger.waiting[0]
         await attempt.step(1, 1)
         assert (
-            CALLS == [1] and attempt.shelf.ledger.dropped == {"buffer_filter": 1} and oldest not in attempt.shelf.ledger.waiting
+            CALLS == [1]
+            and attempt.shelf.ledger.dropped == {"buffer_filter": 1}
+            and oldest not in attempt.shelf.ledger.waiting
         )
         assert not account(tmp_path / "run").wrong
 
@@ -493,7 +514,9 @@ def test_going_back_keeps_what_the_policy_there_may_learn_from(tmp_path: Path) -
         again, _, _ = await second.step(1, 1, saved=1)
         assert not set(numbers(again)) & set(numbers(rollout)), "none trained twice"
         begun = [a for a in second.sampler.asked if a.group.number == 1]
-        assert [a.begun[0].versions.tolist() for a in begun] == [[0, 0, 1]] * 3, "what version 2 added is of another history"
+        assert [a.begun[0].versions.tolist() for a in begun] == [[0, 0, 1]] * 3, (
+            "what version 2 added is of another history"
+        )
         assert all(v <= 1 for s in again.samples() for v in s.versions.tolist())
         found = account(path)
         assert not found.wrong and found.again >= 8 and found.trained == 8
@@ -553,7 +576,13 @@ def sample(index: int, versions: list[int], status: str = COMPLETED, **fields: A
 
 def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     extra = {"teacher_logprobs": np.asarray([0.5, 1.5], np.float32)}
-    fields = {"reward": 0.5, "rewards": {"a": 1.0}, "metadata": {"k": [1, None]}, "prompt": [{"role": "user"}], "label": 3}
+    fields = {
+        "reward": 0.5,
+        "rewards": {"a": 1.0},
+        "metadata": {"k": [1, None]},
+        "prompt": [{"role": "user"}],
+        "label": 3,
+    }
     finished = {1: [sample(1, [4, 4], extra=extra, response="ab", **fields), sample(1, [4])]}
     held = Held(group(), finished, {0: (sample(0, [3, 4], ABORTED),)}, 0.25)
     found = packed.decode(packed.encode(held), group())
@@ -563,14 +592,26 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
             a, b = getattr(old, name), getattr(new, name)
             assert a.dtype == b.dtype and a.tobytes() == b.tobytes() and b.flags.writeable
         assert {n: a.tobytes() for n, a in old.extra.items()} == {n: a.tobytes() for n, a in new.extra.items()}
-        rest = ("group", "index", "status", "reward", "rewards", "metadata", "prompt", "label", "response", "response_length")
+        rest = (
+            "group",
+            "index",
+            "status",
+            "reward",
+            "rewards",
+            "metadata",
+            "prompt",
+            "label",
+            "response",
+            "response_length",
+        )
         assert [getattr(old, name) for name in rest] == [getattr(new, name) for name in rest]
     with pytest.raises(HpcrlError, match="another prompt"):
         packed.decode(packed.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
 
 
 def test_a_damaged_file_is_an_error_of_ours_whatever_is_wrong() -> None:
-    data, chance = packed.encode(Held(group(), {0: [sample(0, [1, 1])]})), random.Random(1)
+    data = packed.encode(Held(group(), {0: [sample(0, [1, 1])]}))
+    chance = random.Random(1)
     for _ in range(2000):
         broken = bytearray(data)
         for _ in range(chance.randint(1, 4)):
@@ -640,7 +681,9 @@ def test_what_cannot_be_written_is_left_out_and_said(tmp_path: Path, capfd: pyte
         ([5, 5, 5], 4, None, True, None),
     ],
 )
-def test_what_a_policy_may_learn_from(versions: list[int], version: int, bound: int | None, parts: bool, kept: Any) -> None:
+def test_what_a_policy_may_learn_from(
+    versions: list[int], version: int, bound: int | None, parts: bool, kept: Any
+) -> None:
     found, lost = fit(Held(group(), {0: [sample(0, versions, reward=1.0)]}), version, bound, parts)
     assert lost == (kept != "finished") and bool(found.finished) == (kept == "finished")
     if isinstance(kept, int):

@@ -16,8 +16,11 @@ class Bench:
     """An occupancy with a clock that is set by hand."""
 
     def __init__(self, limit: int = 10) -> None:
-        self.at, self.told = 0, list[tuple[int, float, float]]()
-        self.of = Occupancy(limit, lambda: self.at, lambda engine, begin, end: self.told.append((engine, begin / S, end / S)))
+        self.at = 0
+        self.told = list[tuple[int, float, float]]()
+        self.of = Occupancy(
+            limit, lambda: self.at, lambda engine, begin, end: self.told.append((engine, begin / S, end / S))
+        )
 
     def set(self, seconds: float, engine: int, load: int) -> None:
         self.at = int(seconds * S)
@@ -73,7 +76,10 @@ def test_an_engine_that_is_gone_is_not_idle() -> None:
     loads.move(0, -5)
     bench.at = 3 * S
     found = bench.of.measures()
-    assert (found["perf/engine_idle_ratio"], found["perf/requests_in_flight_max"]) == (3 / 4, 5) and bench.of.in_flight == 0
+    assert (found["perf/engine_idle_ratio"], found["perf/requests_in_flight_max"]) == (
+        3 / 4,
+        5,
+    ) and bench.of.in_flight == 0
     assert bench.told == [(0, 0, 1)]
 
 
@@ -82,7 +88,9 @@ def test_what_is_told_covers_what_was_busy(changes: list) -> None:
     bench = Bench()
     for engine in range(3):
         bench.of.add(engine)
-    busy, at, loads = [0, 0, 0], 0, [0, 0, 0]
+    busy = [0, 0, 0]
+    at = 0
+    loads = [0, 0, 0]
     for passed, engine, load in changes:
         busy = [time + passed * (now > 0) for time, now in zip(busy, loads, strict=True)]
         at += passed

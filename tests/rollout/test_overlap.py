@@ -1,4 +1,5 @@
-"""The loops in made-up time, as bench/overlap.py measures them: what overlaps, and that made-up time is none of the machine's."""
+"""The loops in made-up time, as bench/overlap.py measures them: what overlaps, and that made-up time is none of the
+machine's."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ HERE = "tests.rollout.test_own_evaluator"
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("model")
     make_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1}))
+    (path / "config.json").write_text(
+        json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1})
+    )
     return Tokenizer(path)
 
 
@@ -113,10 +115,14 @@ async def of_no_set(options: Any, rollout_id: int, data_source: Any, *, evaluati
     return await data_source.get_samples("c")
 
 
-def attempt(path: Path, tokenizer: Tokenizer, function: str, **values: Any) -> tuple[OwnEvaluator, Evaluator, list[HeldOut]]:
+def attempt(
+    path: Path, tokenizer: Tokenizer, function: str, **values: Any
+) -> tuple[OwnEvaluator, Evaluator, list[HeldOut]]:
     words = []
     for name, count in (("a", 3), ("b", 2)):
-        (path / f"{name}.jsonl").write_text("".join(json.dumps({"input": f"{name}{n}", "label": n}) + "\n" for n in range(count)))
+        (path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"input": f"{name}{n}", "label": n}) + "\n" for n in range(count))
+        )
         words += [name, str(path / f"{name}.jsonl")]
     base = {
         "eval_interval": 1,

@@ -25,7 +25,8 @@ HERE = "tests.rollout.test_own_hooks"
 
 def hooks(**paths: Any) -> RolloutHooks:
     given = {
-        name: [f"{HERE}.{one}" for one in path] if isinstance(path, list) else f"{HERE}.{path}" for name, path in paths.items()
+        name: [f"{HERE}.{one}" for one in path] if isinstance(path, list) else f"{HERE}.{path}"
+        for name, path in paths.items()
     }
     options = Options(**given)
     return RolloutHooks(options, load_points(options, "rollout"))
@@ -58,7 +59,8 @@ def length(options: Any, samples: Any) -> Any:
 
 
 def test_hooks_of_a_sample_change_or_replace_it_in_order() -> None:
-    mine, one = hooks(rollout_sample_hook_path=["upper", "another"]), sample("abc")
+    mine = hooks(rollout_sample_hook_path=["upper", "another"])
+    one = sample("abc")
     mine.rollout_id = 7
     asyncio.run(mine.before_reward(one, evaluation=True))
     assert (one.response, one.group, one.loss_mask.tolist()) == ("ABC 7 True!", 0, [0, 0, 0])
@@ -82,7 +84,10 @@ def test_a_bad_sample_is_named(response: str, words: str) -> None:
 @pytest.mark.parametrize("group_rm", [False, True])
 def test_a_hook_that_raises_costs_its_sample(group_rm: bool, capfd: pytest.CaptureFixture[str]) -> None:
     options = Options(
-        custom_rm_path=f"{HERE}.length", group_rm=group_rm, rollout_sample_hook_path=[f"{HERE}.on_bad"], reward_num_workers=1
+        custom_rm_path=f"{HERE}.length",
+        group_rm=group_rm,
+        rollout_sample_hook_path=[f"{HERE}.on_bad"],
+        reward_num_workers=1,
     )
     samples = [sample("bad"), sample("good!", index=1)]
 
@@ -124,7 +129,9 @@ def rollout() -> list[Sample]:
 def test_filtered_samples_are_out_of_the_loss_and_all_are_shown() -> None:
     samples, dropped = rollout(), [replace(sample(), group=1)]
     asyncio.run(
-        hooks(rollout_sample_filter_path="removes_odd", rollout_all_samples_process_path="sees").filter(samples, dropped, "s")
+        hooks(rollout_sample_filter_path="removes_odd", rollout_all_samples_process_path="sees").filter(
+            samples, dropped, "s"
+        )
     )
     assert [one.loss_mask.tolist() for one in samples] == [[1, 1, 1], [0, 0, 0]] * 2
     assert [one.reward for one in samples] == [0, 1, 2, 3] and [*SEEN.pop()] == [[[0, 0], [1], [2, 2]], "s"]
@@ -220,18 +227,32 @@ def test_train_data_is_samples_or_slimes() -> None:
     assert converted(custom_convert_samples_to_train_data_path="as_list")[0].rows["reward"].tolist() == [3, 2, 1, 0]
     batch, _ = converted(custom_convert_samples_to_train_data_path="as_dict", custom_reward_post_process_path="negated")
     assert batch.rows["reward"].tolist() == [0, -2, -4, -6] and batch.rows["group"].tolist() == [0, 0, 2, 2]
-    assert batch.logprobs.tolist() == [-1, -2] * 4 and batch.loss_mask.tolist() == [1, 1] * 4 and len(batch.versions) == 8
+    assert (
+        batch.logprobs.tolist() == [-1, -2] * 4 and batch.loss_mask.tolist() == [1, 1] * 4 and len(batch.versions) == 8
+    )
 
 
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
         ({"custom_reward_post_process_path": "nothing"}, "returned None; two lists of 4 finite numbers are wanted"),
-        ({"custom_convert_samples_to_train_data_path": "nothing"}, "returned NoneType, train data of 4 samples is wanted"),
-        ({"custom_convert_samples_to_train_data_path": "too_few"}, "returned SampleBatch of 1, train data of 4 samples"),
+        (
+            {"custom_convert_samples_to_train_data_path": "nothing"},
+            "returned NoneType, train data of 4 samples is wanted",
+        ),
+        (
+            {"custom_convert_samples_to_train_data_path": "too_few"},
+            "returned SampleBatch of 1, train data of 4 samples",
+        ),
         ({"custom_convert_samples_to_train_data_path": "strange"}, "returned teacher, which the trainer does not read"),
-        ({"custom_convert_samples_to_train_data_path": "ragged"}, "2 response tokens of sample 0, and columns of other lengths"),
-        ({"custom_convert_samples_to_train_data_path": "raises"}, "raises raised RuntimeError: mine (test_own_hooks.py:"),
+        (
+            {"custom_convert_samples_to_train_data_path": "ragged"},
+            "2 response tokens of sample 0, and columns of other lengths",
+        ),
+        (
+            {"custom_convert_samples_to_train_data_path": "raises"},
+            "raises raised RuntimeError: mine (test_own_hooks.py:",
+        ),
     ],
 )
 def test_what_they_return_is_checked(paths: dict[str, str], words: str) -> None:

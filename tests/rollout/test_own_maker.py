@@ -37,7 +37,8 @@ async def plain(options: Any, rollout_id: int, data_source: Any, **more: Any) ->
 
 async def spoilt(options: Any, rollout_id: int, data_source: Any, **more: Any) -> Any:
     """As --name says."""
-    how, groups = options.name, await plain(options, rollout_id, data_source)
+    how = options.name
+    groups = await plain(options, rollout_id, data_source)
     changes: dict[str, Any] = {
         "few": lambda: groups[1:],
         "nothing": lambda: None,
@@ -80,7 +81,8 @@ def test_it_chooses_among_what_it_was_given(tmp_path: Path) -> None:
 
 def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
     async def run() -> None:
-        usual, own = Attempt(tmp_path / "a", FakeSampler()), attempt(tmp_path / "b", "plain")
+        usual = Attempt(tmp_path / "a", FakeSampler())
+        own = attempt(tmp_path / "b", "plain")
         for rollout_id in range(3):
             one, _, state = await usual.step(rollout_id, rollout_id)
             other, _, own_state = await own.step(rollout_id, rollout_id)

@@ -44,7 +44,8 @@ class Counting:
     calls = 0  #: of all objects: what a class whose prompts depend on more than its state looks at
 
     def __init__(self, options: Options) -> None:
-        self.given, self.how = 0, options.name
+        self.given = 0
+        self.how = options.name
 
     def row(self, number: int) -> Any:
         return {"input": str(number), "label": str(number)}
@@ -146,7 +147,9 @@ def test_its_rows_are_those_of_a_file(tokenizer: Tokenizer, tmp_path: Path) -> N
 def test_what_is_too_long_is_dropped_and_others_are_asked_for(tokenizer: Tokenizer) -> None:
     source = own(tokenizer, "Counting", rollout_max_prompt_len=1)
     assert [group.prompt.raw for group in source.take(10)] == [str(n) for n in range(10)]
-    with pytest.raises(DataError, match=f"{MOST_DROPPED} prompts in a row are longer than the limit of 1 tokens; raise"):
+    with pytest.raises(
+        DataError, match=f"{MOST_DROPPED} prompts in a row are longer than the limit of 1 tokens; raise"
+    ):
         source.take(1)
     assert source.metrics() == {"data/dropped": float(MOST_DROPPED)}
     strict = own(tokenizer, "Counting", rollout_max_prompt_len=1, overlong_prompts="error")
@@ -195,7 +198,8 @@ def test_what_is_no_source(tokenizer: Tokenizer) -> None:
 
 
 def test_a_restart_goes_on_with_the_same_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """What waits is in the checkpoint, with its tokens on disk; what came after it the class gives again, as it likes."""
+    """What waits is in the checkpoint, with its tokens on disk; what came after it the class gives again, as it
+    likes."""
 
     async def run() -> None:
         one = Attempt(tmp_path / "run", FakeSampler(slow(1, 4)), source=own(tokenizer, "Chance"), **PARTIAL)
@@ -206,13 +210,17 @@ def test_a_restart_goes_on_with_the_same_prompts(tokenizer: Tokenizer, tmp_path:
         rollout, _, later = await one.step(1, 1)
         ledger = later["ledger"]
         assert [number for number, _, _ in later["rows"]] == sorted([*ledger["buffer"], *ledger["bank"]])
-        after = {asked.group.number: asked.group.prompt.raw for asked in one.sampler.asked if asked.group.number > max(given)}
+        after = {
+            asked.group.number: asked.group.prompt.raw for asked in one.sampler.asked if asked.group.number > max(given)
+        }
         one.shelf.close()
 
         calls = Chance.calls
         # groups 8 and 9 end only when the batch is full, so that 1 and 4 are in it, however slow the machine is
         few = FakeSampler(lambda asked: None if asked.group.number > 7 else 0.0)
-        again = Attempt(tmp_path / "run", few, source=own(tokenizer, "Chance"), rollout=1, state=json_of(state), **PARTIAL)
+        again = Attempt(
+            tmp_path / "run", few, source=own(tokenizer, "Chance"), rollout=1, state=json_of(state), **PARTIAL
+        )
         assert plain(again.source.again([1, 4, 99])) == plain([given[number] for number in (1, 4)])
         assert again.source.again([4])[0].prompt.where == f"--data-source-path {HERE}.Chance, prompt 5"
         rollout, _, _ = await again.step(1, 1)
@@ -245,12 +253,18 @@ def test_without_any_left_over_the_next_prompts_follow(tokenizer: Tokenizer, tmp
 
 def test_a_position_of_another_source_is_refused(tokenizer: Tokenizer) -> None:
     state = own(tokenizer, "Counting").state()
-    with pytest.raises(DataError, match=f"position is that of {HERE}.Counting, not of --data-source-path {HERE}.Listed"):
+    with pytest.raises(
+        DataError, match=f"position is that of {HERE}.Counting, not of --data-source-path {HERE}.Listed"
+    ):
         own(tokenizer, "Listed").restore(state)
     with pytest.raises(DataError, match="position is that of prompt files"):
         own(tokenizer, "Listed").restore({"epoch": 0, "offset": 0, "next_group": 0, "file": {}})
-    with pytest.raises(DataError, match=f"position is that of --data-source-path {HERE}.Counting, not of --prompt-data"):
-        PromptSource(PromptFile(Path("p.jsonl"), (Prompt(0, 0, np.zeros(1, np.int32)),), 0, ""), 0, False).restore(state)
+    with pytest.raises(
+        DataError, match=f"position is that of --data-source-path {HERE}.Counting, not of --prompt-data"
+    ):
+        PromptSource(PromptFile(Path("p.jsonl"), (Prompt(0, 0, np.zeros(1, np.int32)),), 0, ""), 0, False).restore(
+            state
+        )
     with pytest.raises(DataError, match="data position is damaged"):
         own(tokenizer, "Counting").restore({"source": f"{HERE}.Counting", "rows": 3})
     with pytest.raises(HpcrlError, match=r"restore\(\) raised KeyError: 'given'"):
@@ -273,7 +287,9 @@ def test_how_long_a_run_is(model: Path) -> None:
         UsageError, match="does not say how many prompts an epoch has; give --num-rollout, or the class a __len__"
     ):
         work("Counting", num_epoch=3)
-    with pytest.raises(DataError, match=f"--data-source-path {HERE}.Listed has 10 prompts, fewer than --rollout-batch-size 16"):
+    with pytest.raises(
+        DataError, match=f"--data-source-path {HERE}.Listed has 10 prompts, fewer than --rollout-batch-size 16"
+    ):
         work("Listed", num_epoch=3, rollout_batch_size=16)
 
 
@@ -282,5 +298,7 @@ def test_it_needs_no_prompt_file_and_orders_its_prompts_itself(tmp_path: Path) -
     look_at([Options(data_source_path="m.C", prompt_data=str(tmp_path / "own.jsonl"))])
     values = {name: value for name, value in GRPO.items() if name != "prompt_data"}
     check_options(Options(**values, data_source_path="m.C"))
-    with pytest.raises(UsageError, match="--rollout-shuffle has no effect here: --data-source-path orders its prompts itself"):
+    with pytest.raises(
+        UsageError, match="--rollout-shuffle has no effect here: --data-source-path orders its prompts itself"
+    ):
         check_options(Options(**values | {"data_source_path": "m.C", "rollout_shuffle": True}))

@@ -15,11 +15,15 @@ from hpcrl.rollout.making.pacing import Pacing
 class Loop:
     """Trainer, engines and pacing of a run, one event after another, in an order drawn by a seed.
 
-    A group takes a random time, some a very long one; weights are published after every `interval` batches, and reach the engines late.
+    A group takes a random time, some a very long one; weights are published after every `interval` batches, and reach
+    the engines late.
     """
 
     def __init__(self, pacing: Pacing, interval: int, chance: random.Random, refuses: float) -> None:
-        self.pacing, self.interval, self.chance, self.refuses = pacing, interval, chance, refuses
+        self.pacing = pacing
+        self.interval = interval
+        self.chance = chance
+        self.refuses = refuses
         self.version = 0  # of the trainer
         self.real = 0  # of the engines; what the pacing knows may be older
         self.begun: dict[int, int] = {}  # at work -> version of its first token

@@ -15,7 +15,10 @@ from hpcrl.prompt_files.rows import open_rows
 ROWS = [
     {"prompt": [{"role": "user", "content": "1"}], "label": "1", "metadata": {"a": 1}},
     {
-        "prompt": [{"role": "user", "content": "2"}, {"role": "assistant", "content": None, "tool_calls": [{"n": "3"}]}],
+        "prompt": [
+            {"role": "user", "content": "2"},
+            {"role": "assistant", "content": None, "tool_calls": [{"n": "3"}]},
+        ],
         "label": None,
     },
     {"prompt": [{"role": "user", "content": "3"}], "label": "3", "metadata": {"b": [2]}},
@@ -42,7 +45,8 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
 
 
 def test_rows_slices_and_nulls(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "p.parquet"
     parquet.write_table(arrow.Table.from_pylist(ROWS), path, row_group_size=2)
     rows = open_rows(PromptWord("p", str(path)))

@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer and config of a model; no weights."""
     path = tmp_path_factory.mktemp("model")
     make_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1}))
+    (path / "config.json").write_text(
+        json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1})
+    )
     return path
 
 
@@ -79,7 +81,9 @@ def test_only_what_may_be_too_long_is_encoded(
     rows = [json.dumps({"prompt": "1" * count, "label": "2"}) + "\n" for count in (5, 50, 95, 120)]
     file = read("".join(rows), rollout_max_prompt_len=100)
     assert (len(file), file.dropped) == (3, 1)
-    assert sorted(len(text) for text in encoded if len(text) > 1) == [len("<|user|><|end|><|assistant|>") + n for n in (95, 120)]
+    assert sorted(len(text) for text in encoded if len(text) > 1) == [
+        len("<|user|><|end|><|assistant|>") + n for n in (95, 120)
+    ]
 
 
 def test_a_prompt_is_rendered_and_keeps_what_stood_there(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
@@ -111,8 +115,14 @@ def test_without_a_template_the_text_is_the_prompt(read: Callable[..., PromptFil
         ('{"prompt": "2+2="}', "no key 'label'; its keys are prompt; --label-key"),
         ('{"prompt": "2+2=", "label": null}', "'label' is null"),
         ('{"prompt": [{"role": "user", "content": null}], "label": "4"}', "the content of a chat message is null"),
-        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "label": "4"}', "a part of a chat message is 'image'"),
-        ('{"prompt": "2+2=", "label": "4", "metadata": {"rm_type": 3}}', "metadata rm_type is 3, not the name of a reward"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "label": "4"}',
+            "a part of a chat message is 'image'",
+        ),
+        (
+            '{"prompt": "2+2=", "label": "4", "metadata": {"rm_type": 3}}',
+            "metadata rm_type is 3, not the name of a reward",
+        ),
         ('{"prompt": "2+2=", "label": "4", "tools": "{"}', "'tools' is text that is no JSON"),
         ('{"prompt": "2+2=", "label": "4", "tools": 4}', "'tools' is not a list of objects but a number"),
         ('{"prompt": 4, "label": "4"}', "neither text nor a list of chat messages but a number"),
@@ -142,7 +152,9 @@ def test_a_bad_line_is_named(read: Callable[..., PromptFile], line: str, words: 
         ({"rollout_max_prompt_len": 99, "rollout_max_context_len": 9}, 8),
     ],
 )
-def test_a_prompt_may_be_as_long_as_the_limit(read: Callable[..., PromptFile], values: dict[str, int], limit: int) -> None:
+def test_a_prompt_may_be_as_long_as_the_limit(
+    read: Callable[..., PromptFile], values: dict[str, int], limit: int
+) -> None:
     row = lambda n: json.dumps({"prompt": "1" * (n - 3), "label": "2"})  # noqa: E731  (the template adds three tokens)
     assert len(read(row(limit), **values).prompts[0].tokens) == limit
     with pytest.raises(DataError, match=f"{limit + 1} tokens long, the limit is {limit}"):
@@ -167,7 +179,12 @@ def test_a_text_that_no_context_holds_is_never_encoded(
     with pytest.raises(DataError, match=r"line 2: a text of 2\d\d characters is too long, 60 are the most"):
         read(f"{GOOD}\n{long}", overlong_prompts="error")
     with pytest.raises(DataError, match=r"line 1: a text of 20\d characters"):
-        read(json.dumps({"prompt": "1", "label": "3" * 200}), overlong_prompts="error", loss_type="sft_loss", rollout_num_gpus=0)
+        read(
+            json.dumps({"prompt": "1", "label": "3" * 200}),
+            overlong_prompts="error",
+            loss_type="sft_loss",
+            rollout_num_gpus=0,
+        )
     assert seen and max(seen) <= 60
 
 
@@ -197,7 +214,12 @@ def test_labels_that_are_needed_need_a_key(tokenizer: Tokenizer, values: dict[st
 
 def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
     options = Options(
-        input_key="a", label_key="b", eval_input_key="c", loss_type="sft_loss", eval_prompt_data=["p.jsonl"], rm_type="math"
+        input_key="a",
+        label_key="b",
+        eval_input_key="c",
+        loss_type="sft_loss",
+        eval_prompt_data=["p.jsonl"],
+        rm_type="math",
     )
     keys = Reading.of_set(eval_sets(options)[0], tokenizer).keys
     assert (keys.input, keys.label, keys.learned, keys.label_needed) == ("c", "b", (), True)
@@ -376,7 +398,8 @@ def test_a_source_goes_on_where_it_stood(count: int, takes: list[int], cut: int,
 
 
 def test_a_restored_source_is_in_its_epoch() -> None:
-    first, second = PromptSource(prompts(50), 42, True), PromptSource(prompts(50), 42, True)
+    first = PromptSource(prompts(50), 42, True)
+    second = PromptSource(prompts(50), 42, True)
     first.take(60)
     second.restore(first.state())
     assert second.take(30) == first.take(30)

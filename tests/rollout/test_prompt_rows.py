@@ -35,7 +35,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% if loud %}1+1{% endif %}{% endif %}"
     )
     hf.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1}))
+    (path / "config.json").write_text(
+        json.dumps({"vocab_size": 128, "max_position_embeddings": 2048, "eos_token_id": 1})
+    )
     return Tokenizer(path)
 
 
@@ -64,7 +66,9 @@ def row(n: int) -> dict[str, str]:
 
 def test_words_name_files_slices_and_weights() -> None:
     assert read_word("a/b.jsonl", "--x") == PromptWord("a/b.jsonl", "a/b.jsonl")
-    assert read_word("lr=3/b.parquet@[-5:]=0.5", "--x") == PromptWord("lr=3/b.parquet@[-5:]=0.5", "lr=3/b.parquet", -5, None, 0.5)
+    assert read_word("lr=3/b.parquet@[-5:]=0.5", "--x") == PromptWord(
+        "lr=3/b.parquet@[-5:]=0.5", "lr=3/b.parquet", -5, None, 0.5
+    )
     assert read_word("p@q.jsonl@[1:-2]", "--x").rows == slice(1, -2)
     assert read_word("somewhere", "--x") == PromptWord("somewhere", "somewhere")
     for bad in ("a.jsonl@[1]", "a.jsonl@[x:]", "a.jsonl@[1:2:3]", "a.jsonl=x", "a.jsonl=nan", "a.jsonl=-1", "a@[1:2]"):
@@ -84,7 +88,12 @@ def test_words_name_files_slices_and_weights() -> None:
     st.booleans(),
 )
 def test_a_slice_is_pythons(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[str], start: int | None, stop: int | None, bom: bool, ended: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[str],
+    start: int | None,
+    stop: int | None,
+    bom: bool,
+    ended: bool,
 ) -> None:
     """Of the rows, blank lines left out, whatever the line ends and the first bytes; and each knows its line."""
     path = tmp_path_factory.mktemp("rows") / "p.jsonl"
@@ -154,14 +163,17 @@ def test_tools_are_shown_to_the_template(read: Callable[..., PromptFile], tokeni
     for spelled in (tools, json.dumps(tools)):
         (prompt,) = read([row(1) | {"tools": spelled}]).prompts
         assert tokenizer.decode(prompt.tokens).startswith("123<|end|><|user|>1")
-    assert tokenizer.decode(read([row(1) | {"tools": tools}], tool_key="other").prompts[0].tokens).startswith("<|user|>1")
+    assert tokenizer.decode(read([row(1) | {"tools": tools}], tool_key="other").prompts[0].tokens).startswith(
+        "<|user|>1"
+    )
 
 
 def test_what_the_template_is_given(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
     (prompt,) = read([row(1)], apply_chat_template_kwargs={"loud": True}).prompts
     assert tokenizer.decode(prompt.tokens).endswith("<|assistant|>1+1")
     with pytest.raises(
-        UsageError, match="--apply-chat-template-kwargs: the chat template .* does not look at 'quiet'; it looks at loud"
+        UsageError,
+        match="--apply-chat-template-kwargs: the chat template .* does not look at 'quiet'; it looks at loud",
     ):
         read([row(1)], apply_chat_template_kwargs={"quiet": True})
 
@@ -176,7 +188,8 @@ def test_a_row_without_a_template_is_text() -> None:
 
 
 def test_several_files_are_one_set(read: Callable[..., PromptFile]) -> None:
-    first, second = [row(n) for n in range(5)], [row(n) for n in range(10, 13)]
+    first = [row(n) for n in range(5)]
+    second = [row(n) for n in range(10, 13)]
     together = read({"a.jsonl@[1:]": first, "b.jsonl": second})
     assert [p.raw for p in together.prompts] == ["1", "2", "3", "4", "10", "11", "12"]
     assert together.prompts[4].where.endswith("b.jsonl, line 1")
@@ -190,7 +203,12 @@ def test_a_changed_mixture_is_refused(read: Callable[..., PromptFile]) -> None:
     state = json.loads(json.dumps(PromptSource(read(files), 0, True).state()))
     PromptSource(read(files), 0, True).restore(state)
     weighted = {f"{name}=1": rows for name, rows in files.items()}
-    for other in (dict(reversed(files.items())), weighted, files | {"a.jsonl": [row(1), row(5)]}, {"a.jsonl": files["a.jsonl"]}):
+    for other in (
+        dict(reversed(files.items())),
+        weighted,
+        files | {"a.jsonl": [row(1), row(5)]},
+        {"a.jsonl": files["a.jsonl"]},
+    ):
         with pytest.raises(DataError, match="has changed since the checkpoint"):
             PromptSource(read(other), 0, True).restore(state)
     whole = PromptSource(read({"a.jsonl": [row(1), row(2)]}), 0, True).state()
@@ -212,7 +230,9 @@ def test_a_mixture_keeps_its_proportions_and_goes_through_each_file(
         wanted = shares(count, weights)
     except DataError:
         return
-    assert sum(wanted) == count and all(abs(n - count * w / sum(weights)) < 1 for n, w in zip(wanted, weights, strict=True))
+    assert sum(wanted) == count and all(
+        abs(n - count * w / sum(weights)) < 1 for n, w in zip(wanted, weights, strict=True)
+    )
     starts = np.cumsum([0, *(n for n, _ in parts)])
     epochs = [np.asarray(epoch_order(count, parts, seed, epoch, shuffle)) for epoch in range(5)]
     for order in epochs:
@@ -220,7 +240,9 @@ def test_a_mixture_keeps_its_proportions_and_goes_through_each_file(
     for number, (size, _) in enumerate(parts):
         mine = np.concatenate([order[(order >= starts[number]) & (order < starts[number + 1])] for order in epochs])
         seen = Counter(mine.tolist())
-        assert max(seen.values()) - (min(seen.values()) if len(seen) == size else 0) <= 1, "none again before all were there"
+        assert max(seen.values()) - (min(seen.values()) if len(seen) == size else 0) <= 1, (
+            "none again before all were there"
+        )
     again = np.asarray(epoch_order(count, parts, seed, 4, shuffle))
     assert (again == epochs[4]).all()
 

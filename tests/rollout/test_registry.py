@@ -32,7 +32,9 @@ class World:
     def step(self) -> None:
         index = self.chance.randrange(self.count)
         life, _ = self.alive.get(index, (-1, None))
-        match self.chance.choice(["start", "start", "die", "doubt", "well", "update", "update", "join", "echo", "drain"]):
+        match self.chance.choice(
+            ["start", "start", "die", "doubt", "well", "update", "update", "join", "echo", "drain"]
+        ):
             case "start" if index not in self.alive:
                 self.alive[index] = (self.lives[index], None)
                 self.say("up", index, self.lives[index])

@@ -1,4 +1,5 @@
-"""The real rollout process, killed twice in the middle of a rollout, with an engine that dies: where every group is at the end."""
+"""The real rollout process, killed twice in the middle of a rollout, with an engine that dies: where every group is at
+the end."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def until(what: Callable[[], bool]) -> None:
 
 def killed_while_making(attempt: Attempt, rollout_id: int, state: dict[str, Any]) -> None:
     """Kill -9 once a group that the checkpoint does not know is on disk."""
-    bank, known = attempt.rundir.root / "bank", state["ledger"]["following"]
+    bank = attempt.rundir.root / "bank"
+    known = state["ledger"]["following"]
     attempt.call("generate", rollout_id=rollout_id, version=rollout_id)
     until(lambda: any(number >= known for number in Bank(bank).numbers()))
     attempt.process.kill()

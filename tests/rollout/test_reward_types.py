@@ -24,7 +24,9 @@ from tests.support.http_server import Server
 
 def sample(response: str, label: Any = None, **metadata: Any) -> Sample:
     nothing = np.zeros(1, np.int32)
-    return Sample(7, 3, nothing, 1, nothing, nothing, nothing, response=response, label=label, prompt="1+1=", metadata=metadata)
+    return Sample(
+        7, 3, nothing, 1, nothing, nothing, nothing, response=response, label=label, prompt="1+1=", metadata=metadata
+    )
 
 
 def worth(
@@ -32,7 +34,9 @@ def worth(
 ) -> Any:
     """The reward, or the text of the failure."""
     options = options or Options()
-    outcome = asyncio.run(grade([load_reward(name, options)], options, [sample(response, label, **metadata)], key, 20))[0]
+    outcome = asyncio.run(grade([load_reward(name, options)], options, [sample(response, label, **metadata)], key, 20))[
+        0
+    ]
     return outcome.text if outcome.failure else outcome.values[name]
 
 
@@ -243,7 +247,11 @@ def test_ifbench_gives_the_verdicts_of_the_published_checks() -> None:
         rows = {"instruction_id_list": [name], "kwargs": [given]}
         assert (worth("ifbench", good, **rows), worth("ifbench", bad, **rows)) == (1, 0), name
     both = {"instruction_id_list": ["punctuation:no_comma", "format:no_whitespace"], "kwargs": [{}, {"N": None}]}
-    assert (worth("ifbench", "abc", **both), worth("ifbench", "a c", **both), worth("ifbench", "a,c", **both)) == (1, 0, 0)
+    assert (worth("ifbench", "abc", **both), worth("ifbench", "a c", **both), worth("ifbench", "a,c", **both)) == (
+        1,
+        0,
+        0,
+    )
 
 
 def test_ifbench_without_checks_says_what_to_install() -> None:
@@ -257,13 +265,25 @@ def test_ifbench_without_checks_says_what_to_install() -> None:
 
 
 def test_every_file_is_a_reward() -> None:
-    assert {"deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", "random", "math_verify", "exact"} <= set(
-        reward_names()
-    )
+    assert {
+        "deepscaler",
+        "dapo",
+        "math",
+        "f1",
+        "gpqa",
+        "ifbench",
+        "remote_rm",
+        "random",
+        "math_verify",
+        "exact",
+    } <= set(reward_names())
     for name in reward_names():
         module = importlib.import_module(f"hpcrl.rollout.rewards.{name}")
         assert callable(module.reward) and module.__doc__.startswith(("--rm-type", "r--rm-type")), name
-        assert declared(name) == {"NEEDS_LABEL": getattr(module, "NEEDS_LABEL", True), "KEYS": getattr(module, "KEYS", ())}
+        assert declared(name) == {
+            "NEEDS_LABEL": getattr(module, "NEEDS_LABEL", True),
+            "KEYS": getattr(module, "KEYS", ()),
+        }
 
 
 def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

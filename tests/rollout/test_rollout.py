@@ -114,7 +114,9 @@ class Attempt:
     def begin(self, rollout_id: int = 0, state: dict[str, Any] | None = None) -> int:
         self.clients = [QueueClient(self.rundir, self.plan, rank, 2, 20) for rank in range(2)]
         total = self.call("begin", rollout_id=rollout_id, state=state)["num_rollout"]
-        self.call("engines_updated", engines=self.call("engines")["update"], version=rollout_id)  # the engines say what they hold
+        self.call(
+            "engines_updated", engines=self.call("engines")["update"], version=rollout_id
+        )  # the engines say what they hold
         return total
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -140,7 +142,10 @@ class Attempt:
         return failure.message
 
     def samples(self) -> dict[str, list[dict[str, Any]]]:
-        return {p.name: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(self.rundir.samples.iterdir())}
+        return {
+            p.name: [json.loads(line) for line in p.read_text().splitlines()]
+            for p in sorted(self.rundir.samples.iterdir())
+        }
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +160,18 @@ def uncut(
         assert attempt.call("evaluate", rollout_id=3, version=4) == evaluation, "the same weights give the same numbers"
         assert (
             set(evaluation["held"])
-            == {*("accuracy", "ci_low", "ci_high", "response_len", "truncated_ratio", "n", "reward_timeouts", "reward_errors")}
+            == {
+                *(
+                    "accuracy",
+                    "ci_low",
+                    "ci_high",
+                    "response_len",
+                    "truncated_ratio",
+                    "n",
+                    "reward_timeouts",
+                    "reward_errors",
+                )
+            }
             and evaluation["held"]["n"] == 5
         )
         attempt.call("finish", rollout_id=4)
@@ -211,7 +227,9 @@ def test_every_sample_has_its_own_seed(uncut: tuple[Attempt, Any, Any]) -> None:
     assert len(held) == 10 and len(set(held)) == 5 and not set(held) & set(train)
 
 
-def test_resumed_from_a_snapshot_it_makes_the_same_samples(tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]) -> None:
+def test_resumed_from_a_snapshot_it_makes_the_same_samples(
+    tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]
+) -> None:
     with Attempt(tmp_path / "run", model, None) as attempt:  # one engine, not two: that makes no difference
         attempt.begin(2, uncut[2][1])
         for rollout_id in (2, 3):
@@ -294,7 +312,9 @@ def test_a_rollout_is_made_beside_an_evaluation_which_says_what_weights_answered
 
     held: list[int] = []
     asked = {"rollout_id": -1, "version": 0, "beside": True}
-    with Attempt(tmp_path / "run", model, script, loop="fully-async", deterministic_mode=False, max_staleness=2) as attempt:
+    with Attempt(
+        tmp_path / "run", model, script, loop="fully-async", deterministic_mode=False, max_staleness=2
+    ) as attempt:
         attempt.begin()
         assert attempt.call("evaluate", **asked, patience=0.0) == {UNFINISHED: {}}
         attempt.step(0)
@@ -314,7 +334,9 @@ def test_a_rollout_is_made_beside_an_evaluation_which_says_what_weights_answered
         assert attempt.call("evaluate", **asked | {"rollout_id": 0}) == {}, "whoever goes on makes up for it"
 
 
-def test_an_engine_that_dies_in_the_middle_costs_nothing(tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]) -> None:
+def test_an_engine_that_dies_in_the_middle_costs_nothing(
+    tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]
+) -> None:
     def dies(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         engine.healthy = count < 5
         return None if count < 5 else CUT
@@ -369,7 +391,12 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
     ],
 )
 def test_what_goes_wrong_in_a_rollout_is_one_clear_error(
-    tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any], script: Script | None, values: dict[str, Any], words: list[str]
+    tmp_path: Path,
+    model: Path,
+    uncut: tuple[Attempt, Any, Any],
+    script: Script | None,
+    values: dict[str, Any],
+    words: list[str],
 ) -> None:
     state: dict[str, Any] | None = uncut[2][3]
     if "prompt_data" in values:
@@ -406,7 +433,10 @@ def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
         ({"eval_prompt_data": ["held", "bad.jsonl"]}, ["bad.jsonl, line 2", "not JSON"]),
         ({"eval_prompt_data": ["bad.jsonl", "held", "x"]}, ["--eval-prompt-data", "NAME PATH"]),
         ({"eval_config": "bad.jsonl", "eval_prompt_data": []}, ["bad.jsonl", "is not YAML"]),
-        ({"custom_rm_path": "tests.rollout.test_rollout.absent"}, ["--custom-rm-path tests.rollout.test_rollout.absent"]),
+        (
+            {"custom_rm_path": "tests.rollout.test_rollout.absent"},
+            ["--custom-rm-path tests.rollout.test_rollout.absent"],
+        ),
         ({"custom_rm_path": None}, ["--rm-type"]),
         ({"num_rollout": None}, ["--num-epoch"]),
     ],
@@ -424,7 +454,13 @@ def test_bad_input_shows_before_any_engine_is_waited_for(
 
 
 def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
-    values = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "custom_rm_path": None, "num_rollout": None, "num_epoch": 3}
+    values = {
+        "loss_type": "sft_loss",
+        "n_samples_per_prompt": 1,
+        "custom_rm_path": None,
+        "num_rollout": None,
+        "num_epoch": 3,
+    }
     with Attempt(tmp_path / "run", model, **values) as attempt:
         assert attempt.begin() == 3 * (17 // GROUPS)
         shares, _ = attempt.step(0)
@@ -439,7 +475,9 @@ def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
             by_group = {row["group"]: row for row in rows}
             expected = [by_group[int(g)] for g in share.batch.rows["group"]]
             assert texts == [f"<|user|>{row['prompt']}<|end|><|assistant|>{row['label']}<|end|>" for row in expected]
-            assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(len(row["label"]) + 1 for row in expected)
+            assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(
+                len(row["label"]) + 1 for row in expected
+            )
 
 
 def test_preferences_come_from_the_file_in_pairs(tmp_path: Path, model: Path) -> None:

@@ -1,4 +1,5 @@
-"""The engine's choice of experts on its way into a sample: checked, joined over the parts of a response, cut to what is routed."""
+"""The engine's choice of experts on its way into a sample: checked, joined over the parts of a response, cut to what is
+routed."""
 
 from __future__ import annotations
 
@@ -34,14 +35,19 @@ def test_all_layers_or_those_with_experts() -> None:
     assert np.array_equal(read_experts(ENGINE, own.tobytes(), (2, 2), 7, ROUTING), own)
 
 
-@pytest.mark.parametrize(("data", "shape"), [(table(6), (2, 2)), (table(7, 3), (3, 2)), (table(7), (2, 4)), (b"", (0, 0))])
+@pytest.mark.parametrize(
+    ("data", "shape"), [(table(6), (2, 2)), (table(7, 3), (3, 2)), (table(7), (2, 4)), (b"", (0, 0))]
+)
 def test_what_is_no_choice_is_the_engines_fault(data: Any, shape: tuple[int, int]) -> None:
-    with pytest.raises(PeerError, match=r"answered \d+ bytes of experts in . layers of . for 7 tokens; see engine-0.log"):
+    with pytest.raises(
+        PeerError, match=r"answered \d+ bytes of experts in . layers of . for 7 tokens; see engine-0.log"
+    ):
         read_experts(ENGINE, bytes(data), shape, 7, ROUTING)
 
 
 def test_what_goes_on_keeps_the_choice_of_what_was_there() -> None:
-    """The engine reads the first part again, and may then choose otherwise; the log-probs are those of the first time."""
+    """The engine reads the first part again, and may then choose otherwise; the log-probs are those of the first
+    time."""
     first, more = completion(5, 3), completion(8, 4, seed=1)
     whole = more.after(first)
     assert whole.experts is not None and first.experts is not None and more.experts is not None

@@ -1,4 +1,5 @@
-"""Samples that an own function makes: several turns with exact tokens, fan-out, agents at the endpoint, and what goes wrong."""
+"""Samples that an own function makes: several turns with exact tokens, fan-out, agents at the endpoint, and what goes
+wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def sampler(model: Path, name: str, graded: bool = False, **values: Any) -> AsyncIterator[tuple[CustomSampler, Policy]]:
+async def sampler(
+    model: Path, name: str, graded: bool = False, **values: Any
+) -> AsyncIterator[tuple[CustomSampler, Policy]]:
     """graded: by the options' reward, where the function sets none."""
     options = Options(
         **{
@@ -76,7 +79,9 @@ def asked(model: Path, index: int = 1, number: int = 0, label: str = "", held_ou
 def check(sample: Sample) -> None:
     """What the trainer relies on."""
     n = sample.response_length
-    assert (len(sample.loss_mask), len(sample.logprobs), len(sample.versions)) == (n, n, n) and 0 < n < len(sample.tokens)
+    assert (len(sample.loss_mask), len(sample.logprobs), len(sample.versions)) == (n, n, n) and 0 < n < len(
+        sample.tokens
+    )
     assert not sample.logprobs[sample.loss_mask == 0].any()
 
 
@@ -103,11 +108,14 @@ def found(model: Path) -> dict[str, Any]:
             with pytest.raises(PeerError) as error:
                 await made.make(asked(model, label="at_the_engine"))
             found["broken"] = str(error.value)
-            policy.broken, policy.status = None, ABORTED
+            policy.broken = None
+            policy.status = ABORTED
             found["ended"] = await made.make(asked(model, label="two_turns"))
             policy.status, policy.ends = "", {len(policy.asked) + 2: 2}
             found["parts"] = await made.make(asked(model, label="two_turns"))
-            policy.asked, policy.begun, policy.ends = [], [], {}
+            policy.asked = []
+            policy.begun = []
+            policy.ends = {}
             again = replace(asked(model, label="two_turns"), begun=tuple(found["parts"]), rollout_id=4, version=9)
             found["whole"] = await made.make(again)
             found["policy-whole"], found["begun-whole"] = policy.asked, policy.begun
@@ -120,7 +128,9 @@ def found(model: Path) -> dict[str, Any]:
     return asyncio.run(run())
 
 
-def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(model: Path, found: dict[str, Any]) -> None:
+def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(
+    model: Path, found: dict[str, Any]
+) -> None:
     [sample], requests = found["turns"], found["policy-turns"]
     check(sample)
     tokenizer = Tokenizer(model)
@@ -128,7 +138,9 @@ def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(mo
     told = ["<|user|>", "<", "ab", ">", "<|end|>", "<|assistant|>"]
     assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
     assert sample.loss_mask.tolist() == [1] * 3 + [0] * 6 + [1] * 3
-    assert sample.versions.tolist() == [8] * 9 + [7] * 3, "each token knows its version; what a tool says has that before it"
+    assert sample.versions.tolist() == [8] * 9 + [7] * 3, (
+        "each token knows its version; what a tool says has that before it"
+    )
     assert np.allclose(sample.logprobs[sample.loss_mask == 1], [-0.125, -0.25, -0.375] * 2)
     assert requests[1][0] == sample.tokens[:-3].tolist(), "the second turn saw the very tokens of the first"
     again = tokenizer.encode([tokenizer._hf.decode(sample.tokens.tolist())])[0]
@@ -157,8 +169,12 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_them(tmp_path: Pa
     assert words(Tokenizer(model), sample.tokens[-sample.response_length :]) == [*said, *told, *said]
 
 
-def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_function_too(found: dict[str, Any]) -> None:
-    several, one, held = found["several"], found["one"], found["held"]
+def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_function_too(
+    found: dict[str, Any],
+) -> None:
+    several = found["several"]
+    one = found["one"]
+    held = found["held"]
     assert (len(several), len(one), len(held)) == (2, 1, 1)
     for sample in (*several, *one, *held):
         check(sample)
@@ -189,7 +205,8 @@ def test_an_agent_that_knows_nothing_of_hpcrl_makes_exact_samples(model: Path, f
     [sample] = found["agent"]
     check(sample)
     tokenizer = Tokenizer(model)
-    said, told = ["a", "b", "<|end|>"], ["<|user|>", "m", "o", "r", "e", "<|end|>", "<|assistant|>"]
+    said = ["a", "b", "<|end|>"]
+    told = ["<|user|>", "m", "o", "r", "e", "<|end|>", "<|assistant|>"]
     assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
     assert sample.loss_mask.tolist() == [1] * 3 + [0] * 7 + [1] * 3
     assert sample.tokens[: -sample.response_length].tolist() == asked(model).group.prompt.tokens.tolist()
@@ -222,7 +239,9 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
             }
 
     for kind, ((bad,), *good) in asyncio.run(run()).items():
-        assert TROUBLES[kind] in bad.grading_error and bad.grading == ("timeout" if kind in ("hang", "block") else "error")
+        assert TROUBLES[kind] in bad.grading_error and bad.grading == (
+            "timeout" if kind in ("hang", "block") else "error"
+        )
         assert bad.reward == 0 and bad.loss_mask.tolist() == [0] and bad.response_length == 1
         for (sample,) in good:
             check(sample)
@@ -270,11 +289,16 @@ def test_a_response_that_was_ended_early_goes_on_with_what_there_was(model: Path
     assert sample.tokens.tolist() == never_ended.tokens.tolist()
     assert sample.loss_mask.tolist() == never_ended.loss_mask.tolist()
     told = sample.loss_mask == 0
-    assert sample.versions[:3].tolist() == first.versions.tolist() and sample.versions[-3:-1].tolist() == second.versions.tolist()
+    assert (
+        sample.versions[:3].tolist() == first.versions.tolist()
+        and sample.versions[-3:-1].tolist() == second.versions.tolist()
+    )
     assert sample.versions[-1] >= 9 and set(sample.versions[told].tolist()) == {int(first.versions[-1])}
     [graded] = found["graded"]
     assert (
-        graded.tokens.tolist() == sample.tokens.tolist() and graded.grading == "error" and "set no reward" in graded.grading_error
+        graded.tokens.tolist() == sample.tokens.tolist()
+        and graded.grading == "error"
+        and "set no reward" in graded.grading_error
     )
 
 

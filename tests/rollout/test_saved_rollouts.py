@@ -63,7 +63,12 @@ def same(one: Sample, other: Sample) -> None:
 
 
 def options(directory: Path, **more: Any) -> Options:
-    values = {"rollout_batch_size": GROUPS, "n_samples_per_prompt": EACH, "num_rollout": 2, "actor_num_gpus_per_node": 2}
+    values = {
+        "rollout_batch_size": GROUPS,
+        "n_samples_per_prompt": EACH,
+        "num_rollout": 2,
+        "actor_num_gpus_per_node": 2,
+    }
     return Options(**values, load_debug_rollout_data=str(directory / "r-{rollout_id}"), **more)
 
 
@@ -136,7 +141,9 @@ def test_other_sizes_are_refused_at_the_start(tmp_path: Path, more: dict[str, in
 
 
 @given(st.data())
-def test_a_damaged_file_is_an_error_and_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_damaged_file_is_an_error_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged"
     write_rollout(path, 1, 1, samples(1, 1))
     whole = path.read_bytes()

@@ -99,7 +99,9 @@ def test_a_slow_group_is_overtaken_but_not_for_ever(tmp_path: Path) -> None:
 
 def test_with_drop_it_is_ended_once_the_trainer_has_nothing_else(tmp_path: Path) -> None:
     async def run() -> None:
-        attempt = Streaming(tmp_path / "run", FakeSampler(lambda a: 60.0 if a.group.number == 1 else 0.0), stale_samples="drop")
+        attempt = Streaming(
+            tmp_path / "run", FakeSampler(lambda a: 60.0 if a.group.number == 1 else 0.0), stale_samples="drop"
+        )
         made = await attempt.trains(0, 4, pause=0.02)
         await attempt.stream.close()
         assert attempt.shelf.ledger.dropped == {"stale": 1} and all(1 not in numbers(one.rollout) for one in made)
@@ -173,7 +175,9 @@ def test_a_run_that_ends_early_loses_no_group_and_trains_none_twice(tmp_path: Pa
 
 def test_nothing_is_being_written_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that goes on in the same directory meets the files of the one before."""
-    begun, ended, write = [], [], Bank.write
+    begun = []
+    ended = []
+    write = Bank.write
 
     def on_a_slow_disk(bank: Bank, groups: Any) -> list[int]:
         begun.append(1)
@@ -217,13 +221,17 @@ def test_what_was_begun_goes_on_from_its_tokens(tmp_path: Path) -> None:
 def test_what_was_begun_and_would_come_too_late_is_made_again(tmp_path: Path) -> None:
     async def run() -> None:
         path = tmp_path / "run"
-        first = Streaming(path, FakeSampler(lambda asked: None if 8 <= asked.group.number < 12 else 0.0), max_staleness=2)
+        first = Streaming(
+            path, FakeSampler(lambda asked: None if 8 <= asked.group.number < 12 else 0.0), max_staleness=2
+        )
         await first.trains(0, 1)
         await first.stream.stop()
         second = Streaming(path, FakeSampler(), 2, first.states[1], max_staleness=1)
         made = await second.trains(2, 5)
         await second.stream.close()
-        assert sum(one.metrics["rollout/groups_remade"] for one in made) == 0, "the shelf has cut what is too old before"
+        assert sum(one.metrics["rollout/groups_remade"] for one in made) == 0, (
+            "the shelf has cut what is too old before"
+        )
         assert all(s.versions.min() >= 2 for one in made for s in one.rollout.samples() if 8 <= s.group < 12)
         assert not account(path).wrong
 

@@ -1,4 +1,5 @@
-"""A teacher behind an address: exact ids out, log-probs back; what it cannot say is asked again, counted, or refused."""
+"""A teacher behind an address: exact ids out, log-probs back; what it cannot say is asked again, counted, or
+refused."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def logprob(token: int, place: int) -> float:
 
 def said(body: dict[str, Any]) -> dict[str, Any]:
     """As vLLM answers /v1/completions with prompt_logprobs 0: nothing of the first token."""
-    entries = [{str(t): {"logprob": logprob(t, i), "rank": 1, "decoded_token": "x"}} for i, t in enumerate(body["prompt"])]
+    entries = [
+        {str(t): {"logprob": logprob(t, i), "rank": 1, "decoded_token": "x"}} for i, t in enumerate(body["prompt"])
+    ]
     return {"choices": [{"text": "", "prompt_logprobs": [None, *entries[1:]]}]}
 
 
@@ -44,7 +47,9 @@ class Server:
     def __init__(self, tokenizer: Tokenizer, script: Script = lambda number, body: None) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        self._tokenizer, self._script, self._ready = tokenizer, script, threading.Event()
+        self._tokenizer = tokenizer
+        self._script = script
+        self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -108,7 +113,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def sample(number: int = 0, prompt: int = 3, answer: int = 4) -> Sample:
     tokens = np.arange(10 + number, 10 + number + prompt + answer, dtype=np.int32)
     mask, zeros = np.ones(answer, np.uint8), np.zeros(answer, np.int32)
-    return Sample(number // 4, number % 4, tokens, answer, mask, np.full(answer, -2.0, np.float32), zeros, status=COMPLETED)
+    return Sample(
+        number // 4, number % 4, tokens, answer, mask, np.full(answer, -2.0, np.float32), zeros, status=COMPLETED
+    )
 
 
 def mark(server: Server, own: Tokenizer, samples: list[Sample], **options: Any) -> None:
@@ -167,8 +174,14 @@ def broken(body: dict[str, Any], value: Any) -> dict[str, Any]:
         (lambda number, body: 500, "in 10 attempts; the last: HTTP 500: "),
         (lambda number, body: {"choices": []}, "what is no completion"),
         (lambda number, body: {"choices": [{"text": "x"}]}, "log-probs of 0 tokens for a prompt of 7"),
-        (lambda number, body: broken(body, lambda token: {"3": {"logprob": -1.0}}), "gave nan as the log-prob of token 16"),
-        (lambda number, body: broken(body, lambda token: {str(token): {"logprob": -9999.0}}), "gave -9999.0 as the log-prob"),
+        (
+            lambda number, body: broken(body, lambda token: {"3": {"logprob": -1.0}}),
+            "gave nan as the log-prob of token 16",
+        ),
+        (
+            lambda number, body: broken(body, lambda token: {str(token): {"logprob": -9999.0}}),
+            "gave -9999.0 as the log-prob",
+        ),
     ],
 )
 def test_what_stays_wrong_pulls_nowhere_and_is_counted(own: Tokenizer, script: Script, message: str) -> None:
@@ -183,7 +196,8 @@ def test_too_many_failures_end_the_run(own: Tokenizer) -> None:
     with (
         Server(own, lambda number, body: 400) as server,
         pytest.raises(
-            HpcrlError, match="2 of the 8 gradings of rollout 5 by the teacher failed, more than --reward-max-failed 0.1"
+            HpcrlError,
+            match="2 of the 8 gradings of rollout 5 by the teacher failed, more than --reward-max-failed 0.1",
         ),
     ):
         mark(server, own, [sample(0), sample(1)])

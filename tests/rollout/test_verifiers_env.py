@@ -18,7 +18,9 @@ from tests.rollout.test_samplers import asked, check, sampler, words
 from tests.support.two_ways import make_model
 
 ENVIRONMENT = "tests.support.tiny_verifiers_env"
-needs_the_package = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed")
+needs_the_package = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"
+)
 
 
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,9 @@ def test_rows_become_prompts() -> None:
 @needs_the_package
 @pytest.mark.process
 def test_an_environment_makes_exact_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", ENVIRONMENT, "--out", str(tmp_path), "--eval", "1", "--args", '{"questions": 3}'])
+    monkeypatch.setattr(
+        sys, "argv", ["x", ENVIRONMENT, "--out", str(tmp_path), "--eval", "1", "--args", '{"questions": 3}']
+    )
     assert verifiers_env.main() == 0
     lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len(lines) == 3

@@ -8,7 +8,17 @@ import pytest
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.mpi.file_sync import FileSync
-from hpcrl.run.engines.lives import EngineEnd, Reports, end_of, epitaph, leaves, let_leave, record_end, starts_again, was_up
+from hpcrl.run.engines.lives import (
+    EngineEnd,
+    Reports,
+    end_of,
+    epitaph,
+    leaves,
+    let_leave,
+    record_end,
+    starts_again,
+    was_up,
+)
 from hpcrl.run.engines.view import VIEW, EngineView, read_views, write_views
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
@@ -27,7 +37,14 @@ def peer(life: int) -> EnginePeer:
 
 @pytest.mark.parametrize(
     ("limit", "life", "up", "again"),
-    [(2, 0, True, True), (2, 1, True, True), (2, 2, True, False), (0, 0, True, False), (2, 0, False, False), (2, 1, False, True)],
+    [
+        (2, 0, True, True),
+        (2, 1, True, True),
+        (2, 2, True, False),
+        (0, 0, True, False),
+        (2, 0, False, False),
+        (2, 1, False, True),
+    ],
 )
 def test_who_starts_again(limit: int, life: int, up: bool, again: bool) -> None:
     assert starts_again(limit, life, up) == again
@@ -44,7 +61,9 @@ def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
     assert found.index((3, "EnginePeer", 0)) < found.index((3, "EngineEnd", 0)) < found.index((3, "EnginePeer", 1))
     assert (12, "EnginePeer", 0) in found and len(found) == 4 and reports.new() == []
     assert was_up(rundir, 3, 1) and not was_up(rundir, 3, 2)
-    assert record_end(rundir, 3, "a", 0, 2, True, "a later word") and end_of(rundir, 3, 0).why == "killed", "the first word stays"
+    assert record_end(rundir, 3, "a", 0, 2, True, "a later word") and end_of(rundir, 3, 0).why == "killed", (
+        "the first word stays"
+    )
 
 
 def test_the_last_end_is_the_attempts_error_and_names_the_first(rundir: RunDir) -> None:

@@ -69,7 +69,9 @@ def test_a_limit_of_memory_that_was_reached_is_said(files: dict[str, str], said:
 
 def test_the_kernels_word_takes_the_place_of_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryWatch, "said", lambda _: "the kernel did it")
-    assert how_it_ended(-9) == "was killed by SIGKILL (the kernel did it)" and how_it_ended(-15) == "was killed by SIGTERM"
+    assert (
+        how_it_ended(-9) == "was killed by SIGKILL (the kernel did it)" and how_it_ended(-15) == "was killed by SIGTERM"
+    )
     assert how_it_ended(137) == "ended with exit code 137 (SIGKILL; the kernel did it)"
 
 

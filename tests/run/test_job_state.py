@@ -16,9 +16,15 @@ from hpcrl.run.job_state import STATE, JobStateFile
 
 @pytest.mark.parametrize(
     ("error", "phase", "message"),
-    [(None, "finished", ""), (Stopped("saved"), "stopped", "saved"), (HpcrlError("broken", "mend"), "failed", "broken; mend")],
+    [
+        (None, "finished", ""),
+        (Stopped("saved"), "stopped", "saved"),
+        (HpcrlError("broken", "mend"), "failed", "broken; mend"),
+    ],
 )
-def test_what_the_launcher_writes_is_what_others_read(tmp_path: Path, error: HpcrlError | None, phase: str, message: str) -> None:
+def test_what_the_launcher_writes_is_what_others_read(
+    tmp_path: Path, error: HpcrlError | None, phase: str, message: str
+) -> None:
     try:
         with JobStateFile(tmp_path, restarts=2, ends=9.5) as file:
             file.set("running", stage="sft", attempt=3)
@@ -27,7 +33,13 @@ def test_what_the_launcher_writes_is_what_others_read(tmp_path: Path, error: Hpc
                 raise error
     except HpcrlError:
         pass
-    assert (working.phase, working.stage, working.attempt, working.restarts, working.ends) == ("running", "sft", 3, 2, 9.5)
+    assert (working.phase, working.stage, working.attempt, working.restarts, working.ends) == (
+        "running",
+        "sft",
+        3,
+        2,
+        9.5,
+    )
     assert abs(working.time - time.time()) < 60 and working.pid and working.host
     ended = Run(tmp_path).state
     assert (ended.phase, ended.message, ended.stage, ended.attempt) == (phase, message, "sft", 3)

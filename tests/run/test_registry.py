@@ -48,7 +48,9 @@ def test_the_dead_are_dropped_but_not_what_may_come_back(home: Path) -> None:
     assert known() == [] and not list(place().iterdir())
 
 
-def test_a_home_that_cannot_be_written_or_is_not_there_fails_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_or_is_not_there_fails_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (home / "state").write_text("a file")
     remember(home)
     assert known() == []

@@ -52,7 +52,12 @@ def test_processes_that_begin_in_the_same_second_get_directories_of_their_own(tm
 
 def test_runs_begun_in_the_same_second_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    options = {"hf_checkpoint": "/m", "prompt_data": str(tmp_path / "p.jsonl"), "label_key": "label", "rm_type": "exact"}
+    options = {
+        "hf_checkpoint": "/m",
+        "prompt_data": str(tmp_path / "p.jsonl"),
+        "label_key": "label",
+        "rm_type": "exact",
+    }
     options |= {"num_rollout": 1, "rollout_num_gpus": 1, "rollout_batch_size": 8, "n_samples_per_prompt": 2}
     (tmp_path / "r.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
     recipe, now = load_recipe(tmp_path / "r.toml"), time.gmtime()
@@ -83,7 +88,9 @@ def test_the_first_error_is_kept_whole_and_told_with_its_role(rundir: RunDir) ->
     rundir.fail("trainer", 2, "out of memory")
     rundir.fail("engine", 0, "lost connection")
     found = rundir.failure()
-    assert (found.role, found.index, found.message) == ("trainer", 2, "out of memory") and abs(found.time - time.time()) < 60
+    assert (found.role, found.index, found.message) == ("trainer", 2, "out of memory") and abs(
+        found.time - time.time()
+    ) < 60
     with pytest.raises(PeerError, match="^trainer-2: out of memory$"):
         rundir.check()
 
@@ -134,7 +141,17 @@ def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
 def test_what_a_kill_left_half_written_goes_wherever_an_attempt_writes(tmp_path: Path) -> None:
     first = RunDir.create(tmp_path / "run")
     first.begin()
-    places = ("keys", "samples", "samples/trained", "checkpoints", "bank", "ledger", "ahead", "attempts/0", "attempts/0/hosts")
+    places = (
+        "keys",
+        "samples",
+        "samples/trained",
+        "checkpoints",
+        "bank",
+        "ledger",
+        "ahead",
+        "attempts/0",
+        "attempts/0/hosts",
+    )
     left = [first.root / place / ".00000024.jsonl.13423" for place in places]
     left.append(first.root / ".state.json.13423")
     kept = [first.root / ".options.json.13423", tmp_path / "elsewhere" / ".a.1", first.samples / "00000024.jsonl"]
@@ -154,7 +171,9 @@ def test_only_its_own_attempts_summary_counts(rundir: RunDir) -> None:
     assert summary_of(RunDir(rundir.root, 1)) is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x00\x00", b"[]", b'{"status": "finished"}', b'{"status": "odd", "attempt": 0}'])
+@pytest.mark.parametrize(
+    "damage", [b"", b"\x00\x00", b"[]", b'{"status": "finished"}', b'{"status": "odd", "attempt": 0}']
+)
 def test_damaged_files_of_a_run_are_named(rundir: RunDir, damage: bytes) -> None:
     for name in ("summary.json", "recipe.json", "job.json"):
         (rundir.root / name).write_bytes(damage)
@@ -167,7 +186,9 @@ def test_damaged_files_of_a_run_are_named(rundir: RunDir, damage: bytes) -> None
             read_job(rundir.root)
 
 
-def test_what_a_run_was_begun_with_and_the_job_it_is_in(rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_was_begun_with_and_the_job_it_is_in(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "r.toml").write_text("lr = 1.0\n")
     begun = RecipeFile("identity", str(tmp_path / "r.toml"), {"lr": 2.0, "vllm": {"max_num_seqs": 1}})
     with pytest.raises(UsageError, match="no run directory"):
@@ -221,7 +242,8 @@ def test_a_group_that_can_swap_it_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
-    """A recipe, a profile, a hostfile: a link is followed, a pipe of the shell's is read, and nothing waits for ever or fills the memory."""
+    """A recipe, a profile, a hostfile: a link is followed, a pipe of the shell's is read, and nothing waits for ever or
+    fills the memory."""
     (tmp_path / "real").write_text("node1\n")
     (tmp_path / "link").symlink_to("real")
     os.mkfifo(tmp_path / "fifo")
@@ -243,11 +265,14 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
 
 
 def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a login node's links lead may not be there on the nodes of the job; another user's link may lead elsewhere later."""
+    """Where a login node's links lead may not be there on the nodes of the job; another user's link may lead elsewhere
+    later."""
     real, said = tmp_path / "login-only" / "home", tmp_path / "home"
     real.mkdir(parents=True)
     said.symlink_to(real)
-    assert RunDir.create(said / "run").root == said / "run" and RunDir(said / "run" / "." / "x").root == said / "run" / "x"
+    assert (
+        RunDir.create(said / "run").root == said / "run" and RunDir(said / "run" / "." / "x").root == said / "run" / "x"
+    )
     (tmp_path / "r.toml").write_text("num_rollout = 1\n")
     (said / "r.toml").symlink_to(tmp_path / "r.toml")
     monkeypatch.chdir(said)

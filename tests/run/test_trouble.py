@@ -1,4 +1,5 @@
-"""What goes wrong with machines: full and read-only file systems, memory that the kernel takes back, hardware, and what the killed leave."""
+"""What goes wrong with machines: full and read-only file systems, memory that the kernel takes back, hardware, and what
+the killed leave."""
 
 from __future__ import annotations
 
@@ -140,7 +141,11 @@ def test_the_launchers_word_replaces_an_echo(tmp_path: Path) -> None:
 def test_what_was_half_written_when_its_writer_was_killed_goes(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     (rundir.root / "bank").mkdir()
-    half = [rundir.samples / ".00000238.jsonl.3858", rundir.root / "bank" / ".7.group.12", rundir.root / ".state.json.9"]
+    half = [
+        rundir.samples / ".00000238.jsonl.3858",
+        rundir.root / "bank" / ".7.group.12",
+        rundir.root / ".state.json.9",
+    ]
     rundir.begin()
     rundir.attempt = 1
     half.append(rundir.root / "attempts" / "0" / ".error.trainer-1.476")
@@ -188,7 +193,9 @@ def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str,
     (root / events).write_text("oom 1\noom_kill 4\n")
     (root / "proc/vmstat").write_text("oom_kill 4\n")
     name = limit.rpartition("/")[2]
-    said = f"the kernel killed 1 process for want of memory at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
+    said = (
+        f"the kernel killed 1 process for want of memory at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
+    )
     assert watch.said() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
     assert said not in how_it_ended(-15, watch), "of a SIGTERM somebody else is the cause"
 
@@ -199,7 +206,9 @@ def test_a_host_without_memory_is_told_from_a_limit(tmp_path: Path) -> None:
     (root / "proc/vmstat").write_text("pgfault 1\noom_kill 2\n")
     assert watch.said() == "perhaps for want of memory: the kernel has killed 2 processes of this host meanwhile"
     nothing = MemoryWatch(tmp_path / "nothing")
-    assert not nothing.sees and how_it_ended(-9, nothing) == how_it_ended(-9), "where nothing can be read nothing is claimed"
+    assert not nothing.sees and how_it_ended(-9, nothing) == how_it_ended(-9), (
+        "where nothing can be read nothing is claimed"
+    )
 
 
 def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
@@ -218,10 +227,13 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
         "print(how_it_ended(done.returncode, watch))"
     )
     try:
-        done = subprocess.run([sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False)
-        assert "was killed by SIGKILL (the kernel killed 1 process for want of memory at the limit of 0.1 GiB" in done.stdout, (
-            done
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False
         )
+        assert (
+            "was killed by SIGKILL (the kernel killed 1 process for want of memory at the limit of 0.1 GiB"
+            in done.stdout
+        ), done
     finally:
         group.rmdir()
 

@@ -60,7 +60,8 @@ def test_without_vllm_the_engines_checks_are_skipped_by_name(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
     outcomes = {
-        name: try_check(replace(check, work=lambda _: Outcome("passed", "")), None) for name, check in find_checks().items()
+        name: try_check(replace(check, work=lambda _: Outcome("passed", "")), None)
+        for name, check in find_checks().items()
     }
     skipped = {name: found.said for name, found in outcomes.items() if found.result == "skipped"}
     assert skipped == dict.fromkeys(("engine_update", "engine_logprobs"), "vllm is not installed")
@@ -186,7 +187,9 @@ def test_one_wrong_value_of_a_collective_is_found(broken: str, name: str) -> Non
 
 
 @pytest.mark.process
-def test_two_hosts_make_the_checks_together_and_the_first_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hosts_make_the_checks_together_and_the_first_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two processes of this machine play two hosts of a job."""
     from hpcrl.selftest import job
 

@@ -1,4 +1,5 @@
-"""The argument arrays of the guides that the project answers to, as a script of slime's or vime's hands them to train.py."""
+"""The argument arrays of the guides that the project answers to, as a script of slime's or vime's hands them to
+train.py."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ MODELS = {
     " rope --norm-epsilon 1e-6 --rotary-percent 1.0 --swiglu --untie-embeddings-and-output-weights --vocab-size 151936 --rotary-base"
     " 1000000 --moe-ffn-hidden-size 768 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall --moe-router-topk 8"
     f" --moe-layer-freq {[1] * 48!s} --num-experts 128 --moe-grouped-gemm --moe-token-drop-policy probs --moe-router-dtype fp32"
-    " --moe-permute-fusion --moe-aux-loss-coeff 0".replace("[" + ", ".join("1" * 48) + "]", "[" + ",".join("1" * 48) + "]"),
+    " --moe-permute-fusion --moe-aux-loss-coeff 0".replace(
+        "[" + ", ".join("1" * 48) + "]", "[" + ",".join("1" * 48) + "]"
+    ),
     "glm4.5-355B-A32B": "--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 96 --num-query-groups 8"
     " --kv-channels 128 --num-layers 92 --hidden-size 5120 --ffn-hidden-size 12288 --add-qkv-bias --normalization RMSNorm"
     " --position-embedding-type rope --rotary-percent 0.5 --swiglu --untie-embeddings-and-output-weights --vocab-size 151552"
@@ -70,7 +73,9 @@ def layout(tp: int, pp: int, cp: int, ep: int, tokens: int) -> str:
 GLM4 = " ".join(
     [MODELS["glm4-9B"], checkpoints("GLM-Z1-9B-0414"), ROLLOUT, EVALUATION, layout(2, 1, 2, 1, 4608), GRPO, ADAM, MISC]
 )
-QWEN3 = " ".join([MODELS["qwen3-4B"], checkpoints("Qwen3-4B"), ROLLOUT, EVALUATION, layout(2, 1, 1, 1, 9216), GRPO, ADAM, MISC])
+QWEN3 = " ".join(
+    [MODELS["qwen3-4B"], checkpoints("Qwen3-4B"), ROLLOUT, EVALUATION, layout(2, 1, 1, 1, 9216), GRPO, ADAM, MISC]
+)
 BIG = " ".join(
     [
         MODELS["glm4.5-355B-A32B"],
@@ -117,7 +122,14 @@ GUIDES: dict[str, tuple[list[str], tuple[int, int, int]]] = {
         "Qwen3-30B-A3B": (
             "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate "
             + " ".join(
-                [MODELS["qwen3-30B-A3B"], checkpoints("Qwen3-30B-A3B"), ROLLOUT, EVALUATION, layout(4, 1, 1, 8, 20480), GRPO]
+                [
+                    MODELS["qwen3-30B-A3B"],
+                    checkpoints("Qwen3-30B-A3B"),
+                    ROLLOUT,
+                    EVALUATION,
+                    layout(4, 1, 1, 8, 20480),
+                    GRPO,
+                ]
             )
             + f" {ADAM} {CPU_ADAM} {MISC} --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 --sglang-cuda-graph-bs {GRAPHS}",
             (8, 1, 8),

@@ -1,4 +1,5 @@
-"""The guides' argument arrays, verbatim: nothing unknown, nothing ignored, the plan that they describe; slime's rules hold at once."""
+"""The guides' argument arrays, verbatim: nothing unknown, nothing ignored, the plan that they describe; slime's rules
+hold at once."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def test_what_has_no_effect_passes_with_a_reason() -> None:
     translation = translate([*words, "--update-weight-mode", "full", "--use-wandb", "--wandb-key"])
     said = {line.flag: line.reading for line in translation.lines}
     assert said["opsm-delta"].outcome == "needless" and "--use-opsm is not given" in said["opsm-delta"].why
-    assert said["custom-tis-function-path"].outcome == "translated" and translation.values["custom_tis_function_path"] == "icepop"
+    assert (
+        said["custom-tis-function-path"].outcome == "translated"
+        and translation.values["custom_tis_function_path"] == "icepop"
+    )
     assert said["update-weight-mode"].outcome in ("needless", "kept") and said["use-wandb"].outcome == "needless"
     assert "opsm_delta" not in translation.values and not translation.wrong
 
@@ -99,9 +103,7 @@ def test_slimes_rules_hold_at_submission(more: str, told: list[str]) -> None:
 
 
 def test_all_that_does_not_fit_is_told_at_once() -> None:
-    more = (
-        "--lora-rank 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml --ci-test"
-    )
+    more = "--lora-rank 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml --ci-test"
     with pytest.raises(UsageError) as error:
         recipe_of(f"{BASE} {more}".split(), {})
     text = str(error.value)
@@ -124,7 +126,9 @@ def test_a_kl_that_slime_ignores_is_left_out_and_told(estimator: str) -> None:
     translation = translate(words)
     [line] = [line for line in translation.lines if line.flag == "kl-coef"]
     assert line.reading.outcome == "needless" and "kl_coef" not in translation.values
-    assert f"slime ignores it with {estimator or 'grpo'}; hpcrl's kl_coef would take the KL off the reward" in line.text()
+    assert (
+        f"slime ignores it with {estimator or 'grpo'}; hpcrl's kl_coef would take the KL off the reward" in line.text()
+    )
 
 
 def test_a_kl_that_slime_takes_off_is_kept() -> None:
@@ -161,7 +165,9 @@ def test_what_becomes_of_a_dead_engine_is_told() -> None:
 
 
 def test_sft_learns_chat_messages_as_slime_does() -> None:
-    words = "--hf-checkpoint /m --rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data /d.parquet"
+    words = (
+        "--hf-checkpoint /m --rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data /d.parquet"
+    )
     words += " --input-key messages --num-rollout 3 --rollout-batch-size 8 --loss-type sft_loss --debug-train-only"
     assert options_of(words.split()).apply_chat_template
     assert not options_of(f"{words} --label-key label".split()).apply_chat_template
@@ -183,7 +189,9 @@ def test_words_are_split_as_argparse_does() -> None:
         recipe_of([], {})
 
 
-def test_the_commands_take_them(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_take_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--num-rollout", "7", "--", *BASE.split()]) == 0
     assert "engine   2" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Every flag of slime, vime and the Megatron and engine flags of their scripts has a verdict, and the verdicts are true."""
+"""Every flag of slime, vime and the Megatron and engine flags of their scripts has a verdict, and the verdicts are
+true."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_a_flag_that_only_says_slimes_default_is_never_refused() -> None:
 
 
 def test_whatever_is_declared_later_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = next(flag for flag, verdict in verdicts().items() if verdict.way == "later" and flag not in own() and "." not in flag)
+    flag = next(
+        flag for flag, verdict in verdicts().items() if verdict.way == "later" and flag not in own() and "." not in flag
+    )
     assert read_flag(flag, {flag: ["x.y"]}).outcome == "refused"
     monkeypatch.setattr("hpcrl.slime.arguments.own", lambda: {flag: None})
     assert read_flag(flag, {flag: ["x.y"]}).outcome == "kept"
@@ -84,7 +87,9 @@ def test_says_default() -> None:
     factor = Verdict("refused", "x", 0.2)
     assert says_default(factor, ["0.2"]) and says_default(factor, ["0.20"])
     assert not says_default(factor, ["0.7"]) and not says_default(factor, ["x"]) and not says_default(factor, [])
-    assert says_default(Verdict("refused", "x", "nccl"), ["nccl"]) and not says_default(Verdict("refused", "x"), ["nccl"])
+    assert says_default(Verdict("refused", "x", "nccl"), ["nccl"]) and not says_default(
+        Verdict("refused", "x"), ["nccl"]
+    )
 
 
 def test_every_model_file_names_a_family_that_there_is() -> None:

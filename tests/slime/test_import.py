@@ -26,14 +26,18 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("guide", ["GLM4-9B, 4 + 4", "Qwen3-4B, colocated", "Qwen3-30B-A3B", "GLM-4.5-355B, BF16 rollouts"])
+@pytest.mark.parametrize(
+    "guide", ["GLM4-9B, 4 + 4", "Qwen3-4B, colocated", "Qwen3-30B-A3B", "GLM-4.5-355B, BF16 rollouts"]
+)
 @pytest.mark.parametrize("model_file", [True, False])
 def test_a_script_and_its_arguments_give_the_same_options(
     guide: str, model_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = GUIDES[guide][0]
     model = next(
-        name for name, flags in MODELS.items() if shlex.split(flags)[:6] == words[words.index(shlex.split(flags)[0]) :][:6]
+        name
+        for name, flags in MODELS.items()
+        if shlex.split(flags)[:6] == words[words.index(shlex.split(flags)[0]) :][:6]
     )
     flags = shlex.split(MODELS[model])
     start = words.index(flags[0])
@@ -122,7 +126,9 @@ def test_a_directory_of_models_may_be_named(tmp_path: Path) -> None:
     models = tmp_path / "there"
     models.mkdir()
     (models / "own.sh").write_text("MODEL_ARGS=(--num-layers 3)\n")
-    file = script(tmp_path / "run-x.sh", f'. "/nowhere/models/own.sh"\npython3 train.py "${{MODEL_ARGS[@]}}" {END[17:]}')
+    file = script(
+        tmp_path / "run-x.sh", f'. "/nowhere/models/own.sh"\npython3 train.py "${{MODEL_ARGS[@]}}" {END[17:]}'
+    )
     assert run_script(file, {}, models).arguments[:2] == ("--num-layers", "3")
     assert "no such file; --models-dir" in " ".join(run_script(file, {}).notes)
 

@@ -91,15 +91,27 @@ def test_another_functions_settings_are_its_own(tmp_path: Path) -> None:
 
 def of_slime(tokens: TokenBatch, s: dict[str, Any]) -> tuple[list[float], list[float]]:
     """(weights, kept) of each token as slime's example defines them, with its defaults, in Python's floats."""
-    high, low = s["tis_upper_bound"], s["tis_lower_bound"] or 1 / s["tis_upper_bound"]
+    high = s["tis_upper_bound"]
+    low = s["tis_lower_bound"] or 1 / s["tis_upper_bound"]
     weights, kept = [], []
     for sample in sorted(set(tokens.sample.tolist())):
-        logs = [float(d) for d, of in zip(tokens.trainer - tokens.rollout, tokens.sample.tolist(), strict=True) if of == sample]
-        level = {"token": logs, "sequence": [math.fsum(logs)] * len(logs), "geometric": [math.fsum(logs) / len(logs)] * len(logs)}
-        ratio, rejection = ([math.exp(max(-20.0, min(20.0, x))) for x in level[s[name]]] for name in ("tis_level", "rs_level"))
+        logs = [
+            float(d)
+            for d, of in zip(tokens.trainer - tokens.rollout, tokens.sample.tolist(), strict=True)
+            if of == sample
+        ]
+        level = {
+            "token": logs,
+            "sequence": [math.fsum(logs)] * len(logs),
+            "geometric": [math.fsum(logs) / len(logs)] * len(logs),
+        }
+        ratio, rejection = (
+            [math.exp(max(-20.0, min(20.0, x))) for x in level[s[name]]] for name in ("tis_level", "rs_level")
+        )
         caps = {"truncate": (0.0, high), "clip": (low, high), "mask": (0.0, math.inf)}[s["tis_mode"]]
         weights += [max(caps[0], min(caps[1], k)) for k in ratio]
-        least, most = s["rs_lower_bound"] or low, s["rs_upper_bound"] or high
+        least = s["rs_lower_bound"] or low
+        most = s["rs_upper_bound"] or high
         vetoed = bool(s["use_rs"] and s["rs_veto_threshold"] and min(logs) < math.log(s["rs_veto_threshold"]))
         for k, r in zip(ratio, rejection, strict=True):
             inside = s["tis_mode"] != "mask" or low <= k <= high
@@ -110,18 +122,26 @@ def of_slime(tokens: TokenBatch, s: dict[str, Any]) -> tuple[list[float], list[f
 LEVELS = ("token", "sequence", "geometric")
 
 
-@pytest.mark.parametrize(("mode", "level", "rejects"), [*itertools.product(("truncate", "clip", "mask"), LEVELS, (True, False))])
+@pytest.mark.parametrize(
+    ("mode", "level", "rejects"), [*itertools.product(("truncate", "clip", "mask"), LEVELS, (True, False))]
+)
 def test_the_numbers_are_slimes_whatever_is_left_out(tmp_path: Path, mode: str, level: str, rejects: bool) -> None:
     draw = random.Random(f"{mode} {level} {rejects}")
     for seed in range(6):
         settings = SETTINGS | {"tis_mode": mode, "tis_level": level, "use_rs": rejects, "rs_level": draw.choice(LEVELS)}
-        settings |= {name: draw.choice([None, value]) for name, value in (("tis_lower_bound", 0.7), ("rs_lower_bound", 0.8))}
+        settings |= {
+            name: draw.choice([None, value]) for name, value in (("tis_lower_bound", 0.7), ("rs_lower_bound", 0.8))
+        }
         settings |= {"rs_upper_bound": draw.choice([None, 1.3]), "rs_veto_threshold": draw.choice([None, 0.5])}
         found = translated(tmp_path / "mis.yaml", settings)
         assert not found.wrong, found.wrong
-        options = Options(**{k: v for k, v in found.values.items() if k.startswith(("tis_", "rs_", "use_rs", "use_tis"))})
+        options = Options(
+            **{k: v for k, v in found.values.items() if k.startswith(("tis_", "rs_", "use_rs", "use_tis"))}
+        )
         tokens = token_batch(random_samples(seed))
         correction = mis.correct(tokens, options)
         weights, kept = of_slime(tokens, settings)
-        torch.testing.assert_close(correction.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            correction.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-12
+        )
         assert correction.kept.tolist() == kept

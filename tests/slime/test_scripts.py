@@ -1,7 +1,8 @@
-"""Run scripts of slime's, by what they hand to train.py: those of a family that is here go through whole, the others are refused by name.
+"""Run scripts of slime's, by what they hand to train.py: those of a family that is here go through whole, the others
+are refused by name.
 
-scripts.json: script -> its program, the published model that its MODEL_ARGS describe ("": of no family here, and MODEL_ARGS stand among the
-arguments), and the arguments, shell variables filled in.
+scripts.json: script -> its program, the published model that its MODEL_ARGS describe ("": of no family here, and
+MODEL_ARGS stand among the arguments), and the arguments, shell variables filled in.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def test_a_script_of_a_family_that_is_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_the_recipe_of_its_import_gives_the_same_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_of_its_import_gives_the_same_options(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The script is run, in its sandbox, without slime's file of model arguments beside it."""
     script = given(name)
     text = SCRIPT.format(model="qwen3-4B", words=shlex.join(shlex.split(script["arguments"])))
@@ -125,7 +128,9 @@ def test_drafts_are_asked_of_a_model_that_has_layers_for_them(tmp_path: Path) ->
     glm = resolved("run-glm4.7-355B-A32B")
     assert glm.vllm["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
     (tmp_path / "config.json").write_text(json.dumps(MODELS["GLM-4.5"][1] | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(UsageError, match='--vllm-speculative-config with "method": "mtp" .* has no layers that predict further'):
+    with pytest.raises(
+        UsageError, match='--vllm-speculative-config with "method": "mtp" .* has no layers that predict further'
+    ):
         refuse_wrong_settings([glm.model_copy(update={"hf_checkpoint": str(tmp_path)})], same_packages=False)
 
 
@@ -182,7 +187,9 @@ def test_deltas_are_the_engines_own(transport: str) -> None:
     whole = resolve_stages(recipe_of([*words, "--update-weight-mode", "full"], {}), {}, PLACES)[0]
     ways = {"nccl": ("auto", "auto", None), "disk": ("auto", "disk", "/d")}
     assert (whole.weight_update, whole.weight_transfer, whole.update_weight_disk_dir) == ways[transport]
-    with pytest.raises(UsageError, match=r"--weight-update delta and --vllm-data-parallel-size 2 .* exclude each other"):
+    with pytest.raises(
+        UsageError, match=r"--weight-update delta and --vllm-data-parallel-size 2 .* exclude each other"
+    ):
         resolve_stages(recipe_of([*words, "--sglang-dp-size", "2"], {}), {}, PLACES)
 
 

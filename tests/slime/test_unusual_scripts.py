@@ -1,4 +1,5 @@
-"""Scripts as users write them, and as nobody should: what reaches train.py, or one clear error; never a hang, never a trace."""
+"""Scripts as users write them, and as nobody should: what reaches train.py, or one clear error; never a hang, never a
+trace."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def test_bash_and_shellcheck_have_nothing_to_say(path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-HOSTILE = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, blacklist_characters="\x7f"), min_size=1, max_size=20)
+HOSTILE = st.text(
+    st.characters(min_codepoint=32, max_codepoint=0x2FF, blacklist_characters="\x7f"), min_size=1, max_size=20
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -135,7 +137,8 @@ def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> No
 
 
 def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> None:
-    """conda's and Lmod's own scripts read variables that are not set and end with 1; a module that does not load ends the job."""
+    """conda's and Lmod's own scripts read variables that are not set and end with 1; a module that does not load ends
+    the job."""
     careless = 'if [ -z "$PS1_NEVER_SET" ]; then false; fi'
     for setup, load, code, said in (
         ([careless], "true", 0, "e"),
@@ -143,7 +146,9 @@ def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> N
         ([], "true", 0, "e"),
     ):
         site = SlurmSite(setup=[f"module() {{ {load}; }}", *setup], modules=["cuda"])
-        text = render(Script("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site)
+        text = render(
+            Script("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site
+        )
         done = subprocess.run(["bash", "-c", text.replace("exec echo", "echo")], capture_output=True, text=True)
         assert done.returncode == code and said in done.stdout + done.stderr
         if not code:
@@ -152,7 +157,9 @@ def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> N
 
 def test_a_job_that_waits_for_others() -> None:
     text = render(
-        Script("n", "t", "s", "true", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), SlurmSite(after="7:8")
+        Script("n", "t", "s", "true", "o.out", "/l"),
+        request(Options(actor_num_gpus_per_node=1)),
+        SlurmSite(after="7:8"),
     )
     assert "#SBATCH --dependency=afterok:7:8\n#SBATCH --kill-on-invalid-dep=yes\n" in text
     assert SlurmSite(after="7").again().after is None, "once it has started, a later start waits for nobody"
@@ -167,7 +174,9 @@ def test_the_chain_of_jobs(tmp_path: Path) -> None:
         stub.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "m", "SAVE": "s", "RUN": "r", "NODES": "2"}
     script = REPO / "sbatch" / "chain.sh"
-    said = subprocess.run(["bash", script, "x.toml", "--site", "y"], env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        ["bash", script, "x.toml", "--site", "y"], env=environment, capture_output=True, text=True, check=True
+    )
     assert said.stdout.split() == ["convert:", "job", "4711", "train:", "job", "4712", "export:", "job", "4711"]
     convert, train, export = calls.read_text().splitlines()
     assert "--nodes=2" in convert and "MODEL=m" in convert and convert.split()[4].endswith("convert.sbatch")
@@ -177,7 +186,14 @@ def test_the_chain_of_jobs(tmp_path: Path) -> None:
 
 
 def test_a_job_around_the_submission_does_not_reach_the_new_one() -> None:
-    around = {"SLURM_MEM_PER_CPU": "1", "SLURM_JOB_ID": "7", "PMIX_RANK": "0", "OMPI_X": "1", "SLURM_CONF": "/c", "HOME": "/h"}
+    around = {
+        "SLURM_MEM_PER_CPU": "1",
+        "SLURM_JOB_ID": "7",
+        "PMIX_RANK": "0",
+        "OMPI_X": "1",
+        "SLURM_CONF": "/c",
+        "HOME": "/h",
+    }
     assert of_another_job(around) == ["SLURM_MEM_PER_CPU", "SLURM_JOB_ID", "PMIX_RANK", "OMPI_X"]
 
 
@@ -217,7 +233,12 @@ FOUR = {"gpus_per_node": 4, "partition": "gpu"}
         (4, 4, {"trainer": EIGHT, "engine": EIGHT, "layout": "heterogeneous"}, [("trainer", 1, 8)]),
         (2, 6, {"trainer": FOUR, "engine": FOUR}, [("trainer", 1, 4), ("engine", 1, 4)]),
         (4, 4, {}, [("trainer", 1, 4), ("engine", 1, 4)]),
-        (4, 4, {"trainer": EIGHT, "engine": EIGHT, "rollout": {"partition": "cpu"}}, [("trainer", 1, 8), ("rollout", 1, 0)]),
+        (
+            4,
+            4,
+            {"trainer": EIGHT, "engine": EIGHT, "rollout": {"partition": "cpu"}},
+            [("trainer", 1, 8), ("rollout", 1, 0)],
+        ),
         (8, 8, {"trainer": EIGHT, "engine": EIGHT | {"partition": "infer"}}, [("trainer", 1, 8), ("engine", 1, 8)]),
         (4, 0, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
     ],
@@ -225,7 +246,9 @@ FOUR = {"gpus_per_node": 4, "partition": "gpu"}
 def test_no_node_is_asked_for_that_the_plan_leaves_idle(
     trainers: int, engines: int, site: dict[str, object], expected: list[tuple[str, int, int]]
 ) -> None:
-    o = Options(actor_num_gpus_per_node=trainers, rollout_num_gpus=engines, rollout_num_gpus_per_engine=2 if engines else 1)
+    o = Options(
+        actor_num_gpus_per_node=trainers, rollout_num_gpus=engines, rollout_num_gpus_per_engine=2 if engines else 1
+    )
     found = request(o, **site)
     assert [(c.name, c.nodes, c.slots) for c in found.components] == expected
     assert {host.name for host in found.hosts()} == set(make_plan(o, found.hosts(), "r").hosts)
@@ -236,14 +259,22 @@ def test_an_engine_that_leaves_a_rest_on_each_node_gets_more_nodes() -> None:
     assert [(c.nodes, c.slots) for c in request(o).components[1:]] == [(2, 8)]
     with pytest.raises(UsageError, match="does not fill nodes of 8"):
         request(
-            Options(actor_num_gpus_per_node=1, rollout_num_gpus=12, rollout_num_gpus_per_engine=12), engine={"gpus_per_node": 8}
+            Options(actor_num_gpus_per_node=1, rollout_num_gpus=12, rollout_num_gpus_per_engine=12),
+            engine={"gpus_per_node": 8},
         )
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 8), st.integers(0, 4), st.sampled_from([1, 2, 4, 8, 16, 32]), st.booleans(), st.booleans()
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(0, 4),
+    st.sampled_from([1, 2, 4, 8, 16, 32]),
+    st.booleans(),
+    st.booleans(),
 )
-def test_what_is_asked_for_holds_the_plan(nodes: int, each: int, engines: int, size: int, one_job: bool, colocate: bool) -> None:
+def test_what_is_asked_for_holds_the_plan(
+    nodes: int, each: int, engines: int, size: int, one_job: bool, colocate: bool
+) -> None:
     o = Options(
         actor_num_nodes=nodes,
         actor_num_gpus_per_node=each,
@@ -266,7 +297,9 @@ def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
     assert request(o).margin == FLOOR
     assert make_request([o], SlurmSite(), 500).margin == 500
     assert request(o, signal_margin=77).margin == 77
-    with pytest.raises(UsageError, match="4 is too short: a run needs 120 s to start and 180 s to save.*ask for 5 minutes"):
+    with pytest.raises(
+        UsageError, match="4 is too short: a run needs 120 s to start and 180 s to save.*ask for 5 minutes"
+    ):
         request(o, time="4")
 
 
@@ -275,7 +308,9 @@ def test_weights_over_gpus_are_refused_where_the_site_has_none(way: str, refused
     o = Options(actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus=2, weight_transfer=way)
     request(o, trainer={"gpus_per_node": 4})
     if refused:
-        with pytest.raises(UsageError, match=rf"--weight-transfer {way} needs GPUs, .*trainer.gpus_per_node = 0\); use auto"):
+        with pytest.raises(
+            UsageError, match=rf"--weight-transfer {way} needs GPUs, .*trainer.gpus_per_node = 0\); use auto"
+        ):
             request(o, trainer={"gpus_per_node": 0})
     else:
         request(o, trainer={"gpus_per_node": 0})
@@ -312,7 +347,9 @@ def test_containers_wrap_the_tasks_and_not_the_batch_process() -> None:
     o = Options(actor_num_gpus_per_node=1)
     for kind, word in (("pyxis", "--container-image=/x.sqsh"), ("apptainer", "apptainer exec --nv")):
         site = SlurmSite(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
-        text = render(Script("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)), make_request([o], site), site)
+        text = render(
+            Script("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)), make_request([o], site), site
+        )
         step = next(line for line in text.splitlines() if "HPCRL_STEP_0" in line)
         assert word in step and "/r/launch/task.sh" in step and "/r" in step
         assert text.splitlines()[-1] == "exec python -m x"
@@ -363,7 +400,9 @@ def test_a_printed_script_mounts_its_runs_and_its_tasks(
     assert str(tmp_path) in step, "the run's directory will lie there"
     task = Path(shlex.split(step)[-1])
     assert task.is_file() and str(task.parent) in step.replace(str(task), "")
-    assert text.splitlines()[-1].startswith(f"exec {sys.executable} -m hpcrl.slurm.batch_process"), "outside of the image"
+    assert text.splitlines()[-1].startswith(f"exec {sys.executable} -m hpcrl.slurm.batch_process"), (
+        "outside of the image"
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,6 +424,9 @@ def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.Ca
 if __name__ == "__main__":  # make sbatch: write the golden files anew
     for name, words in PRINTED.items():
         done = subprocess.run(
-            [sys.executable, "-m", "hpcrl", "submit", *words.split(), "--print"], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "hpcrl", "submit", *words.split(), "--print"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         (REPO / "sbatch" / name).write_text(done.stdout)

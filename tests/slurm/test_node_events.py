@@ -1,4 +1,5 @@
-"""Which hosts Slurm has lost, by its own words: nodes that are down, and what accounting keeps of those that came back."""
+"""Which hosts Slurm has lost, by its own words: nodes that are down, and what accounting keeps of those that came
+back."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{fake.bin}:/bin")
     fake.command(
-        "scontrol", node("node1", "IDLE") + node("node2", "MIXED+DRAIN", "disk [root@1795392996]") + node("node3", "ALLOCATED")
+        "scontrol",
+        node("node1", "IDLE") + node("node2", "MIXED+DRAIN", "disk [root@1795392996]") + node("node3", "ALLOCATED"),
     )
     fake.command("sacctmgr")
     return fake
@@ -80,7 +82,10 @@ def test_status_names_the_node_that_ended_a_job(slurm: FakeSlurm) -> None:
     lost, other = JobKey("7", "id", 0.0), JobKey("8", "id", 0.0)
     failed = QueuedJob("ended", "NODE_FAIL", "one of its nodes failed", outcome="failed")
     answer = named(QueueAnswer({lost: failed, other: msgspec.structs.replace(failed, word="FAILED")}, "a note"))
-    assert answer.jobs[lost].reason == f"one of its nodes failed: node2 (Slurm has had it down since {WHEN}: Not responding)"
+    assert (
+        answer.jobs[lost].reason
+        == f"one of its nodes failed: node2 (Slurm has had it down since {WHEN}: Not responding)"
+    )
     assert (answer.jobs[other].reason, answer.note) == ("one of its nodes failed", "a note")
     assert len(slurm.calls("sacct")) == 1
     for text in ("", "Unknown|x|y\n", "None assigned|1795392900|1795392997\n", "node[1-2|1795392900|1795392997\n"):

@@ -1,4 +1,5 @@
-"""Queueing a job again, with the words of a real Slurm: done, refused, under way, and a controller that does not answer."""
+"""Queueing a job again, with the words of a real Slurm: done, refused, under way, and a controller that does not
+answer."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ batch_run._requeue(Job(None, {}, Path(sys.argv[1]), "id"), allocation, "no time"
 
 def requeue(root: Path, number: int, left: float = 300.0) -> list[str | Path]:
     root.mkdir(exist_ok=True)
-    (root / "job.json").write_text(json.dumps({"identity": "id", "scheduler": "slurm", "job_id": str(number), "submitted": 0}))
+    (root / "job.json").write_text(
+        json.dumps({"identity": "id", "scheduler": "slurm", "job_id": str(number), "submitted": 0})
+    )
     return ["env", "HPCRL_MAX_REQUEUES=2", sys.executable, "-c", PROGRAM, root, str(number), str(left)]
 
 
@@ -85,7 +88,9 @@ def test_a_controller_that_is_down_for_a_while_is_asked_again(
             time.sleep(0.2)
         assert state(root)["phase"] == "requeued"
         late = cluster.run(requeue(tmp_path / "late", number, 8.0), env=ENV)
-        assert "Slurm does not requeue it" in late.stderr and state(tmp_path / "late")["phase"] == "stopped", late.stderr
+        assert "Slurm does not requeue it" in late.stderr and state(tmp_path / "late")["phase"] == "stopped", (
+            late.stderr
+        )
     finally:
         cluster.run(["kill", "-CONT", *controller])
     out, _ = waiting.communicate(timeout=120)

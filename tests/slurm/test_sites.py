@@ -37,7 +37,16 @@ def _no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("90", 90), ("90:00", 90), ("90:01", 91), ("1:30:00", 90), ("0:00:01", 1), ("1-0", 1440), ("1-2", 1560), ("1-2:30", 1590)],
+    [
+        ("90", 90),
+        ("90:00", 90),
+        ("90:01", 91),
+        ("1:30:00", 90),
+        ("0:00:01", 1),
+        ("1-0", 1440),
+        ("1-2", 1560),
+        ("1-2:30", 1590),
+    ],
 )
 def test_minutes_reads_every_form_of_slurm(text: str, expected: int) -> None:
     assert minutes(text) == expected
@@ -65,7 +74,9 @@ def test_other_times_are_refused(text: str) -> None:
 
 def filled(text: str, where: Path) -> Path:
     """A profile with its placeholders filled in; what stands for a path gets one."""
-    where.write_text(re.sub(r"<([^<>\n]*)>", lambda m: "/filled" if re.search("path|directory", m[1]) else "filled", text))
+    where.write_text(
+        re.sub(r"<([^<>\n]*)>", lambda m: "/filled" if re.search("path|directory", m[1]) else "filled", text)
+    )
     return where
 
 
@@ -86,26 +97,37 @@ CONTAINERS = {
     "container-engine": {"container": {"kind": "container-engine", "image": "/it's.toml"}},
     "apptainer": {"container": {"kind": "apptainer", "image": "/it's.sif", "mounts": ["/a b:/c:ro"], "writable": True}},
     "singularity": {"container": {"kind": "singularity", "image": "docker://x", "gpus": "amd"}},
-    "shifter": {"container": {"kind": "shifter", "image": "docker:x", "modules": ["gpu", "nccl-plugin"], "mounts": ["/a"]}},
+    "shifter": {
+        "container": {"kind": "shifter", "image": "docker:x", "modules": ["gpu", "nccl-plugin"], "mounts": ["/a"]}
+    },
 }
 
 
 @pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
 def test_every_site_layout_and_container_is_a_good_script(file: Path, tmp_path: Path) -> None:
     """bash and shellcheck have nothing to say, and each step's words come out of the shell as they went in."""
-    base, scripts = load_site(str(filled(file.read_text(), tmp_path / file.name))), []
+    base = load_site(str(filled(file.read_text(), tmp_path / file.name)))
+    scripts = []
     for layout in ("heterogeneous", "homogeneous"):
         for name, values in CONTAINERS.items():
-            site = SlurmSite.model_validate({**base.model_dump(), "layout": layout, "setup": ["conda activate x"], **values})
+            site = SlurmSite.model_validate(
+                {**base.model_dump(), "layout": layout, "setup": ["conda activate x"], **values}
+            )
             options = Options(actor_num_nodes=2, actor_num_gpus_per_node=1, rollout_num_gpus=2)
             text = render(
-                Script("n", "it's", "s", "true", "o", "/run/launch", mounts=("/r un",)), make_request([options], site), site
+                Script("n", "it's", "s", "true", "o", "/run/launch", mounts=("/r un",)),
+                make_request([options], site),
+                site,
             )
             scripts.append(tmp_path / f"{layout}-{name.replace(' ', '-')}.sh")
             scripts[-1].write_text(text)
-            step = shlex.split(shlex.split(next(x for x in text.splitlines() if "HPCRL_STEP_0" in x).partition("=")[2])[0])
+            step = shlex.split(
+                shlex.split(next(x for x in text.splitlines() if "HPCRL_STEP_0" in x).partition("=")[2])[0]
+            )
             assert step[0] == "srun" and step[-1] == "/run/launch/task.sh" and all("<" not in word for word in step)
-    subprocess.run(["bash", "-c", 'for file; do bash -n "$file" || exit 1; done', "bash", *map(str, scripts)], check=True)
+    subprocess.run(
+        ["bash", "-c", 'for file; do bash -n "$file" || exit 1; done', "bash", *map(str, scripts)], check=True
+    )
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
     done = subprocess.run(["shellcheck", "--shell=bash", *map(str, scripts)], capture_output=True, text=True)
@@ -116,15 +138,25 @@ def test_every_site_layout_and_container_is_a_good_script(file: Path, tmp_path: 
 def test_every_site_has_the_keys_that_a_run_needs(file: Path, tmp_path: Path) -> None:
     if file.stem in ("default", "pyxis", "apptainer"):
         return
-    text, site = file.read_text(), load_site(str(filled(file.read_text(), tmp_path / file.name)))
+    text = file.read_text()
+    site = load_site(str(filled(file.read_text(), tmp_path / file.name)))
     assert site.trainer.gpus_per_node and site.engine.gpus_per_node, "nodes of a known size"
     assert "Source" in text, "where each key comes from"
     if "hsn" in text:
         assert site.interface == "hsn0", "one interface gives the address; NCCL may have them all"
 
 
-#: processors that Slurm gives a job on one node of it, as each profile's sources say: cores, less those kept for the system
-PROCESSORS = {"alliance": 48, "delta": 64, "deltaai": 288, "frontier": 56, "isambard-ai": 288, "jeanzay": 96, "jupiter": 288}
+#: processors that Slurm gives a job on one node of it, as each profile's sources say: cores, less those kept for the
+#: system
+PROCESSORS = {
+    "alliance": 48,
+    "delta": 64,
+    "deltaai": 288,
+    "frontier": 56,
+    "isambard-ai": 288,
+    "jeanzay": 96,
+    "jupiter": 288,
+}
 PROCESSORS |= {"leonardo": 32, "lumi": 56, "marenostrum5": 80, "vista": 72}
 
 
@@ -132,7 +164,9 @@ PROCESSORS |= {"leonardo": 32, "lumi": 56, "marenostrum5": 80, "vista": 72}
 def test_no_site_asks_for_more_processors_than_its_nodes_have(file: Path, tmp_path: Path) -> None:
     site = load_site(str(filled(file.read_text(), tmp_path / file.name)))
     gpus = site.trainer.gpus_per_node or 8
-    options = Options(actor_num_nodes=2, actor_num_gpus_per_node=gpus, rollout_num_gpus=2 * gpus, rollout_num_gpus_per_engine=1)
+    options = Options(
+        actor_num_nodes=2, actor_num_gpus_per_node=gpus, rollout_num_gpus=2 * gpus, rollout_num_gpus_per_engine=1
+    )
     request = make_request([options], site)
     text = render(Script("n", "t", "s", "true", "o", "/l"), request, site)
     asked = [int(number) for number in re.findall(r"--cpus-per-task=(\d+)", text)]
@@ -144,7 +178,11 @@ def test_no_site_asks_for_more_processors_than_its_nodes_have(file: Path, tmp_pa
     ("kind", "values", "said"),
     [
         ("shifter", {"gpus": "amd"}, "gpus has no effect with kind shifter"),
-        ("container-engine", {"mounts": ["/a"]}, "mounts has no effect with kind container-engine (its environment file has it)"),
+        (
+            "container-engine",
+            {"mounts": ["/a"]},
+            "mounts has no effect with kind container-engine (its environment file has it)",
+        ),
         ("apptainer", {"modules": ["gpu"]}, "modules has no effect with kind apptainer"),
         ("pyxis", {"gpus": "none"}, "gpus has no effect with kind pyxis"),
     ],
@@ -163,24 +201,31 @@ def test_how_each_container_is_started() -> None:
     assert words(kind="shifter", modules=["gpu"]) == [
         "|", "shifter", "--image=/x.sif", "--module=gpu", "--volume=/run:/run", "bash", "t.sh"
     ]  # fmt: skip
-    assert words(kind="container-engine")[0] == "--environment=/x.sif" and words(kind="container-engine")[-2:] == ["bash", "t.sh"]
+    assert words(kind="container-engine")[0] == "--environment=/x.sif" and words(kind="container-engine")[-2:] == [
+        "bash",
+        "t.sh",
+    ]
 
 
 def test_nodes_that_come_with_their_gpus_are_asked_for_none() -> None:
     site = SlurmSite(gpu_flag="none", trainer={"gpus_per_node": 1}, mark=False, launch_timeout=900)
     text = render(
-        Script("n", "t", "s", "true", "o", "/l", identity="id"), make_request([Options(actor_num_gpus_per_node=1)], site), site
+        Script("n", "t", "s", "true", "o", "/l", identity="id"),
+        make_request([Options(actor_num_gpus_per_node=1)], site),
+        site,
     )
     assert "--gres" not in text and "--gpus" not in text and "comment" not in text and "HPCRL_SLOTS_0=1" in text
     recipe = load_recipe(str(SITES.parent / "examples" / "quickstart.toml"))
     assert (
-        site.options(recipe, {})["launch_timeout"] == 900 and site.options(recipe, {"launch_timeout": 5})["launch_timeout"] == 5
+        site.options(recipe, {})["launch_timeout"] == 900
+        and site.options(recipe, {"launch_timeout": 5})["launch_timeout"] == 5
     )
 
 
 def test_an_extra_option_without_a_value_can_be_set_on_the_command_line() -> None:
     site = apply(
-        SlurmSite(), {"trainer.extra.hold": "true", "trainer.extra.switches": "1@10", "engine.extra.spread-job": "false"}
+        SlurmSite(),
+        {"trainer.extra.hold": "true", "trainer.extra.switches": "1@10", "engine.extra.spread-job": "false"},
     )
     assert site.trainer.extra == {"hold": True, "switches": "1@10"} and site.engine.extra == {"spread-job": False}
 
@@ -292,11 +337,17 @@ def test_a_value_stays_as_it_is_or_is_refused(value: str) -> None:
 
 
 def test_values_are_replaced_by_dotted_key() -> None:
-    site = load_site(None, {"trainer.partition": "gpu", "trainer.gpus_per_node": "8", "requeue": "false", "account": "123"})
-    assert site.trainer == SlurmComponent(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
+    site = load_site(
+        None, {"trainer.partition": "gpu", "trainer.gpus_per_node": "8", "requeue": "false", "account": "123"}
+    )
+    assert (
+        site.trainer == SlurmComponent(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
+    )
     other = apply(site, {"trainer.mem": "0", "srun": '["--mpi=none"]', "env.NCCL_DEBUG": "1", "max_requeues": 3})
     assert other.trainer == SlurmComponent(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
-    assert apply(site, {"trainer.extra.hold": "true", "env.A": "true"}).trainer.extra == {"hold": True}, "without a value"
+    assert apply(site, {"trainer.extra.hold": "true", "env.A": "true"}).trainer.extra == {"hold": True}, (
+        "without a value"
+    )
     assert other.env == {"NCCL_DEBUG": "1"} and other.max_requeues == 3 and site.srun == []
 
 
@@ -331,7 +382,9 @@ def test_a_wrong_time_limit_is_the_flags_fault() -> None:
         ({"layout": "cubic"}, "layout"),
     ],
 )
-def test_from_python_too_what_is_wrong_is_one_line(words: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_python_too_what_is_wrong_is_one_line(
+    words: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hpcrl.slurm.submit import submit_recipe
 
     with pytest.raises(UsageError) as caught:
@@ -399,7 +452,9 @@ def test_the_command_in_a_pyxis_container_is_the_same_word_for_word() -> None:
 
 
 def test_apptainer_is_an_ordinary_command() -> None:
-    container = Container(kind="apptainer", image="/i.sif", mounts=["/s"], workdir="/s", writable=True, args=["--cleanenv"])
+    container = Container(
+        kind="apptainer", image="/i.sif", mounts=["/s"], workdir="/s", writable=True, args=["--cleanenv"]
+    )
     assert container.wrap(["python"], ("/s", "/run"), ("A",)) == (
         [],
         [

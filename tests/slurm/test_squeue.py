@@ -93,7 +93,9 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: FakeSlurm) -> None:
     assert ask(["77"]) == squeue.Rows(asked=True)
 
 
-@pytest.mark.parametrize("damage", ["", "\n\n", "garbage\n", "1\x1f2\n", "x\x1f" * 10 + "\n", "\xff\n", row("7_x"), row("")])
+@pytest.mark.parametrize(
+    "damage", ["", "\n\n", "garbage\n", "1\x1f2\n", "x\x1f" * 10 + "\n", "\xff\n", row("7_x"), row("")]
+)
 def test_garbage_is_no_job(slurm: FakeSlurm, damage: str) -> None:
     slurm.command("squeue", damage)
     assert ask(["7"]).found == {}
@@ -124,11 +126,17 @@ def test_states_in_hpcrls_words(slurm: FakeSlurm, state: str) -> None:
     found = together(ask(["5"]).found["5"])
     assert found.phase == ("pending" if state in WAITING else "ended" if state in ENDINGS else "running")
     assert bool(found.outcome) == found.over == (state in ENDINGS) and found.begun == (state != "PENDING")
-    assert found.reason or state in ("CONFIGURING", "RUNNING", "COMPLETING", "SOMETHING_NEW") or state.startswith(("REQ", "SPEC"))
+    assert (
+        found.reason
+        or state in ("CONFIGURING", "RUNNING", "COMPLETING", "SOMETHING_NEW")
+        or state.startswith(("REQ", "SPEC"))
+    )
 
 
 def test_a_job_of_which_a_part_has_not_ended_is_not_over(slurm: FakeSlurm) -> None:
-    slurm.command("squeue", row("5+0", "FAILED") + row("5+1", "COMPLETING") + row("6+0", "PENDING") + row("6+1", "RUNNING"))
+    slurm.command(
+        "squeue", row("5+0", "FAILED") + row("5+1", "COMPLETING") + row("6+0", "PENDING") + row("6+1", "RUNNING")
+    )
     failed, half = (together(rows) for rows in ask(["5", "6"]).found.values())
     assert (failed.phase, failed.outcome, failed.over) == ("ended", "failed", False)
     assert (half.phase, half.begun) == ("pending", True)
@@ -154,7 +162,11 @@ def test_one_squeue_for_all_runs(slurm: FakeSlurm, capsys: pytest.CaptureFixture
     for number in range(5):
         submitted(make(tmp_path / f"runs/r{number}"), str(100 + number))
     mark = [f"hpcrl:id-r{number}" for number in range(5)]
-    rows = [row("100+0", comment=mark[0]), row("100+1", comment=mark[0]), row("101", "PENDING", "Priority", comment=mark[1])]
+    rows = [
+        row("100+0", comment=mark[0]),
+        row("100+1", comment=mark[0]),
+        row("101", "PENDING", "Priority", comment=mark[1]),
+    ]
     rows += [row("102", "PENDING", "PartitionTimeLimit", comment=mark[2]), row("103", comment="hpcrl:another")]
     slurm.command("squeue", "".join(rows))
     slurm.command("sacct", "104\x1f104\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fx-hpcrl\x1f" + mark[4] + "\n")
@@ -166,10 +178,14 @@ def test_one_squeue_for_all_runs(slurm: FakeSlurm, capsys: pytest.CaptureFixture
     assert "lost" in lines["runs/r3"] and "Slurm knows no job 103 of this run" in lines["runs/r3"]
     assert "failed" in lines["runs/r4"] and "time limit" in lines["runs/r4"]
     assert len(slurm.calls("squeue")) == 1
-    assert [call.split("-j ")[1].split()[0] for call in slurm.calls("sacct")] == ["104"], "only of those squeue has forgotten"
+    assert [call.split("-j ")[1].split()[0] for call in slurm.calls("sacct")] == ["104"], (
+        "only of those squeue has forgotten"
+    )
 
 
-def test_without_slurm_the_directory_alone_counts(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_slurm_the_directory_alone_counts(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     submitted(make(tmp_path / "runs/a", phase="running", time=time.time()), "100")
     assert main(["status", "a"]) == 0
     out = capsys.readouterr().out
@@ -226,7 +242,9 @@ def test_a_launcher_that_was_killed_by_a_cancel_is_not_lost(
     assert "runs/a: cancelled" in capsys.readouterr().out
 
 
-def test_cancel_of_a_job_that_waits_is_remembered(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cancel_of_a_job_that_waits_is_remembered(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     submitted(make(tmp_path / "runs/a"), "100")
     slurm.command("squeue", row("100", "PENDING", "Resources", comment="hpcrl:id-a"))
     slurm.command("scancel")
@@ -266,7 +284,9 @@ def test_cancel_where_the_comment_is_the_sites_own(slurm: FakeSlurm, tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["absent", "silent", "refused"])
-def test_cancel_says_why_it_cannot(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, how: str) -> None:
+def test_cancel_says_why_it_cannot(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, how: str
+) -> None:
     submitted(make(tmp_path / "runs/a"), "100")
     if how == "silent":
         slurm.command("squeue", "", 1, "squeue: error: no controller")
@@ -274,12 +294,18 @@ def test_cancel_says_why_it_cannot(slurm: FakeSlurm, capsys: pytest.CaptureFixtu
         slurm.command("squeue", row("100", comment="hpcrl:id-a"))
         slurm.command("scancel", "", 1, "scancel: error: Kill job error on job id 100: Access/permission denied")
     assert main(["cancel", "a"]) == 1
-    said = {"absent": "cancel it on login1", "silent": "squeue: error: no controller", "refused": "Access/permission denied"}
+    said = {
+        "absent": "cancel it on login1",
+        "silent": "squeue: error: no controller",
+        "refused": "Access/permission denied",
+    }
     assert said[how] in capsys.readouterr().err
     assert not (tmp_path / "runs/a/cancel").exists()
 
 
-def test_stop_of_a_job_that_waits_says_what_to_do(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_stop_of_a_job_that_waits_says_what_to_do(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     root = make(tmp_path / "runs/a")
     submitted(root, "100")
     slurm.command("squeue", row("100", "PENDING", "Resources", comment="hpcrl:id-a"))

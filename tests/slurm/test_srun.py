@@ -31,7 +31,9 @@ def add(step: Step, text: str) -> None:
         file.write(text)
 
 
-@pytest.mark.parametrize("line", ["node2: task 1: Killed", "node2: tasks 1,3-4: Out Of Memory", "Node failure on node2"])
+@pytest.mark.parametrize(
+    "line", ["node2: task 1: Killed", "node2: tasks 1,3-4: Out Of Memory", "Node failure on node2"]
+)
 def test_a_host_that_died_is_named_before_its_srun_ends(step: Step, tmp_path: Path, line: str) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
@@ -48,7 +50,10 @@ def test_a_host_that_died_is_named_before_its_srun_ends(step: Step, tmp_path: Pa
 def test_a_host_that_died_is_named_though_its_srun_was_faster_than_we_look(step: Step, tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
-    add(step, "srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Terminated\nsrun: Force Terminated StepId=7.2\n")
+    add(
+        step,
+        "srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Terminated\nsrun: Force Terminated StepId=7.2\n",
+    )
     step.process.terminate()
     step.process.wait()
     with pytest.raises(PeerError, match="host node2: its process died"):

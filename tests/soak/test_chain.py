@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
 
 def test_a_model_goes_through_the_chain(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """Two ranks on two nodes convert, a run begins with what they wrote, and its last checkpoint becomes a model again."""
+    """Two ranks on two nodes convert, a run begins with what they wrote, and its last checkpoint becomes a model
+    again."""
     (tmp_path / "tools").symlink_to(REPO / "tools")
     told = {
         "MODEL": str(task / "model"),

@@ -1,4 +1,5 @@
-"""Every documented command that starts a run on this machine, and every recipe for CPUs, run for real with two rollouts a stage.
+"""Every documented command that starts a run on this machine, and every recipe for CPUs, run for real with two rollouts
+a stage.
 
 The rest of the line is as printed; `--num-rollout 2` (for each stage by its name) is all that is added.
 """
@@ -47,7 +48,13 @@ def test_it_runs(scene: Scene, command: Command) -> None:
     line = f"{scene.filled(command)} {shorter(scene, command)}"
     environment = scene.environment(Path(sys.executable).parent)
     done = subprocess.run(
-        ["bash", "-c", line], env=environment, cwd=scene.folder, capture_output=True, text=True, timeout=900, check=False
+        ["bash", "-c", line],
+        env=environment,
+        cwd=scene.folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 

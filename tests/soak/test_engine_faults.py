@@ -1,7 +1,7 @@
 """Engines of a run on the cluster that are killed, stopped and cut off, again and again, at moments that a seed draws.
 
-SEED: which faults, and which loop (even: sync, odd: fully-async); N: how many a seed (20).  An engine is struck at any moment of a
-step, weight update included, or while it comes back from the fault before.
+SEED: which faults, and which loop (even: sync, odd: fully-async); N: how many a seed (20).  An engine is struck at any
+moment of a step, weight update included, or while it comes back from the fault before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Faults:
     """Strikes the engines of a run, and knows what it did."""
 
     def __init__(self, cluster: Cluster, job: Job, chance: random.Random) -> None:
-        self.cluster, self.job, self.chance = cluster, job, chance
+        self.cluster = cluster
+        self.job = job
+        self.chance = chance
         plan = json.loads((job.root / "attempts/0/plan.json").read_text())
         self.hosts: list[str] = [place["host"] for place in plan["engines"]]
         self.shared = {place["host"] for place in plan["trainers"]} | {plan["rollout"]["host"]}
@@ -85,7 +87,9 @@ class Faults:
         while not hit and time.monotonic() < until:  # between two lives
             time.sleep(0.2)
             hit = self.signal(index, kind)
-        self.done.append({"fault": kind, "when": when, "engine": index, "state": before, "hit": hit, "at": time.monotonic()})
+        self.done.append(
+            {"fault": kind, "when": when, "engine": index, "state": before, "hit": hit, "at": time.monotonic()}
+        )
         print(json.dumps(self.done[-1] | {"step": self.job.steps()}), flush=True)
 
     def cut(self, node: str) -> bool:
@@ -115,7 +119,9 @@ class Faults:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_engines_end_at_drawn_moments_and_the_run_goes_on(cluster: Cluster, tmp_path: Path, task: Path, seed: int) -> None:
+def test_engines_end_at_drawn_moments_and_the_run_goes_on(
+    cluster: Cluster, tmp_path: Path, task: Path, seed: int
+) -> None:
     values = {
         "num_rollout": 100000,
         "save_interval": None,
@@ -143,11 +149,18 @@ def test_engines_end_at_drawn_moments_and_the_run_goes_on(cluster: Cluster, tmp_
     during = len(re.findall(r"the weight update to version \d+ goes on without", log))
     restarts = [view.restarts for view in faults.views()]
     numbers = {"seed": seed, "faults": sum(one["hit"] for one in faults.done), "restarts": restarts}
-    numbers |= {"in updates": during, "steps": len(trained), "seconds a step before": before, "after": faults.step_time()}
+    numbers |= {
+        "in updates": during,
+        "steps": len(trained),
+        "seconds a step before": before,
+        "after": faults.step_time(),
+    }
     print(json.dumps(numbers), flush=True)
     assert job.attempt() == 0
     assert [row["rollout_id"] for row in rows(job.root) if "train/loss" in row] == list(range(len(trained)))
     assert not found.wrong, found.wrong
     assert found.trained == len(trained) * POLICY["rollout_batch_size"]
     assert max(row["staleness/max"] for row in trained) <= (2 if seed % 2 else 0)
-    assert max(row["train/train_rollout_logprob_abs_diff"] for row in trained) <= 1e-5, "nobody answered with other weights"
+    assert max(row["train/train_rollout_logprob_abs_diff"] for row in trained) <= 1e-5, (
+        "nobody answered with other weights"
+    )

@@ -1,4 +1,5 @@
-"""One engine over two hosts (addresses of this machine): tensor parallel over gloo, updates in both parts, and how it ends."""
+"""One engine over two hosts (addresses of this machine): tensor parallel over gloo, updates in both parts, and how it
+ends."""
 
 from __future__ import annotations
 
@@ -35,7 +36,16 @@ class OverHosts(Engines):
         self.plan = make_plan(self.options, HOSTS, "test")
         assert [place.host for place in self.plan.engine_nodes(0)] == ["a", "b"]
         self.write(self.plan)
-        command = [sys.executable, "-m", "hpcrl.engine.nodes.follower", str(self.rundir.root), "--attempt", "0", "--index", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "hpcrl.engine.nodes.follower",
+            str(self.rundir.root),
+            "--attempt",
+            "0",
+            "--index",
+            "0",
+        ]
         env = os.environ | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         with (self.rundir.logs / "engine-0-node-1.log").open("wb") as out:
             self.follower = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""One engine over two nodes of the test cluster, under Slurm: it samples and is updated; a part that dies is named and ends the run."""
+"""One engine over two nodes of the test cluster, under Slurm: it samples and is updated; a part that dies is named and
+ends the run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
 
 def test_it_trains_and_ends_with_the_part_that_died(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    values = POLICY | {"num_rollout": 1000, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "save_interval": None}
+    values = POLICY | {
+        "num_rollout": 1000,
+        "rollout_num_gpus": 2,
+        "rollout_num_gpus_per_engine": 2,
+        "save_interval": None,
+    }
     values |= {"engine_start_timeout": 600, "rollout_batch_size": 2}
     job = submit(cluster, recipe(tmp_path, task, **values), tmp_path / "run", settings=("engine.gpus_per_node=1",))
     job.until(lambda: job.steps() >= 2, seconds=480)

@@ -1,9 +1,10 @@
-"""Faults of every kind at drawn moments: no group lost or trained twice, no checkpoint damaged, nothing left behind, and the same numbers.
+"""Faults of every kind at drawn moments: no group lost or trained twice, no checkpoint damaged, nothing left behind,
+and the same numbers.
 
-SEED: which faults (1; `1,2,3` are several); N: how many a seed on this machine (30); with engines 15, under Slurm 30 and under each
-mpirun 10 in a hundred of that; KINDS: a regular expression for the names of those to strike with (all).  FAULTS_LOG: a file that gets a
-line of JSON for each fault; FAULTS_MINUTES: after which no further one is begun in a test; FAULTS_UNTOUCHED: a directory that keeps the
-undisturbed runs for the next call, which must be of the same code.
+SEED: which faults (1; `1,2,3` are several); N: how many a seed on this machine (30); with engines 15, under Slurm 30
+and under each mpirun 10 in a hundred of that; KINDS: a regular expression for the names of those to strike with (all).
+FAULTS_LOG: a file that gets a line of JSON for each fault; FAULTS_MINUTES: after which no further one is begun in a
+test; FAULTS_UNTOUCHED: a directory that keeps the undisturbed runs for the next call, which must be of the same code.
 
     make soak SOAK="faults and slurm" N=100 SEED=7
 """
@@ -33,7 +34,11 @@ pytestmark = pytest.mark.soak
 
 SEEDS = [int(seed) for seed in (os.environ.get("SEED") or "1").split(",")]
 COUNT = int(os.environ.get("N") or 30)
-SHAPE: dict[str, Any] = SFT | {"num_rollout": 40, "hang_timeout": HANG, "save_interval": 1}  # a stop saves after any step
+SHAPE: dict[str, Any] = SFT | {
+    "num_rollout": 40,
+    "hang_timeout": HANG,
+    "save_interval": 1,
+}  # a stop saves after any step
 #: the same numbers from two hosts
 SPREAD: dict[str, Any] = SHAPE | {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 ENGINES: dict[str, Any] = POLICY | {
@@ -63,7 +68,9 @@ def untouched(name: str, folder: Path, task: Path, shape: Mapping[str, Any]) -> 
     return Reference.of(root)
 
 
-def strike(name: str, seed: int, bed: Bed, kinds: Sequence[Kind], reference: Reference, folder: Path, share: float) -> None:
+def strike(
+    name: str, seed: int, bed: Bed, kinds: Sequence[Kind], reference: Reference, folder: Path, share: float
+) -> None:
     """A campaign of its share of the faults; everything of it must have been right."""
     seconds = 60 * float(os.environ.get("FAULTS_MINUTES") or 1e6)
     if not (chosen := [kind for kind in kinds if re.search(os.environ.get("KINDS") or "", kind.name)]):
@@ -80,7 +87,15 @@ def strike(name: str, seed: int, bed: Bed, kinds: Sequence[Kind], reference: Ref
 @pytest.mark.parametrize("shape", SHAPES)
 def test_faults_on_this_machine(tmp_path: Path, task: Path, shape: str, seed: int) -> None:
     reference = untouched(shape, tmp_path, task, SHAPES[shape])
-    strike(f"local {shape}", seed, LocalBed(task, SHAPES[shape]), local_kinds() + attack_kinds(), reference, tmp_path, 1 / 3)
+    strike(
+        f"local {shape}",
+        seed,
+        LocalBed(task, SHAPES[shape]),
+        local_kinds() + attack_kinds(),
+        reference,
+        tmp_path,
+        1 / 3,
+    )
 
 
 @pytest.mark.vllm
@@ -102,4 +117,6 @@ def test_faults_under_slurm(cluster: Cluster, tmp_path: Path, task: Path, seed: 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_faults_under_mpirun(cluster: Cluster, tmp_path: Path, task: Path, kind: str, seed: int) -> None:
     reference = untouched("two", tmp_path, task, SHAPES["two"])
-    strike(kind, seed, MpirunBed(cluster, task, SPREAD, kind), mpirun_kinds() + attack_kinds(), reference, tmp_path, 0.1)
+    strike(
+        kind, seed, MpirunBed(cluster, task, SPREAD, kind), mpirun_kinds() + attack_kinds(), reference, tmp_path, 0.1
+    )

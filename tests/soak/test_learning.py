@@ -1,4 +1,5 @@
-"""Estimators learn the quick start's task, from one supervised warm-up a seed: held-out accuracy up by at least 25 points."""
+"""Estimators learn the quick start's task, from one supervised warm-up a seed: held-out accuracy up by at least 25
+points."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A real run with over-sampling, a filter and partial rollout, killed twice, its engine once: where every group is. And many groups through
-one process."""
+"""A real run with over-sampling, a filter and partial rollout, killed twice, its engine once: where every group is. And
+many groups through one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, role_pid,
 
 pytestmark = pytest.mark.soak
 ROLLOUTS = 12
-#: responses of up to 40 tokens, so that a batch of the first six of ten leaves something over; checkpoints every second rollout
+#: responses of up to 40 tokens, so that a batch of the first six of ten leaves something over; checkpoints every second
+#: rollout
 VALUES = POLICY | {
     "deterministic_mode": False,
     "num_rollout": ROLLOUTS,
@@ -60,20 +61,30 @@ def test_a_whole_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Pat
     assert found.following == found.trained + found.buffer + found.bank + sum(found.dropped.values())
     steps = metrics(root)
     assert list(steps) == list(range(ROLLOUTS))
-    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "tokens of the current policy"
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), (
+        "tokens of the current policy"
+    )
     assert max(row["staleness/max"] for row in rows(root) if "staleness/max" in row) <= 4
     lines = [line for name, data in samples(root).items() if name[0].isdigit() for line in data.splitlines()]
     assert len(lines) == ROLLOUTS * 6 * 4
-    print(found, {name: [row.get(name) for row in steps.values()] for name in ("staleness/max", "rollout/groups_issued")})
+    print(
+        found, {name: [row.get(name) for row in steps.values()] for name in ("staleness/max", "rollout/groups_issued")}
+    )
 
 
 @pytest.mark.parametrize(("files", "groups"), [(False, 100_000), (True, 10_000)])
 def test_memory_stays_flat_over_many_groups(tmp_path: Path, files: bool, groups: int) -> None:
-    """The whole making of rollouts, with and without files: what a process holds after a fifth of the groups, and after all of them."""
+    """The whole making of rollouts, with and without files: what a process holds after a fifth of the groups, and after
+    all of them."""
 
     async def run() -> list[int]:
         sampler = FakeSampler(lambda asked: 0.0 if asked.group.number % 50 or asked.begun else None)
-        values = {"rollout_batch_size": 64, "over_sampling_batch_size": 80, "n_samples_per_prompt": 2, "partial_rollout": True}
+        values = {
+            "rollout_batch_size": 64,
+            "over_sampling_batch_size": 80,
+            "n_samples_per_prompt": 2,
+            "partial_rollout": True,
+        }
         attempt = Attempt(tmp_path / "run", sampler, **values)
         attempt.shelf._kept = files
         sizes, rollout_id = [], 0

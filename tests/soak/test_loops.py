@@ -1,7 +1,9 @@
-"""On the quick start's task the fully asynchronous loop reaches the held-out accuracy of the synchronous one in less wall time.
+"""On the quick start's task the fully asynchronous loop reaches the held-out accuracy of the synchronous one in less
+wall time.
 
-From one supervised warm-up a seed, the loops one after another on the same machine; time counts from the evaluation before the first
-step to the first evaluation that is as good as the synchronous loop's last, with which the second run ends.
+From one supervised warm-up a seed, the loops one after another on the same machine; time counts from the evaluation
+before the first step to the first evaluation that is as good as the synchronous loop's last, with which the second run
+ends.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ LOOPS: dict[str, list[str]] = {
 
 
 def run_stage(directory: Path, stage: str, seed: int, *flags: str, target: float | None = None) -> Path:
-    """Run one stage of the recipe as a run of its own, until its held-out accuracy is `target`: the stage's directory."""
+    """Run one stage of the recipe as a run of its own, until its held-out accuracy is `target`: the stage's
+    directory."""
     directory.mkdir(exist_ok=True)
     recipe = directory / "recipe.toml"
     recipe.write_text(SHARED.replace("{recipe}/", f"{REPO}/examples/") + "[[stage]]\n" + stage)

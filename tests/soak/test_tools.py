@@ -1,4 +1,5 @@
-"""A tiny model learns a tool over two turns: the reward rises, held out too, and the tool's tokens are not learned from."""
+"""A tiny model learns a tool over two turns: the reward rises, held out too, and the tool's tokens are not learned
+from."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_a_calculator_is_asked_instead_of_guessing(tmp_path: Path) -> None:
     status, out = run.end(900)
     assert status == 0, out + run.logs()
     assert all_gone(root, [])
-    before, after = (float(x) for x in re.fullmatch(r"held-out accuracy: (\S+) -> (\S+)  .*", out.splitlines()[-1]).groups())
+    before, after = (
+        float(x) for x in re.fullmatch(r"held-out accuracy: (\S+) -> (\S+)  .*", out.splitlines()[-1]).groups()
+    )
     assert 0.2 <= before <= 0.6 and after >= before + 0.25
     found = {}
     for line in (root / "grpo" / "metrics.jsonl").read_text().splitlines():
@@ -30,6 +33,9 @@ def test_a_calculator_is_asked_instead_of_guessing(tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (root / "grpo" / "samples" / f"{last:08d}.jsonl").read_text().splitlines()]
     calling = [row for row in samples if "<call>" in row["response"] and "<|tool|>" in row["response"]]
     assert len(calling) > len(samples) / 2
-    # one character a token: <|end|><|tool|>...<|end|><|assistant|> is the tool's, but for the first, with which the policy ends its turn
-    told = sum(len(value) + 3 for row in calling for value in re.findall(r"<\|tool\|>([^<]*)<\|end\|>", row["response"]))
+    # one character a token: <|end|><|tool|>...<|end|><|assistant|> is the tool's, but for the first, with which the
+    # policy ends its turn
+    told = sum(
+        len(value) + 3 for row in calling for value in re.findall(r"<\|tool\|>([^<]*)<\|end\|>", row["response"])
+    )
     assert found[last]["perf/train_tokens"] == sum(row["response_len"] for row in samples) - told

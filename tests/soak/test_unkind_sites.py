@@ -1,5 +1,5 @@
-"""Campaigns on a cluster that is as unkind as real sites are (tests/support/unkind.py): the whole quick start, a file system that
-remembers for a minute what it saw, a step that is longer than the time limit, limits by cgroups.
+"""Campaigns on a cluster that is as unkind as real sites are (tests/support/unkind.py): the whole quick start, a file
+system that remembers for a minute what it saw, a step that is longer than the time limit, limits by cgroups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 @pytest.fixture
 def cached(bare: Cluster, tmp_path: Path) -> Iterator[Path]:  # noqa: F811
-    """A directory that every host sees through a mount of its own, which remembers names, attributes and absence for 60 s."""
+    """A directory that every host sees through a mount of its own, which remembers names, attributes and absence for 60
+    s."""
     real, seen = tmp_path / "real", tmp_path / "runs"
     real.mkdir()
     seen.mkdir()
@@ -94,8 +95,14 @@ LONGER: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("part", LONGER)
-def test_a_step_longer_than_the_time_limit_is_given_up_and_said(bare: Cluster, tmp_path: Path, task: Path, part: str) -> None:  # noqa: F811
-    """The run is ended, and queued again, before Slurm would end it for good; after as many starts as are allowed it stays down."""
+def test_a_step_longer_than_the_time_limit_is_given_up_and_said(
+    bare: Cluster,  # noqa: F811
+    tmp_path: Path,
+    task: Path,
+    part: str,
+) -> None:
+    """The run is ended, and queued again, before Slurm would end it for good; after as many starts as are allowed it
+    stays down."""
     values, words = LONGER[part]
     path = policy(tmp_path, task, rollout_timeout=900, **values)
     cpu = ("trainer.partition=cpu", "engine.partition=cpu")
@@ -123,7 +130,9 @@ def test_within_limits_by_cgroups(tmp_path_factory: pytest.TempPathFactory, tmp_
     if lacking := packages.reason():
         pytest.skip(f"no test cluster here: {lacking}")
     try:
-        limited = Cluster(tmp_path_factory.mktemp("limited"), visible=[tmp_path_factory.getbasetemp()], cgroups=True, nodes=2)
+        limited = Cluster(
+            tmp_path_factory.mktemp("limited"), visible=[tmp_path_factory.getbasetemp()], cgroups=True, nodes=2
+        )
     except ClusterError as error:
         pytest.skip(f"no cluster with limits by cgroups here: {str(error).splitlines()[0]}")
     try:

@@ -1,7 +1,8 @@
 r"""Answers and labels whose truth was written by hand: (answer, label) pairs that say the same, and pairs that do not.
 
-Each line is one pair, `answer  ==  label` or `answer  !=  label`; what stands in the box is the answer.  The truth is that of a
-careful teacher: another spelling, a missing unit or an unreduced fraction is right; another value, unit, base, order or word is wrong.
+Each line is one pair, `answer  ==  label` or `answer  !=  label`; what stands in the box is the answer.  The truth is
+that of a careful teacher: another spelling, a missing unit or an unreduced fraction is right; another value, unit,
+base, order or word is wrong.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Schedulers to submit real runs to, all driven in one way: tests/support/local_queue.py, and Slurm on the test cluster.
+"""Schedulers to submit real runs to, all driven in one way: tests/support/local_queue.py, and Slurm on the test
+cluster.
 
     @pytest.mark.parametrize("queue", QUEUES, indirect=True)
     def test_something(queue, tmp_path, task):
         run = queue.submit(sft(tmp_path, task), tmp_path / "run")
 
-A scheduler that hpcrl is to speak to gets a `Queue` here, a line in QUEUES, and has to pass tests/whole_runs/test_schedulers.py.
+A scheduler that hpcrl is to speak to gets a `Queue` here, a line in QUEUES, and has to pass
+tests/whole_runs/test_schedulers.py.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Submitted(SubmittedRun):
 
     def __init__(self, queue: Queue, root: Path, number: str) -> None:
         super().__init__(root)
-        self.queue, self.number = queue, number
+        self.queue = queue
+        self.number = number
 
     def status(self) -> dict[str, Any]:
         return json.loads(self.queue.hpcrl("status", self.root, "--json").stdout)
@@ -83,7 +86,9 @@ class Queue(Protocol):
 class LocalQueue:
     """The queue of tests/support/local_queue.py, in a directory."""
 
-    name, title, held = local_queue.NAME, local_queue.LocalQueue.title, ("hold=true",)
+    name = local_queue.NAME
+    title = local_queue.LocalQueue.title
+    held = ("hold=true",)
     shape: Mapping[str, Any] = {"actor_num_gpus_per_node": 1}
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +136,9 @@ class LocalQueue:
 
     def end(self, seconds: float = 15) -> list[str]:
         """Give every job a while to end, then end it; what had to be ended, or lives on."""
-        file, deadline, left = self.folder / "queue" / "queue.json", time.monotonic() + seconds, []
+        file = self.folder / "queue" / "queue.json"
+        deadline = time.monotonic() + seconds
+        left = []
         for number, job in (json.loads(file.read_text()) if file.exists() else {}).items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 keeper = psutil.Process(job["keeper"])
@@ -147,7 +154,9 @@ class LocalQueue:
 class SlurmQueue:
     """Slurm on the test cluster."""
 
-    name, title, held = "slurm", "Slurm", ("trainer.extra.hold=true",)
+    name = "slurm"
+    title = "Slurm"
+    held = ("trainer.extra.hold=true",)
     shape: Mapping[str, Any] = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 
     def __init__(self, cluster: Cluster) -> None:
@@ -157,7 +166,9 @@ class SlurmQueue:
         return slurm.hpcrl(self.cluster, *words, check=check, timeout=300)
 
     def submit(self, recipe: Path, root: Path, *words: str, settings: tuple[str, ...] = ()) -> Submitted:
-        job = slurm.submit(self.cluster, recipe, root, "--time", "30", *words, settings=("signal_margin=110", *settings))
+        job = slurm.submit(
+            self.cluster, recipe, root, "--time", "30", *words, settings=("signal_margin=110", *settings)
+        )
         return Submitted(self, root, str(job.number))
 
     def release(self, run: Submitted) -> None:
@@ -165,7 +176,9 @@ class SlurmQueue:
 
     def cut(self, run: Submitted) -> None:
         slurm.Job(self.cluster, run.root, int(run.number)).limit(40)
-        self.cluster.run(["scancel", "--batch", "--signal=USR1", run.number])  # Slurm's own warning comes up to 30 s later
+        self.cluster.run(
+            ["scancel", "--batch", "--signal=USR1", run.number]
+        )  # Slurm's own warning comes up to 30 s later
 
     def lengthen(self, run: Submitted) -> None:
         self.cluster.run(["scontrol", "update", f"jobid={run.number}", "timelimit=30"])

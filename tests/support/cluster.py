@@ -24,14 +24,25 @@ from tools.cluster import control, packages
 from tools.cluster.layout import HEAD, Layout, read
 
 #: states in which Slurm is done with a job
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+}
 
 
 class Cluster:
     """A running cluster, from outside."""
 
     def __init__(self, shared: Path, *, visible: Sequence[Path] = (), **options: bool | int) -> None:
-        """Start it in `shared` with the options of tools.cluster.control.start; it ends with this process at the latest."""
+        """Start it in `shared` with the options of tools.cluster.control.start; it ends with this process at the
+        latest."""
         self._handle = control.start(shared, visible=visible, **options)  # type: ignore[arg-type]
         self.layout: Layout = read(shared)
         self.shared = shared
@@ -68,13 +79,23 @@ class Cluster:
         return result
 
     def popen(
-        self, cmd: Sequence[str | Path], node: str = HEAD, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        cmd: Sequence[str | Path],
+        node: str = HEAD,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> subprocess.Popen[str]:
         """Start a command on a node; killing the handle kills it there."""
         command = control.entering(self.layout, node, [str(word) for word in cmd], str(cwd or self.shared))
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            command, env=control.environment(env), stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True
+            command,
+            env=control.environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     # ---- Slurm
@@ -115,14 +136,17 @@ class Cluster:
 
     def wait_nodes(self, states: str | Collection[str] = "idle", seconds: float = 30.0) -> None:
         """Until every node is in one of `states`."""
-        wanted, deadline = {states} if isinstance(states, str) else set(states), time.monotonic() + seconds
+        wanted = {states} if isinstance(states, str) else set(states)
+        deadline = time.monotonic() + seconds
         while not set(now := self.node_states()) or not set(now.values()) <= wanted:
             assert time.monotonic() < deadline, f"nodes are {now}, not {sorted(wanted)}"
             time.sleep(0.1)
 
     def node_states(self) -> dict[str, str]:
         """State of each node by sinfo, e.g. idle, mixed, allocated, down*."""
-        return dict(line.split() for line in self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"]).stdout.splitlines())
+        return dict(
+            line.split() for line in self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"]).stdout.splitlines()
+        )
 
     # ---- breaking things
 
@@ -157,7 +181,10 @@ class Cluster:
 
     def processes(self, node: str) -> list[tuple[int, list[str]]]:
         """(pid, argv) of all that runs on a node besides the node itself and its daemons; os.kill takes these pids."""
-        return [(process.pid, list(process.argv) or [process.name]) for process in control.foreign_processes(self.layout, node)]
+        return [
+            (process.pid, list(process.argv) or [process.name])
+            for process in control.foreign_processes(self.layout, node)
+        ]
 
     def all_processes(self) -> dict[str, list[tuple[int, list[str]]]]:
         """processes() of every host that has any; a host without power has none."""
@@ -196,7 +223,8 @@ class Cluster:
     # ---- between tests
 
     def clean(self, seconds: float = 15.0) -> list[str]:
-        """Bring the cluster back to where it began.  What was left, one line each; [] if it was clean within `seconds`."""
+        """Bring the cluster back to where it began.  What was left, one line each; [] if it was clean within
+        `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -206,7 +234,9 @@ class Cluster:
 
     def _left(self) -> list[str]:
         left = [f"job {line}" for line in self.run(["squeue", "-h", "-o", "%i %T %j"]).stdout.splitlines()]
-        left += [f"{host} runs {pid} {' '.join(argv)}" for host, found in self.all_processes().items() for pid, argv in found]
+        left += [
+            f"{host} runs {pid} {' '.join(argv)}" for host, found in self.all_processes().items() for pid, argv in found
+        ]
         return left + [f"{name} is {state}" for name, state in self.node_states().items() if state != "idle"]
 
     def _remove(self) -> None:

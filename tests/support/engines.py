@@ -36,7 +36,9 @@ SMALL = 70_000  # bytes of a bucket: the tiny model takes several
 class Engines:
     """The engines of a run that has nothing else: one supervisor process each."""
 
-    def __init__(self, root: Path, model: Path, count: int = 1, module: str = "hpcrl.engine.main", **values: Any) -> None:
+    def __init__(
+        self, root: Path, model: Path, count: int = 1, module: str = "hpcrl.engine.main", **values: Any
+    ) -> None:
         options: dict[str, Any] = {
             "hf_checkpoint": str(model),
             "actor_num_gpus_per_node": 1,
@@ -139,23 +141,33 @@ class Reference:
         from transformers import AutoModelForCausalLM  # takes seconds, which tests without engines are spared
 
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def pairs(self) -> Pairs:
-        """What a trainer would export: every tensor of the checkpoint once, tied ones under one name, experts one by one."""
+        """What a trainer would export: every tensor of the checkpoint once, tied ones under one name, experts one by
+        one."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        tied = set(self.model.state_dict()) - {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        tied = set(self.model.state_dict()) - {
+            name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())
+        }
         state = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
         found = revert_weight_conversion(self.model, state)
         order = {name: i for i, name in enumerate(state)}
-        return [(name, found[name].detach().clone()) for name in sorted(found, key=lambda n: (order.get(n, len(order)), n))]
+        return [
+            (name, found[name].detach().clone()) for name in sorted(found, key=lambda n: (order.get(n, len(order)), n))
+        ]
 
     @torch.no_grad()
     def step(self, seed: int) -> Pairs:
         """Change all weights, far more than an optimizer step would; the tensors after it."""
         chance = torch.Generator().manual_seed(seed)
-        for parameter in (*self.model.parameters(), *(b for n, b in self.model.named_buffers() if n.endswith("correction_bias"))):
+        for parameter in (
+            *self.model.parameters(),
+            *(b for n, b in self.model.named_buffers() if n.endswith("correction_bias")),
+        ):
             noise = torch.randn(parameter.shape, generator=chance)
             parameter.add_(noise * (0.3 * float(parameter.std()) if parameter.dim() > 1 else 0.1))
         return self.pairs()
@@ -187,7 +199,8 @@ class Side:
     """A running fleet of engines, the sender to it, and the model that both should hold."""
 
     def __init__(self, engines: Engines, model: Path) -> None:
-        self.engines, self.reference = engines, Reference(model)
+        self.engines = engines
+        self.reference = Reference(model)
         self.sender = connected(engines)
         self.version = 0
 

@@ -1,4 +1,5 @@
-"""A server that speaks /inference/v1/generate and our own route, and misbehaves on request: what a real vLLM cannot be made to do.
+"""A server that speaks /inference/v1/generate and our own route, and misbehaves on request: what a real vLLM cannot be
+made to do.
 
 The tokens it answers depend on prompt and seed alone, as an engine's do.
 """
@@ -48,7 +49,8 @@ def good(body: dict[str, Any], version: str | None = None) -> dict[str, Any]:
 
 
 def partial(body: dict[str, Any], count: int) -> dict[str, Any]:
-    """What vLLM answers of a request that was aborted after `count` tokens: the first of those that it would have had."""
+    """What vLLM answers of a request that was aborted after `count` tokens: the first of those that it would have
+    had."""
     answer = good(body)
     choice = answer["choices"][0]
     choice["finish_reason"] = "abort"
@@ -83,7 +85,9 @@ class FakeEngine:
     """One server on 127.0.0.1, in a thread of its own."""
 
     def __init__(self, script: Script | None = None, keys: frozenset[str] | None = None) -> None:
-        self.script, self.key, self.healthy = script, keys, True
+        self.script = script
+        self.key = keys
+        self.healthy = True
         self.bodies: list[dict[str, Any]] = []
         self.groups: list[int] = []  #: samples of each request on our own route
         self.in_flight = self.most_in_flight = 0
@@ -124,7 +128,8 @@ class FakeEngine:
     def die(self) -> None:
         """Cut all connections and listen no more; once."""
         if self._runner is not None:
-            runner, self._runner = self._runner, None
+            runner = self._runner
+            self._runner = None
             self._do(runner.cleanup())
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -145,7 +150,9 @@ class FakeEngine:
         data = await request.read()
         lean = request.path == token_frames.ABORT
         for name in token_frames.read_names(data) if lean else json.loads(data)["request_ids"]:
-            if found := self._aborts.get(name.removeprefix("generate-tokens-")):  # vLLM ignores names that it does not know
+            if found := self._aborts.get(
+                name.removeprefix("generate-tokens-")
+            ):  # vLLM ignores names that it does not know
                 found.set()
         return web.Response()
 
@@ -186,7 +193,11 @@ class FakeEngine:
         group, prompt = token_frames.read_request(await request.read())
         self.groups.append(len(group.names))
         bodies = [
-            {"token_ids": prompt, "sampling_params": group.params | ({} if seed is None else {"seed": seed}), "request_id": name}
+            {
+                "token_ids": prompt,
+                "sampling_params": group.params | ({} if seed is None else {"seed": seed}),
+                "request_id": name,
+            }
             for name, seed in zip(group.names, group.seeds, strict=True)
         ]
         stream, done = web.StreamResponse(), asyncio.Queue()

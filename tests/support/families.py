@@ -11,8 +11,20 @@ from typing import Any
 from tests.support.tiny import make_family
 
 #: of every family: a plain size, and one with odd numbers: vocabulary not divisible by TP, heads no power of two
-PLAIN = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-ODD = {"vocab_size": 131, "hidden_size": 60, "intermediate_size": 90, "num_attention_heads": 6, "num_key_value_heads": 2}
+PLAIN = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ODD = {
+    "vocab_size": 131,
+    "hidden_size": 60,
+    "intermediate_size": 90,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -95,7 +107,8 @@ EXPERTS = ("qwen3_moe", "glm4_moe")
 
 
 def make(directory: str | Path, model_type: str, odd: bool = False, **more: Any) -> Path:
-    """Save a random model, and a tokenizer, in `directory`; returns it.  more: fields of the config that replace those above."""
+    """Save a random model, and a tokenizer, in `directory`; returns it.  more: fields of the config that replace those
+    above."""
     return make_family(directory, model_type, **{**(ODD if odd else PLAIN), **SIZES[model_type][odd], **more})
 
 

@@ -6,8 +6,8 @@
 
 How: importing vLLM takes most of an engine's start.  One clean process (the nursery) imports it, and forks a server for
 each run directory that it reads from stdin.  What then runs is hpcrl.engine.server, with the worker extension of
-tests/support/breakable and without the supervisor of hpcrl.engine.main.  A server dies with the nursery, the nursery with the
-test process.
+tests/support/breakable and without the supervisor of hpcrl.engine.main.  A server dies with the nursery, the nursery
+with the test process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Server:
     """A forked server, with what tests need of a Popen."""
 
     def __init__(self, process: psutil.Process, port: int) -> None:
-        self.process, self.pid, self.port = process, process.pid, port
+        self.process = process
+        self.pid = process.pid
+        self.port = port
 
     def poll(self) -> int | None:
         return None if self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE else 1
@@ -166,7 +168,11 @@ def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
 
             install()
         with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
-            base = dict(os.environ) | {KEY_FILE: str(rundir.keys / "http.key"), "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
+            base = dict(os.environ) | {
+                KEY_FILE: str(rundir.keys / "http.key"),
+                "TMPDIR": scratch,
+                "VLLM_RPC_BASE_PATH": scratch,
+            }
             base[ENGINE] = f"{index}.0"
             base[LISTEN_FD] = str(os.dup(sock.fileno()))
             sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", str(index)]

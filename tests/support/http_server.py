@@ -10,7 +10,8 @@ from typing import Any
 
 
 class Server:
-    """Answers POST requests on the loopback interface.  answers: (status, body), the last one for ever; delay: seconds before each."""
+    """Answers POST requests on the loopback interface.  answers: (status, body), the last one for ever; delay: seconds
+    before each."""
 
     def __init__(self, answers: Sequence[tuple[int, bytes]], delay: float = 0.0) -> None:
         self.bodies: list[bytes] = []

@@ -1,4 +1,5 @@
-"""Random layouts of both sides of a weight update: a small model of any family on trainer ranks and on engine workers."""
+"""Random layouts of both sides of a weight update: a small model of any family on trainer ranks and on engine
+workers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ class Case:
 
 
 def config_of(family: str, odd: bool) -> dict[str, Any]:
-    fields = {**(ODD if odd else PLAIN), "num_hidden_layers": 5, **SIZES[family][odd], "rms_norm_eps": 1e-6, "model_type": family}
+    fields = {
+        **(ODD if odd else PLAIN),
+        "num_hidden_layers": 5,
+        **SIZES[family][odd],
+        "rms_norm_eps": 1e-6,
+        "model_type": family,
+    }
     fields.pop("rope_parameters", None)
     tied = fields.pop("tied")
     return fields | {"tie_word_embeddings": tied, "n_shared_experts": fields.get("n_shared_experts", 1)}
@@ -47,9 +54,12 @@ def random_case(family: str, chance: Random) -> Case:
     found = registry()[family]
     fields = found.transformer(config)
     experts = fields.get("num_moe_experts") or 0
-    heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+    heads = fields["num_attention_heads"]
+    groups = fields["num_query_groups"]
     widths = [fields["ffn_hidden_size"], heads, fields.get("moe_shared_expert_intermediate_size") or 0]
-    tp = chance.choice([n for n in (1, 2, 3, 4) if not any(w % n for w in widths) and (groups % n == 0 or n % groups == 0)])
+    tp = chance.choice(
+        [n for n in (1, 2, 3, 4) if not any(w % n for w in widths) and (groups % n == 0 or n % groups == 0)]
+    )
     ep = chance.choice([n for n in (1, 2, 3, 4) if experts and experts % n == 0] or [1])
     etp = chance.choice([1, 2]) if ep > 1 else tp
     pp, cp = chance.choice([1, 2, 3]), chance.choice([1, 2])
@@ -81,7 +91,9 @@ def random_case(family: str, chance: Random) -> Case:
                 copies[where["tp"][rank]].append(rank)
             elif where["ep"][rank] == rule.expert // (experts // ep):
                 copies[where["etp"][rank]].append(rank)
-        for hf, (full, some) in zip(rule.hf, held_parts(rule.kind, shape, shapes, [tuple(c) for c in copies]), strict=True):
+        for hf, (full, some) in zip(
+            rule.hf, held_parts(rule.kind, shape, shapes, [tuple(c) for c in copies]), strict=True
+        ):
             held.setdefault(hf, (full, []))[1].extend(some)
             kinds.setdefault(hf, (rule, rule.hf.index(hf)))
             case.tensors.setdefault(hf, numbers(full, len(case.tensors)))
@@ -109,12 +121,16 @@ def numbers(shape: tuple[int, ...], salt: int) -> np.ndarray:
 
 def random_workers(chance: Random) -> list[Worker]:
     """Engines of 1 to 8 workers, several to a host or one over several hosts, now and then on hosts with ranks."""
-    size, engines = chance.choice([1, 2, 3, 4, 8]), chance.choice([1, 1, 2, 3])
-    each, prefix = chance.choice([1, 2, 8]), chance.choice(["e", "e", "e", "t"])
+    size = chance.choice([1, 2, 3, 4, 8])
+    engines = chance.choice([1, 1, 2, 3])
+    each = chance.choice([1, 2, 8])
+    prefix = chance.choice(["e", "e", "e", "t"])
     return [Worker(n // size, f"{prefix}{n // each}") for n in range(size * engines)]
 
 
-def wants(chance: Random, case: Case, rule: Rule, which: int, full: tuple[int, ...], fields: dict[str, Any], worker: int) -> Span:
+def wants(
+    chance: Random, case: Case, rule: Rule, which: int, full: tuple[int, ...], fields: dict[str, Any], worker: int
+) -> Span:
     """As vLLM cuts it: fused halves, heads repeated, experts of other workers not at all; sizes need not divide."""
     engine = case.workers[worker].engine
     peers = [n for n, other in enumerate(case.workers) if other.engine == engine]

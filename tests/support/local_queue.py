@@ -1,9 +1,11 @@
-"""A second scheduler, small and real: jobs are process groups of this machine, their queue is a file, and nobody serves it.
+"""A second scheduler, small and real: jobs are process groups of this machine, their queue is a file, and nobody serves
+it.
 
     $LOCAL_QUEUE/queue.json     every job there ever was; whoever reads or changes it holds $LOCAL_QUEUE/lock
 
-`submit` starts a keeper for each job (`python -m tests.support.local_queue keep N`), which waits for its turn, runs the script,
-warns it before its time limit, ends it there, and runs it again if it is to be queued again.  One job runs at a time.
+`submit` starts a keeper for each job (`python -m tests.support.local_queue keep N`), which waits for its turn, runs the
+script, warns it before its time limit, ends it there, and runs it again if it is to be queued again.  One job runs at a
+time.
 
 It is found as any other scheduler is, by an entry point: `register` makes the package that has it.
 """
@@ -112,7 +114,8 @@ class LocalQueue:
     """The queue, as hpcrl speaks to it (hpcrl.launch.scheduler.Scheduler)."""
 
     title = "Queue"
-    submit_command, test_command = f"{shlex.quote(sys.executable)} -m tests.support.local_queue submit", ""
+    submit_command = f"{shlex.quote(sys.executable)} -m tests.support.local_queue submit"
+    test_command = ""
     script_file = "job.sh"
     echoes = ()
 
@@ -135,13 +138,19 @@ class LocalQueue:
             raise HpcrlError(f"the queue has no job {job_id}") from None
 
     def responds(self) -> Iterator[Finding]:
-        yield Finding("ok", "", "the queue is a file") if self.here() else Finding("fail", "", "no queue here", "set LOCAL_QUEUE")
+        yield (
+            Finding("ok", "", "the queue is a file")
+            if self.here()
+            else Finding("fail", "", "no queue here", "set LOCAL_QUEUE")
+        )
 
     def fits(self, request: Request, site: Site) -> Iterator[Finding]:
         most = sum(component.nodes * component.slots for component in request.components)
         if len(request.hosts()) > 1 or most > SLOTS:
             hosts = len(request.hosts())
-            yield Finding("fail", "", f"{hosts} hosts and {most} slots asked for, there are 1 and {SLOTS}", "ask for less")
+            yield Finding(
+                "fail", "", f"{hosts} hosts and {most} slots asked for, there are 1 and {SLOTS}", "ask for less"
+            )
 
     def test(self, script: str) -> Verdict:
         raise NotImplementedError  # there is no test_command
@@ -164,7 +173,9 @@ class LocalQueue:
 
     def script_by_hand(self, submission: Submission, words: Sequence[str]) -> str:
         place = f'"runs/{submission.job.recipe.name}-$LOCAL_JOB"'
-        command = f"{shlex.quote(sys.executable)} -m tests.support.local_queue start {shlex.join(words)} --run-dir {place}"
+        command = (
+            f"{shlex.quote(sys.executable)} -m tests.support.local_queue start {shlex.join(words)} --run-dir {place}"
+        )
         return self.render(submission.script_by_hand(command, "hpcrl-%N.out"), submission.request, submission.site)
 
     def submit(self, submission: Submission) -> Number:
@@ -174,7 +185,13 @@ class LocalQueue:
         file.write_text(self.script(submission))
         site = submission.site
         return Number(
-            put(file, submission.job.identity, 60.0 * minutes(site.time), "held" if site.hold else "waiting", submission.follows)
+            put(
+                file,
+                submission.job.identity,
+                60.0 * minutes(site.time),
+                "held" if site.hold else "waiting",
+                submission.follows,
+            )
         )
 
     def submit_script(self, file: Path) -> str:
@@ -243,7 +260,12 @@ def _once(number: str) -> str:
     environment = os.environ | {"LOCAL_JOB": number, "LOCAL_RESTARTS": str(mine["restarts"])}
     with open(mine["output"], "a") as out:
         process = subprocess.Popen(
-            ["bash", mine["script"]], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+            ["bash", mine["script"]],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
         )
     warned = None
     while process.poll() is None:
@@ -280,13 +302,16 @@ def allocation() -> Any:
             return []
 
     class LocalAllocation:
-        scheduler, title, cluster = NAME, LocalQueue.title, None
+        scheduler = NAME
+        title = LocalQueue.title
+        cluster = None
         backend = Here()
 
         def __init__(self) -> None:
             if "LOCAL_JOB" not in os.environ:
                 raise UsageError("this is no job of the queue", "submit it")
-            self.job_id, self.restarts = os.environ["LOCAL_JOB"], int(os.environ["LOCAL_RESTARTS"])
+            self.job_id = os.environ["LOCAL_JOB"]
+            self.restarts = int(os.environ["LOCAL_RESTARTS"])
 
         def nodes(self) -> list[Host]:
             return [Host(os.uname().nodename, SLOTS)]

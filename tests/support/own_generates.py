@@ -24,7 +24,8 @@ for turn in range(2):
 
 
 async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Two turns with a tool's answer between them; graded by itself: 1 if the tool was told of what was said exactly."""
+    """Two turns with a tool's answer between them; graded by itself: 1 if the tool was told of what was said
+    exactly."""
     talk = Conversation(args, sample, sampling_params)
     first = await talk.turn(max_new_tokens=4)
     talk.tell_messages({"role": "user", "content": f"<{first.text}>"})
@@ -58,7 +59,9 @@ async def at_the_engine(args: Any, sample: Sample, sampling_params: dict[str, An
     sample.tokens = [*sample.tokens, *turn.tokens]
     sample.response_length = len(turn.tokens)
     sample.loss_mask = [1] * len(turn.tokens)
-    sample.logprobs, sample.versions, sample.response = turn.logprobs, turn.versions, turn.text
+    sample.logprobs = turn.logprobs
+    sample.versions = turn.versions
+    sample.response = turn.text
     sample.reward = 1
     return sample
 

@@ -38,7 +38,13 @@ def slow_length(options: Any, sample: Any) -> float:
 
 def sees_everything(options: Any, sample: Any) -> bool:
     assert options.rollout_temperature == 0.5 and os.getcwd() in (sys.path[0], os.path.abspath(sys.path[0]))
-    assert (sample.group, sample.index, sample.prompt, sample.label, sample.status) == (7, 3, "1+1=", {"a": 1}, "completed")
+    assert (sample.group, sample.index, sample.prompt, sample.label, sample.status) == (
+        7,
+        3,
+        "1+1=",
+        {"a": 1},
+        "completed",
+    )
     assert sample.metadata == {"key": "value"} and sample.response == "abc" and sample.response_length == 3
     assert sample.tokens.tolist() == [0, 1, 2, 3, 4] and sample.loss_mask.tolist() == [1, 1, 1]
     assert str(sample.tokens.dtype) == "int32" and sample.versions.tolist() == [0, 0, 0] and len(sample.logprobs) == 3

@@ -11,11 +11,15 @@ Config = dict[str, Any]
 
 # ---- flags
 
-DENSE = "--swiglu --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --group-query-attention"
+DENSE = (
+    "--swiglu --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --group-query-attention"
+)
 SIZES = "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups vocab-size".split()
 UNTIED = " --untie-embeddings-and-output-weights"
 QWEN3 = " --norm-epsilon 1e-06 --kv-channels 128 --qk-layernorm"
-LLAMA = " --max-position-embeddings 131072 --norm-epsilon 1e-05 --rotary-base 500000 --kv-channels 128 --use-rope-scaling"
+LLAMA = (
+    " --max-position-embeddings 131072 --norm-epsilon 1e-05 --rotary-base 500000 --kv-channels 128 --use-rope-scaling"
+)
 GLM4 = (
     "--spec slime_plugins.models.glm4 get_glm_spec --norm-epsilon 1e-05 --rotary-base 10000 --post-self-attn-layernorm"
     f" --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion{UNTIED} "
@@ -52,7 +56,9 @@ def flags(sizes: str, more: str) -> str:
 # ---- config.json
 
 
-def config(model_type: str, sizes: str, epsilon: float, theta: float, positions: int, tied: bool, **more: Any) -> Config:
+def config(
+    model_type: str, sizes: str, epsilon: float, theta: float, positions: int, tied: bool, **more: Any
+) -> Config:
     """What the published config.json says; sizes: layers, hidden, MLP, heads, key-value heads, vocabulary."""
     names = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
     return {
@@ -113,12 +119,16 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
         {},
     ),
     "Qwen2.5-7B": (
-        flags("28 3584 18944 28 4 152064", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-06 --rotary-base 1000000{UNTIED}"),
+        flags(
+            "28 3584 18944 28 4 152064", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-06 --rotary-base 1000000{UNTIED}"
+        ),
         config("qwen2", "28 3584 18944 28 4 152064", 1e-6, 1e6, 131072, False),
         {},
     ),
     "Qwen2.5-32B": (
-        flags("64 5120 27648 40 8 152064", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-05 --rotary-base 1000000{UNTIED}"),
+        flags(
+            "64 5120 27648 40 8 152064", f"{DENSE} --add-qkv-bias --norm-epsilon 1e-05 --rotary-base 1000000{UNTIED}"
+        ),
         config("qwen2", "64 5120 27648 40 8 152064", 1e-5, 1e6, 131072, False),
         {},
     ),
@@ -158,12 +168,17 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
         {},
     ),
     "Qwen3-30B-A3B": (
-        flags("48 2048 6144 32 4 151936", f"{QWEN3_MOE} --moe-ffn-hidden-size 768 --moe-layer-freq [{','.join('1' * 48)}]"),
+        flags(
+            "48 2048 6144 32 4 151936", f"{QWEN3_MOE} --moe-ffn-hidden-size 768 --moe-layer-freq [{','.join('1' * 48)}]"
+        ),
         qwen3_moe("48 2048 6144 32 4 151936", 768),
         QWEN3_MOE_REST,
     ),
     "Qwen3-235B-A22B": (
-        flags("94 4096 12288 64 4 151936", f"{QWEN3_MOE} --moe-ffn-hidden-size 1536 --moe-layer-freq [{','.join('1' * 94)}]"),
+        flags(
+            "94 4096 12288 64 4 151936",
+            f"{QWEN3_MOE} --moe-ffn-hidden-size 1536 --moe-layer-freq [{','.join('1' * 94)}]",
+        ),
         qwen3_moe("94 4096 12288 64 4 151936", 1536),
         QWEN3_MOE_REST,
     ),

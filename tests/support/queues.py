@@ -40,9 +40,16 @@ class Served:
     """A queue server with an event loop of its own in a thread."""
 
     def __init__(
-        self, rundir: RunDir, handlers: dict[str, Any] | None = None, dp_size: int = 2, plan: Plan = PLAN, **options: Any
+        self,
+        rundir: RunDir,
+        handlers: dict[str, Any] | None = None,
+        dp_size: int = 2,
+        plan: Plan = PLAN,
+        **options: Any,
     ) -> None:
-        self.rundir, self.dp_size, self.plan = rundir, dp_size, plan
+        self.rundir = rundir
+        self.dp_size = dp_size
+        self.plan = plan
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -67,7 +74,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def raw(served: Served, rank: int | None = 0, setup: Callable[[zmq.Socket], None] | None = None) -> Iterator[zmq.Socket]:
+def raw(
+    served: Served, rank: int | None = 0, setup: Callable[[zmq.Socket], None] | None = None
+) -> Iterator[zmq.Socket]:
     """A DEALER that says what the test wants, with the key of `rank`."""
     peer = find(served.rundir, RolloutPeer)
     assert peer is not None
@@ -94,7 +103,12 @@ def hear(dealer: zmq.Socket, seconds: float = WAIT) -> Any:
 
 
 def hello(served: Served, rank: int = 0, **changes: Any) -> messages.Hello:
-    fields = {"protocol": messages.PROTOCOL, "run_id": served.plan.run_id, "attempt": served.plan.attempt, "dp_rank": rank}
+    fields = {
+        "protocol": messages.PROTOCOL,
+        "run_id": served.plan.run_id,
+        "attempt": served.plan.attempt,
+        "dp_rank": rank,
+    }
     fields |= {"dp_size": served.dp_size, "client": "raw", "host": "here", "pid": os.getpid()}
     return messages.Hello(**fields | changes)
 
@@ -125,7 +139,8 @@ class Line:
 
     def cut(self) -> None:
         """Break all connections; new ones are let through."""
-        ends, self._ends = self._ends, []
+        ends = self._ends
+        self._ends = []
         for end in ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

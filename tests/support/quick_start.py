@@ -21,7 +21,8 @@ class QuickStart:
 
 
 def run_quick_start(folder: Path) -> QuickStart:
-    """Run examples/quickstart.toml, from the checkout, with the installed `hpcrl` and nothing in the environment that hpcrl needs."""
+    """Run examples/quickstart.toml, from the checkout, with the installed `hpcrl` and nothing in the environment that
+    hpcrl needs."""
     root = folder / "run"
     command = [str(Path(sys.executable).with_name("hpcrl")), "run", "examples/quickstart.toml", "--run-dir", str(root)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}

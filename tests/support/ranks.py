@@ -3,12 +3,12 @@
     run_ranks(4, function, *args, timeout=60) -> [result of rank 0, result of rank 1, ...]
 
 `function(*args)` runs in n processes that have RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun
-sets them, so `hpcrl.trainer.parallel.parallel_state.initialize` works as in a run.  It must be a function of a module that can be
-imported; arguments and results are pickled.
+sets them, so `hpcrl.trainer.parallel.parallel_state.initialize` works as in a run.  It must be a function of a module
+that can be imported; arguments and results are pickled.
 
-How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and then
-forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so the
-zygote does neither, and the store where ranks meet lives in the test process.
+How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and
+then forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so
+the zygote does neither, and the store where ranks meet lives in the test process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _receive(stream: BinaryIO) -> Any:
 
 def _serve() -> None:
     """Fork ranks for each request until the test process closes our stdin."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what ranks print must not end among the answers
     from hpcrl.trainer.megatron import cpu_shim
 
@@ -154,7 +155,9 @@ def _failure(rank: int, data: bytes) -> str:
 
 def _rank(rank: int, n: int, module: str, name: str, args: tuple[Any, ...], port: int, writer: int) -> None:
     """Be rank `rank`: write (True, result) or (False, traceback) and end."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the test process's: every rank is its client
     try:
         value: Any = importlib.import_module(module)

@@ -1,4 +1,5 @@
-"""Help for tests that look at runs: run directories as launcher and trainer leave them, and Slurm commands that answer from a file."""
+"""Help for tests that look at runs: run directories as launcher and trainer leave them, and Slurm commands that answer
+from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def put(path: Path, value: Any) -> Path:
 
 
 def make(root: Path, stages: tuple[str, ...] = ("",), **state: Any) -> Path:
-    """A run directory whose stages have begun; `state` (if any) is the launcher's word, written at NOW unless it says else."""
+    """A run directory whose stages have begun; `state` (if any) is the launcher's word, written at NOW unless it says
+    else."""
     put(root / "recipe.json", {"path": "x.toml", "overrides": {}, "identity": f"id-{root.name}"})
     names = "".join(f'[[stage]]\nname = "{name}"\n' for name in stages if name)
     (root / "recipe.toml").write_text(f'name = "x"\n{names}')
@@ -30,14 +32,21 @@ def make(root: Path, stages: tuple[str, ...] = ("",), **state: Any) -> Path:
         os.utime(options, (NOW - 1000 + number, NOW - 1000 + number))
         (root / name / "attempts").mkdir(exist_ok=True)
     if state:
-        put(root / "state.json", {"phase": "running", "time": NOW, "host": "node7", "pid": 1, "stage": stages[-1]} | state)
+        put(
+            root / "state.json",
+            {"phase": "running", "time": NOW, "host": "node7", "pid": 1, "stage": stages[-1]} | state,
+        )
     return root
 
 
 def begin(stage: Path, attempt: int = 0, start: int | None = 0, total: int = 10) -> Path:
     """An attempt of a stage: its plan over two hosts, and (unless start is None) the trainer's word that it is up."""
     place = lambda host: {"host": host, "slots": [0]}  # noqa: E731
-    plan = {"trainers": [place("node1"), place("node1"), place("node2")], "engines": [place("node3")], "rollout": place("node3")}
+    plan = {
+        "trainers": [place("node1"), place("node1"), place("node2")],
+        "engines": [place("node3")],
+        "rollout": place("node3"),
+    }
     here = stage / "attempts" / str(attempt)
     put(here / "plan.json", plan)
     if start is not None:
@@ -71,7 +80,8 @@ def steps(count: int, first: int = 0, each: float = 2.0, until: float = NOW, **m
 def submitted(root: Path, job_id: str, at: float = NOW - 500) -> Path:
     """The run was submitted to Slurm."""
     return put(
-        root / "job.json", {"scheduler": "slurm", "job_id": job_id, "submit_host": "login1", "submitted": at, "script": None}
+        root / "job.json",
+        {"scheduler": "slurm", "job_id": job_id, "submit_host": "login1", "submitted": at, "script": None},
     )
 
 

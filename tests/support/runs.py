@@ -91,7 +91,13 @@ class Run:
         command = [sys.executable, "-m", "hpcrl", "run", *map(str, args)]
         env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | env
         self.process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root.parent, start_new_session=True
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=root.parent,
+            start_new_session=True,
         )
 
     def end(self, seconds: float = 240) -> tuple[int, str]:
@@ -152,7 +158,8 @@ class SubmittedRun:
         return len(metrics(self.root))
 
     def training(self, attempt: int) -> bool:
-        """Whether that attempt has trained a step of its own: its trainer is up, and metrics have been written since."""
+        """Whether that attempt has trained a step of its own: its trainer is up, and metrics have been written
+        since."""
         peer = self.root / "attempts" / str(attempt) / "peers" / "trainer-0.json"
         return peer.exists() and self.steps() > json.loads(peer.read_text())["start"]
 

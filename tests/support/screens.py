@@ -42,7 +42,9 @@ def screen(text: str, columns: int) -> list[str]:
 
     It knows what rich needs: colours, show and hide the cursor, up, clear a line; anything else fails.
     """
-    lines, row, column = [""], 0, 0
+    lines = [""]
+    row = 0
+    column = 0
     for given, command, other, character in _PIECE.findall(text):
         if command == "A":
             row -= int(given or 1)

@@ -39,13 +39,17 @@ def share_of(samples: list[Sample], rollout_id: int = 0, version: int = 0) -> Sh
     rows = list(range(len(samples)))
     micro_batches = [[rows[at : at + 2] for at in range(0, len(rows), 2)]] if rows else []
     steps = len(micro_batches)
-    return Share(rollout_id, version, SampleBatch.of(samples), micro_batches, [len(rows)] * steps, [7] * steps, {"reward": 0.5})
+    return Share(
+        rollout_id, version, SampleBatch.of(samples), micro_batches, [len(rows)] * steps, [7] * steps, {"reward": 0.5}
+    )
 
 
 def share(rollout_id: int = 0, seed: int = 0, answers: tuple[int, ...] = (5, 1, 8)) -> Share:
     """A small share that another rollout id or seed makes a different one."""
     return share_of(
-        [sample(100 * rollout_id + 10 * seed + i, answer=n) for i, n in enumerate(answers)], rollout_id, version=rollout_id
+        [sample(100 * rollout_id + 10 * seed + i, answer=n) for i, n in enumerate(answers)],
+        rollout_id,
+        version=rollout_id,
     )
 
 
@@ -53,7 +57,9 @@ def part_of(samples: list[Sample], own: list[int]) -> Share:
     """The share of one of several ranks, with the samples at `own` of a whole rollout."""
     whole = share_of(samples)
     its = share_of([samples[i] for i in own])
-    its.table, its.own, its.step_samples = whole.table, np.asarray(own, np.int32), [len(samples)]
+    its.table = whole.table
+    its.own = np.asarray(own, np.int32)
+    its.step_samples = [len(samples)]
     return its
 
 

@@ -17,7 +17,9 @@ ENV = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": "/tmp"
 MEMORY = ["trainer.mem=8G", "engine.mem=8G", "rollout.mem=4G"]
 
 
-def hpcrl(cluster: Cluster, *words: str | Path, node: str = "head", check: bool = True, timeout: float = 240, **more: Any) -> Any:
+def hpcrl(
+    cluster: Cluster, *words: str | Path, node: str = "head", check: bool = True, timeout: float = 240, **more: Any
+) -> Any:
     """The command on a node; the finished process."""
     return cluster.run([sys.executable, "-m", "hpcrl", *words], node, check=check, timeout=timeout, env=ENV, **more)
 
@@ -27,7 +29,8 @@ class Job(SubmittedRun):
 
     def __init__(self, cluster: Cluster, root: Path, number: int) -> None:
         super().__init__(root)
-        self.cluster, self.number = cluster, number
+        self.cluster = cluster
+        self.number = number
 
     def ends(self, state: str = "COMPLETED", seconds: float = 300) -> None:
         try:
@@ -36,7 +39,8 @@ class Job(SubmittedRun):
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def limit(self, least: int) -> None:
-        """Set the time limit to the next whole minute that leaves at least so many seconds, and less than a minute more."""
+        """Set the time limit to the next whole minute that leaves at least so many seconds, and less than a minute
+        more."""
         hours, minutes, seconds = self.cluster.job(self.number)["RunTime"].split(":")
         elapsed = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
         minutes = -(-int(elapsed + least) // 60)

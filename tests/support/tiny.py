@@ -110,7 +110,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_family(directory: str | Path, name: str, tied: bool = False, seed: int = 0, **config: Any) -> Path:
-    """Save tokenizer, config and fp32 weights of a tiny random model of one family (a key of FAMILIES); returns `directory`.
+    """Save tokenizer, config and fp32 weights of a tiny random model of one family (a key of FAMILIES); returns
+    `directory`.
 
     config: fields that replace the defaults.
     """
@@ -133,7 +134,9 @@ def make_family(directory: str | Path, name: str, tied: bool = False, seed: int 
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(fields | FAMILIES[name] | config))).float()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name, **(fields | FAMILIES[name] | config))
+        ).float()
         with torch.no_grad():
             for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
                 if key.endswith("bias"):  # of linear layers, and e_score_correction_bias, a buffer

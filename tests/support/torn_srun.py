@@ -1,11 +1,12 @@
-"""An srun whose output comes as from a busy network: pieces of at most 1024 bytes, now of one task, now of another, lines torn.
+"""An srun whose output comes as from a busy network: pieces of at most 1024 bytes, now of one task, now of another,
+lines torn.
 
     python -m tests.support.torn_srun DIRECTORY        puts an `srun` there, to stand before the real one in PATH
 
-Slurm sends what tasks write in such pieces and puts no lines together again.  On a network of one machine each piece happens to be a
-whole line, so here they are cut: the real srun labels its lines by task (and ends a line wherever it has cut one), and a process that
-reads them gives them out in turns.
-Exit status, standard error and signals are the real srun's, which this process becomes.
+Slurm sends what tasks write in such pieces and puts no lines together again.  On a network of one machine each piece
+happens to be a whole line, so here they are cut: the real srun labels its lines by task (and ends a line wherever it
+has cut one), and a process that reads them gives them out in turns. Exit status, standard error and signals are the
+real srun's, which this process becomes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tiny twins of the reference runs: the guides' own arguments and layout of roles, with a small model, on the test cluster.
+"""Tiny twins of the reference runs: the guides' own arguments and layout of roles, with a small model, on the test
+cluster.
 
 Of each guide's words stay all but what describes the model, sizes, paths, and what only a GPU can do.
 """
@@ -73,10 +74,18 @@ SETTINGS = {"GLM-4.5-355B, BF16 rollouts": ("trainer.gpus_per_node=1",)}
 def words(guide: str, root: Path, task: Path, model: Path) -> list[str]:
     """The guide's arguments, small, behind the program's name where that counts."""
     given = split_flags(GUIDES[guide.removesuffix(ASYNC)][0])
-    kept = {flag: " ".join(given[flag]) for flag in given if flag not in OF_MODELS | OF_GPUS and not flag.startswith("sglang-")}
+    kept = {
+        flag: " ".join(given[flag])
+        for flag in given
+        if flag not in OF_MODELS | OF_GPUS and not flag.startswith("sglang-")
+    }
     paths = {"hf-checkpoint": model, "ref-load": model, "load": root / "checkpoints", "save": root / "checkpoints"}
     paths |= {"prompt-data": task / "train.jsonl"}
-    sizes = {flag: value for flag, value in SMALL.items() if not flag.startswith(("eval", "n-samples-per-eval")) or flag in given}
+    sizes = {
+        flag: value
+        for flag, value in SMALL.items()
+        if not flag.startswith(("eval", "n-samples-per-eval")) or flag in given
+    }
     if "eval-prompt-data" in given:
         paths["eval-prompt-data"] = task / "heldout.jsonl"
     kept |= sizes | {flag: str(path) for flag, path in paths.items()} | TWINS[guide][1]
@@ -108,7 +117,8 @@ class Tiny:
     """Tiny models, one of a family, and the prompt files that go with all of them."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.made = root, dict[str, Path]()
+        self.root = root
+        self.made = dict[str, Path]()
         root.mkdir(exist_ok=True)
         self.task = make_task(root)
 
@@ -116,7 +126,8 @@ class Tiny:
         """(directory of the prompt files, the model's) of a guide's twin."""
         family = TWINS[guide][0]
         if family not in self.made:
-            # two layers on each stage of a pipeline: every one has experts, without which Megatron's optimizer on CPUs saves nothing
+            # two layers on each stage of a pipeline: every one has experts, without which Megatron's optimizer on CPUs
+            # saves nothing
             layers = 4 if family == "glm4_moe" else 2
             self.made[family] = make_family(self.root / family, family, num_attention_heads=4, num_hidden_layers=layers)
         return self.task, self.made[family]
@@ -135,6 +146,8 @@ def under_slurm(cluster: Cluster, root: Path, tiny: Tiny, guide: str) -> None:
 def under_mpirun(cluster: Cluster, root: Path, tiny: Tiny, guide: str) -> None:
     """`hpcrl launch` of a twin, to its end."""
     nodes, ranks = TWINS[guide][2][:2]
-    hosts = cluster.hostfile("openmpi", cluster.nodes[:nodes], path=root / "hosts", slots=ranks if nodes == 2 else ranks // nodes)
+    hosts = cluster.hostfile(
+        "openmpi", cluster.nodes[:nodes], path=root / "hosts", slots=ranks if nodes == 2 else ranks // nodes
+    )
     launch(cluster, "openmpi", hosts, "--run-dir", root / "run", "--", *words(guide, root, *tiny(guide)), timeout=800)
     finished(root / "run", guide)

@@ -1,4 +1,5 @@
-"""A tokenizer that writes `ab` in one token, and a policy that says it in two: what is encoded again is not what was said."""
+"""A tokenizer that writes `ab` in one token, and a policy that says it in two: what is encoded again is not what was
+said."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def make_model(path: Path, template: str = CHAT) -> Path:
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"user|assistant|ab|[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     special = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=["<|user|>", "<|assistant|>"], **special)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, additional_special_tokens=["<|user|>", "<|assistant|>"], **special
+    )
     fast.chat_template = template
     fast.save_pretrained(path)
     (path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 1}))
@@ -42,7 +45,8 @@ class Policy:
     def __init__(self, tokenizer: Tokenizer, say: Sequence[str] = ("a", "b")) -> None:
         ids = tokenizer._hf.convert_tokens_to_ids
         self.tokens = [ids(word) for word in say]
-        self.end, self.asked = ids("<|end|>"), []
+        self.end = ids("<|end|>")
+        self.asked = []
         self.broken: HpcrlError | None = None
         self.status = ""
         self.ends: dict[int, int] = {}  #: number of a request (from 1) -> tokens after which it is ended early
@@ -69,10 +73,14 @@ class Policy:
         status = self.status or (COMPLETED if whole else TRUNCATED)
         if begun is not None:
             there = len(begun.tokens)
-            return Completion(np.asarray(tokens[there:], np.int32), logprobs[there:], versions[there:], status).after(begun)
+            return Completion(np.asarray(tokens[there:], np.int32), logprobs[there:], versions[there:], status).after(
+                begun
+            )
         if len(self.asked) in self.ends:
             count, status = self.ends[len(self.asked)], ABORTED
-            tokens, logprobs, versions = tokens[:count], logprobs[:count], versions[:count]
+            tokens = tokens[:count]
+            logprobs = logprobs[:count]
+            versions = versions[:count]
         return Completion(np.asarray(tokens, np.int32), logprobs, versions, status)
 
 

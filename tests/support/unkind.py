@@ -1,7 +1,8 @@
 """A test cluster that is as unkind as real sites are (`bare` of tools/cluster), and runs on it.
 
-Its nodes have no GPUs and no generic resources, cores of two hardware threads, a TMPDIR that only they know; there is no default
-partition, and partitions of one node.  What a site's environment and its lines of set-up add is `careless_site`.
+Its nodes have no GPUs and no generic resources, cores of two hardware threads, a TMPDIR that only they know; there is
+no default partition, and partitions of one node.  What a site's environment and its lines of set-up add is
+`careless_site`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from tools.cluster import packages
 
 SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 #: what docs/slurm.md sets on nodes without GPUs
-BARE = ("trainer.gpus_per_node=0", "trainer.mem=4G", "trainer.cpus_per_node=2", "engine.gpus_per_node=0", "engine.mem=4G")
+BARE = (
+    "trainer.gpus_per_node=0",
+    "trainer.mem=4G",
+    "trainer.cpus_per_node=2",
+    "engine.gpus_per_node=0",
+    "engine.mem=4G",
+)
 #: of a user whose Slurm hands no variable on, and whose home directory nobody can write to
 HOSTILE = {"SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE", "HOME": "/tmp/home"}
 
@@ -41,12 +48,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def careless_site(folder: Path) -> Path:
-    """A profile whose lines of set-up fail under `set -eu`, of a cluster whose srun gives out torn lines; variables that the processes
-    need, and no shell hands on."""
+    """A profile whose lines of set-up fail under `set -eu`, of a cluster whose srun gives out torn lines; variables
+    that the processes need, and no shell hands on."""
     lines = ["echo $CONDA_BACKUP_NOT_SET", "false", f"export PATH={install(folder / 'bin')}:{os.environ['PATH']}"]
     values = "".join(f"{name} = {json.dumps(value)}\n" for name, value in ENV.items())
     site = folder / "careless.toml"
-    parts = "".join(f'[{part}]\npartition = "cpu"\nextra = {{ hint = "nomultithread" }}\n' for part in ("trainer", "engine"))
+    parts = "".join(
+        f'[{part}]\npartition = "cpu"\nextra = {{ hint = "nomultithread" }}\n' for part in ("trainer", "engine")
+    )
     site.write_text(f"setup = {json.dumps(lines)}\n[env]\n{values}{parts}")
     return site
 

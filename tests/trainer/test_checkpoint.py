@@ -1,4 +1,5 @@
-"""Checkpoints: another layout goes on as the first would have, a crash loses nothing, and what does not fit is named."""
+"""Checkpoints: another layout goes on as the first would have, a crash loses nothing, and what does not fit is
+named."""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ def test_expert_parallelism_comes_and_goes(models: dict[str, Path], saved: dict[
 
 
 def test_a_stage_whose_layers_are_all_dense_is_saved_beside_one_with_experts(tmp_path: Path) -> None:
-    """Its rank has an optimizer for experts as the others have, but nothing in it; and it is rank 0 that writes the common part."""
+    """Its rank has an optimizer for experts as the others have, but nothing in it; and it is rank 0 that writes the
+    common part."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "moe_intermediate_size": 16}
     model = make_family(tmp_path / "model", "glm4_moe", vocab_size=VOCAB, **sizes, first_k_dense_replace=1)
     layout = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -183,13 +185,16 @@ def test_a_stage_whose_layers_are_all_dense_is_saved_beside_one_with_experts(tmp
     went = run_ranks(4, train_and_save, [(options(model, 4, **layout), saved)])[0][0]
     assert went[-1] < went[0] - 0.01
     for n, values in ((4, layout), (1, {})):
-        assert run_ranks(n, go_on, [(options(model, n, **values), saved)])[0][0] == pytest.approx(went[BEFORE:], rel=1e-5), n
+        assert run_ranks(n, go_on, [(options(model, n, **values), saved)])[0][0] == pytest.approx(
+            went[BEFORE:], rel=1e-5
+        ), n
 
 
 def test_a_save_takes_no_more_of_a_gpu_than_is_counted(tmp_path: Path, models: dict[str, Path]) -> None:
     """Megatron would gather the optimizer's state of all data-parallel ranks there, whole."""
     for name, layout in (("dense", {}), ("moe", {"expert_model_parallel_size": 2})):
-        opts, config = options(models[name], 2, **layout), read_config(models[name])
+        opts = options(models[name], 2, **layout)
+        config = read_config(models[name])
         counted = fullest_rank(opts, find_family(config, name), config)
         for taken in run_ranks(2, taken_by_a_save, opts, tmp_path / name):
             assert taken["gpu"] <= counted.gpu["checkpoint"], (name, taken)
@@ -202,7 +207,9 @@ def taken_by_a_save(opts: Options, directory: Path) -> dict[str, int]:
 
     policy = start(opts)
     policy.optimizer.step()
-    card, taken = "cpu:0", {"gpu": 0, "host": 0}  # which nobody else asks for
+    # which nobody else asks for
+    card = "cpu:0"
+    taken = {"gpu": 0, "host": 0}
     made = {name: getattr(torch, name) for name in ("zeros", "empty")}
 
     def making(name: str) -> Any:
@@ -219,14 +226,17 @@ def taken_by_a_save(opts: Options, directory: Path) -> dict[str, int]:
         taken["gpu"] += self.nbytes
         return self
 
-    torch.cuda.current_device, torch.Tensor.cuda = (lambda: card), cuda
-    torch.zeros, torch.empty = making("zeros"), making("empty")
+    torch.cuda.current_device = lambda: card
+    torch.Tensor.cuda = cuda
+    torch.zeros = making("zeros")
+    torch.empty = making("empty")
     save(policy, policy.ranks, directory, Position(1, 1), "run")
     return taken
 
 
 def test_every_parameter_counts_its_own_steps_after_loading(models: dict[str, Path], saved: dict[str, Any]) -> None:
-    """Megatron gives all of them one tensor, which Adam would count up once for each: its bias correction would be wrong."""
+    """Megatron gives all of them one tensor, which Adam would count up once for each: its bias correction would be
+    wrong."""
     assert run_ranks(1, steps_after_loading, options(models["dense"]), saved["one rank"][0])[0] == {float(BEFORE + 2)}
 
 
@@ -333,11 +343,16 @@ def save_two(opts: Options, directory: Path) -> list[float]:
 
 
 def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
-    model, other, empty, hf = models["dense"], tmp_path / "other", tmp_path / "empty", tmp_path / "hf"
+    model = models["dense"]
+    other = tmp_path / "other"
+    empty = tmp_path / "empty"
+    hf = tmp_path / "hf"
     empty.mkdir()
     one, two = run_ranks(1, save_two, options(model), other)[0]
     shutil.copytree(model, hf)
-    save_file({n: torch.full_like(t, 3) for n, t in load_file(hf / "model.safetensors").items()}, hf / "model.safetensors")
+    save_file(
+        {n: torch.full_like(t, 3) for n, t in load_file(hf / "model.safetensors").items()}, hf / "model.safetensors"
+    )
     three = 1.5 * two
     megatron_lms = shutil.copytree(other, tmp_path / "megatron-lm")  # no hpcrl.json, and a release beside the steps
     for path in megatron_lms.glob("*/hpcrl.json"):
@@ -368,7 +383,11 @@ def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
         ({"load": other, "ckpt_step": 1}, other, (1, one)),
         ({}, other, "was saved by another run"),
         ({"load": other, "ckpt_step": 9}, empty, f"--load {other} has no step 9; steps there: 1, 2"),
-        ({"load": empty}, tmp_path / "x", f"--load {empty} holds no latest_checkpointed_iteration.txt and no config.json"),
+        (
+            {"load": empty},
+            tmp_path / "x",
+            f"--load {empty} holds no latest_checkpointed_iteration.txt and no config.json",
+        ),
         ({"ref_load": empty}, empty, f"--ref-load {empty} holds no"),
     ]
     every = []
@@ -392,7 +411,10 @@ def test_a_checkpoint_of_another_model_is_named_on_every_rank(
     small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "vocab_size": VOCAB}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": 4}, r"is \[2, .*\], the model's is \[4, "),
-        ({"intermediate_size": 64}, r"decoder.layers.mlp.linear_fc1.weight is \[2, 96, 32\], the model's is \[2, 128, 32\]"),
+        (
+            {"intermediate_size": 64},
+            r"decoder.layers.mlp.linear_fc1.weight is \[2, 96, 32\], the model's is \[2, 128, 32\]",
+        ),
         ({"vocab_size": 150}, r"embedding.word_embeddings.weight is \[131, 32\], the model's is \[150, 32\]"),
         ({"tied": False}, "has no output_layer.weight"),
     ]
@@ -410,8 +432,13 @@ def test_a_checkpoint_of_another_model_is_named_on_every_rank(
             raise DataError(found)
 
 
-def test_a_damaged_checkpoint_is_named_on_every_rank(tmp_path: Path, models: dict[str, Path], saved: dict[str, Any]) -> None:
-    damaged = {name: shutil.copytree(saved["tp2"][0], tmp_path / name) for name in ("cut", "gone", "bits", "record", "metadata")}
+def test_a_damaged_checkpoint_is_named_on_every_rank(
+    tmp_path: Path, models: dict[str, Path], saved: dict[str, Any]
+) -> None:
+    damaged = {
+        name: shutil.copytree(saved["tp2"][0], tmp_path / name)
+        for name in ("cut", "gone", "bits", "record", "metadata")
+    }
     step = f"iter_{BEFORE:07d}"
     cut, gone, bits = (sorted((damaged[n] / step).glob("*.distcp"))[1] for n in ("cut", "gone", "bits"))
     cut.write_bytes(cut.read_bytes()[:1000])
@@ -452,8 +479,12 @@ def test_space_is_asked_for_only_where_it_lacks(tmp_path: Path) -> None:
 
     for what in ("holds torch.x.Y", "the process that wrote it was killed by SIGKILL", "unexpected pos 64 vs 0"):
         assert said(what).endswith(f"{what}; the previous checkpoint is untouched: use --resume")
-    assert said("late", "is it stuck?").endswith("late; is it stuck?; the previous checkpoint is untouched: use --resume")
-    assert re.search(r"quota exceeded \(\d.* MB are free there\); .*: free space and use", said("OSError: Disk quota exceeded"))
+    assert said("late", "is it stuck?").endswith(
+        "late; is it stuck?; the previous checkpoint is untouched: use --resume"
+    )
+    assert re.search(
+        r"quota exceeded \(\d.* MB are free there\); .*: free space and use", said("OSError: Disk quota exceeded")
+    )
     assert "free space and use" in said("[Errno 28] No space left on device")
     (before := tmp_path / "iter_0000001").mkdir()
     with (before / "__0_0.distcp").open("wb") as file:  # a hole, which takes no space
@@ -515,7 +546,8 @@ def test_a_save_in_the_background_holds_what_was_when_it_began(tmp_path: Path, m
 
 
 def behind_a_cache(opts: Options, directory: Path) -> list[int]:
-    """Save 1, 2 in the background, and 2 again at the end, where the host of rank 1 remembers that there was no tracker; what loads."""
+    """Save 1, 2 in the background, and 2 again at the end, where the host of rank 1 remembers that there was no
+    tracker; what loads."""
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.checkpoint.save_load import Position
     from hpcrl.trainer.checkpoint.saver import Saver
@@ -523,7 +555,8 @@ def behind_a_cache(opts: Options, directory: Path) -> list[int]:
     policy = start(opts)
     if policy.ranks.rank == 1:
         save_load.latest = lambda _: None
-    saver, found = Saver(policy, policy.ranks, directory, "run", opts), []
+    saver = Saver(policy, policy.ranks, directory, "run", opts)
+    found = []
     for number in (1, 2):
         for wait in (False, True):
             path = saver.save(Position(number, number), wait=wait)
@@ -550,7 +583,8 @@ def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path, 
 
 
 def file_writer_killed(opts: Options, directory: Path, wait: bool) -> dict[str, Any]:
-    """Save checkpoint 1; of 2, a process that Megatron forked on rank 1 for one of the files is killed before it has written it."""
+    """Save checkpoint 1; of 2, a process that Megatron forked on rank 1 for one of the files is killed before it has
+    written it."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from hpcrl.trainer.checkpoint.save_load import TRACKER, Position
@@ -571,7 +605,8 @@ def file_writer_killed(opts: Options, directory: Path, wait: bool) -> dict[str, 
 
 
 def test_a_killed_writer_is_told_to_who_waits_and_nowhere_else() -> None:
-    """Python swallows what is raised around a fork, and the lock of logging stayed held: it is told out of the next wait instead."""
+    """Python swallows what is raised around a fork, and the lock of logging stayed held: it is told out of the next
+    wait instead."""
     from hpcrl.trainer.checkpoint import writers
 
     context = multiprocessing.get_context("fork")
@@ -588,7 +623,9 @@ def test_a_killed_writer_is_told_to_who_waits_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
-def test_megatrons_own_writer_that_is_killed_is_not_waited_for(tmp_path: Path, models: dict[str, Path], wait: bool) -> None:
+def test_megatrons_own_writer_that_is_killed_is_not_waited_for(
+    tmp_path: Path, models: dict[str, Path], wait: bool
+) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     if not hasattr(FileSystemWriterAsync, "write_preloaded_data_multiproc"):
@@ -617,17 +654,24 @@ def write_what_rank_0_cannot(opts: Options, beside: Path, name: str) -> tuple[st
 
 
 @pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json"])
-def test_a_file_that_rank_0_cannot_write_ends_the_others_too(tmp_path: Path, models: dict[str, Path], name: str) -> None:
+def test_a_file_that_rank_0_cannot_write_ends_the_others_too(
+    tmp_path: Path, models: dict[str, Path], name: str
+) -> None:
     """They wait for it inside Megatron, and would until they are taken for hung."""
-    first, second = run_ranks(2, write_what_rank_0_cannot, options(models["dense"], 2), tmp_path / "c", name, timeout=60)
+    first, second = run_ranks(
+        2, write_what_rank_0_cannot, options(models["dense"], 2), tmp_path / "c", name, timeout=60
+    )
     assert first[0] == "HpcrlError" and "Is a directory" in first[1]
     assert second[0] == "RuntimeError", "an echo: nobody takes it for the cause"
 
 
-def test_a_trainer_that_is_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_trainer_that_is_killed_while_it_saves_leaves_the_previous_checkpoint(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     with pytest.raises(RankError, match="rank . died"):
         run_ranks(1, background, options(models["dense"], async_save=True), tmp_path / "c", "trainer")
-    writer, deadline = int((tmp_path / "c" / "writer-0").read_text()), time.monotonic() + 5
+    writer = int((tmp_path / "c" / "writer-0").read_text())
+    deadline = time.monotonic() + 5
     while psutil.pid_exists(writer) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(writer), "the writer dies with the trainer"

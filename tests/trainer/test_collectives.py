@@ -25,7 +25,8 @@ def start() -> Any:
 
 
 def left_alone() -> list[tuple[str, bool]]:
-    """On rank 0, what its collectives raise once rank 1 is gone, and whether that counts as an echo; plus errors of other kinds."""
+    """On rank 0, what its collectives raise once rank 1 is gone, and whether that counts as an echo; plus errors of
+    other kinds."""
     import torch
 
     from hpcrl.trainer.parallel.collectives import may_be_echo

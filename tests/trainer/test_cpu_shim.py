@@ -73,7 +73,8 @@ class Group:
     """A process group's size and rank."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank = lambda: size, lambda: rank
+        self.size = lambda: size
+        self.rank = lambda: rank
 
 
 def rotated() -> list[tuple[float, str]]:
@@ -87,9 +88,12 @@ def rotated() -> list[tuple[float, str]]:
             for cp in (1, 2):
                 table = torch.arange(28.0)[:, None] * (0.3 ** torch.arange(rotary // 2))
                 table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
-                x, freqs = torch.randn(40, 3, 16, generator=generator), table[:, None, None]
+                x = torch.randn(40, 3, 16, generator=generator)
+                freqs = table[:, None, None]
                 plain = rope_utils._apply_rotary_pos_emb_bshd
-                whole = [plain(x[a:b, None], freqs[: b - a], rotary_interleaved=interleaved)[:, 0] for a, b in pairwise(cu)]
+                whole = [
+                    plain(x[a:b, None], freqs[: b - a], rotary_interleaved=interleaved)[:, 0] for a, b in pairwise(cu)
+                ]
                 for rank in range(cp):
                     rows = thd.cp_indices(cu, cp, rank)
                     bounds = torch.tensor(cu, dtype=torch.int32)
@@ -116,10 +120,13 @@ def told_of_sequences() -> dict[str, Any]:
 
 @pytest.mark.process
 def test_attention_is_not_told_of_padding() -> None:
-    """Transformer Engine has neither FlashAttention 2 nor its own for sequences that are told apart from their padding."""
+    """Transformer Engine has neither FlashAttention 2 nor its own for sequences that are told apart from their
+    padding."""
     told = run_ranks(1, told_of_sequences)[0]
     assert told["cu_seqlens_q_padded"] is None and told["cu_seqlens_kv_padded"] is None
-    assert told["cu_seqlens_q"] == told["cu_seqlens_kv"] == [0, 8, 16, 24] and told["ends"] == (0, 8, 16, 24), "and on the host"
+    assert told["cu_seqlens_q"] == told["cu_seqlens_kv"] == [0, 8, 16, 24] and told["ends"] == (0, 8, 16, 24), (
+        "and on the host"
+    )
 
 
 def adam_after_load(directory: str, hint: bool) -> list[float]:

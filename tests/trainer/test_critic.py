@@ -62,7 +62,8 @@ def train_on_rank(opts: Options, times: int = 3) -> list[dict[str, float]]:
             module.output_layer.weight.data.copy_(head())
             module.output_layer.bias.data.fill_(BIAS)
     others.critic.optimizer.reload_model_params()
-    mine, found = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank]), []
+    mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])
+    found = []
     for rollout in range(times):
         mine.rollout_id = rollout
         found.append(train_batch.train(policy, policy.ranks, opts, mine, others))
@@ -70,12 +71,14 @@ def train_on_rank(opts: Options, times: int = 3) -> list[dict[str, float]]:
 
 
 def beginnings_on_rank(opts: Options, directory: Path) -> list[dict[str, torch.Tensor]]:
-    """The critic's weights: by default, from a Hugging Face directory, from a policy's checkpoint, and from a critic's."""
+    """The critic's weights: by default, from a Hugging Face directory, from a policy's checkpoint, and from a
+    critic's."""
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.critic import Critic
     from hpcrl.trainer.megatron.host_weights import weights
 
-    policy, found = start(opts.model_copy(update={"critic_load": None})), []
+    policy = start(opts.model_copy(update={"critic_load": None}))
+    found = []
     ranks, at = policy.ranks, save_load.Position(1, 1, {})
     copy = lambda critic: {name: value.clone() for name, value in weights(critic.model).items()}  # noqa: E731
     found.append(copy(Critic(policy, ranks, opts.model_copy(update={"critic_load": None}), None)))
@@ -95,9 +98,15 @@ def beginnings_on_rank(opts: Options, directory: Path) -> list[dict[str, torch.T
 def expected(model: Path) -> dict[str, float]:
     """What the first rollout must say, by transformers and autograd."""
     opts, data = options(model, **PPO), batch()
-    policy, critic, weight, bias = transformers_model(model), transformers_model(model), head(), torch.tensor([BIAS])
+    policy = transformers_model(model)
+    critic = transformers_model(model)
+    weight = head()
+    bias = torch.tensor([BIAS])
     weight.requires_grad_(), bias.requires_grad_()
-    loss, value_loss, values_sum, tokens = torch.zeros(()), torch.zeros(()), 0.0, float(data.loss_mask.sum())
+    loss = torch.zeros(())
+    value_loss = torch.zeros(())
+    values_sum = 0.0
+    tokens = float(data.loss_mask.sum())
     for i in range(SAMPLES):
         ids, mask, _ = sample(data, i)
         n = len(mask)
@@ -122,7 +131,9 @@ def expected(model: Path) -> dict[str, float]:
 
 def gae(opts: Options, reward: float, mask: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns of a response, from its last trained token to its first."""
-    advantages, following, value = torch.zeros(len(mask)), 0.0, 0.0
+    advantages = torch.zeros(len(mask))
+    following = 0.0
+    value = 0.0
     last = int(mask.nonzero().max()) if mask.any() else -1
     for t in reversed(range(len(mask))):
         if mask[t]:

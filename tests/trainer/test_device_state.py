@@ -1,4 +1,5 @@
-"""A rank's state leaves its device and comes back: the same numbers afterwards, and not a byte of it there in between."""
+"""A rank's state leaves its device and comes back: the same numbers afterwards, and not a byte of it there in
+between."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def trained(opts: Options, ranks: Any, turns: bool) -> tuple[dict[str, Any], Any
     policy = start(opts, ranks)
     models = OtherModels(policy, policy.ranks, opts, None)
     mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])
-    state, metrics, sizes = DeviceState([policy, *models.trained_too]), [], []
+    state = DeviceState([policy, *models.trained_too])
+    metrics = []
+    sizes = []
     for rollout in range(TIMES):
         mine.rollout_id = rollout
         metrics.append(train_batch.train(policy, policy.ranks, opts, mine, models.of_share(0, 0)))
@@ -93,13 +96,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def on_device(policies: list[Any]) -> int:
-    """Bytes of all memory that the collector finds under a tensor of these models' sizes: not what the code under test looks at."""
+    """Bytes of all memory that the collector finds under a tensor of these models' sizes: not what the code under test
+    looks at."""
     known = set()
     for policy in policies:
         for chunk in policy.chunks:
             known |= {id(buffer.grad_data) for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)}
         for leaf in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-            known |= {id(value) for state in leaf.optimizer.state.values() for value in state.values() if torch.is_tensor(value)}
+            known |= {
+                id(value)
+                for state in leaf.optimizer.state.values()
+                for value in state.values()
+                if torch.is_tensor(value)
+            }
             known |= {id(value) for group in leaf.optimizer.param_groups for value in group["params"]}
         known |= {id(value) for module in policy.modules for value in (*module.parameters(), *module.buffers())}
     alive = [found for found in gc.get_objects() if id(found) in known and isinstance(found, torch.Tensor)]

@@ -11,7 +11,10 @@ from hpcrl.trainer.step.divergence import Direction, TeacherRows, divergence
 from hpcrl.trainer.step.token_logprobs import Vocabulary, tokens_of
 from tests.support.live_bytes import LiveBytes
 
-VOCAB, PADDED, ROWS, HIDDEN = 11, 16, 23, 8
+VOCAB = 11
+PADDED = 16
+ROWS = 23
+HIDDEN = 8
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
 
 
@@ -44,7 +47,8 @@ def test_it_is_the_formula(direction: Direction, temperature: float, dtype: torc
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_its_gradient_is_that_of_autograd_and_the_students_alone(direction: Direction) -> None:
-    student, teacher = logits(0).requires_grad_(), logits(1).requires_grad_()
+    student = logits(0).requires_grad_()
+    teacher = logits(1).requires_grad_()
     weights = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)
     found = divergence(student, teacher, Vocabulary(VOCAB), 0.7, direction)
     own, others = torch.autograd.grad((found * weights).sum(), (student, teacher), allow_unused=True)
@@ -68,7 +72,8 @@ def through(
     """The KL of each row from hidden states, and the gradients of hidden states and weight."""
     make = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=make, dtype=dtype)  # noqa: E731
-    hidden, weight = random(rows, 1, HIDDEN).requires_grad_(), random(vocabulary, HIDDEN).requires_grad_()
+    hidden = random(rows, 1, HIDDEN).requires_grad_()
+    weight = random(vocabulary, HIDDEN).requires_grad_()
     teacher = TeacherRows(random(rows, 1, HIDDEN), random(vocabulary, HIDDEN), direction)
     labels = torch.randint(0, vocabulary, (rows,), generator=make)
 

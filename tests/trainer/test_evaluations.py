@@ -77,7 +77,8 @@ def test_the_loops_that_take_turns_or_repeat_wait(log: MetricsLog) -> None:
 
 
 def test_a_run_that_goes_on_makes_up_for_what_is_not_logged(log: MetricsLog) -> None:
-    beside, turns = evaluations(Rollout(), log), evaluations(Rollout(), log, loop="sync")
+    beside = evaluations(Rollout(), log)
+    turns = evaluations(Rollout(), log, loop="sync")
     assert beside.owed(0) and turns.owed(0)
     assert beside.owed(1), "the one before the first step went on beside it"
     assert [turns.owed(trained) for trained in (1, 2, 3)] == [False, True, False]

@@ -31,18 +31,29 @@ LOSS = invariance.LOSSES["own old"]  # its own log-probs are the old ones: no ro
 # ---- on the rank, a process of its own: CUDA does not survive a fork
 
 
-def on_rank(models: list[Path], loss: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], list[float]]]:
-    """Of each model the logits, the gradients under the files' names, and gradient norms without and with recomputing."""
+def on_rank(
+    models: list[Path], loss: dict[str, Any]
+) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], list[float]]]:
+    """Of each model the logits, the gradients under the files' names, and gradient norms without and with
+    recomputing."""
     from hpcrl.trainer.megatron import cpu_shim
 
     cpu_shim.install()
     from hpcrl.convert.to_torch_dist import alone
 
-    store, ranks, found = alone(), None, []
+    store = alone()
+    ranks = None
+    found = []
     for path in models:
         norms = []
         for settings in ({}, invariance.RECOMPUTE["uniform"]):
-            values = {**loss, **invariance.PACKINGS["64 tokens"], "max_logprob_diff": 100.0, "lr": 1e-3, "clip_grad": 0.0}
+            values = {
+                **loss,
+                **invariance.PACKINGS["64 tokens"],
+                "max_logprob_diff": 100.0,
+                "lr": 1e-3,
+                "clip_grad": 0.0,
+            }
             options = parity.Options(hf_checkpoint=str(path), actor_num_gpus_per_node=1, megatron=settings, **values)
             policy = parity.start(options, ranks)
             ranks = policy.ranks
@@ -72,7 +83,8 @@ def one_step(policy: Any, options: Any) -> tuple[dict[str, torch.Tensor], float]
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import train_batch
 
-    parameters, found = [p for module in policy.modules for p in module.parameters()], []
+    parameters = [p for module in policy.modules for p in module.parameters()]
+    found = []
 
     def instead_of_a_step() -> bool:
         found.extend(p.main_grad.to(p.dtype, copy=True) for p in parameters)

@@ -17,7 +17,9 @@ def policy(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 64) -
     """What HostWeights needs of a model: two chunks with parameters and a saved buffer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        chunks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)).to(dtype) for _ in range(2)]
+        chunks = [
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)).to(dtype) for _ in range(2)
+        ]
         chunks[0].register_buffer("bias_of_experts", torch.randn(5))
     return SimpleNamespace(modules=tuple(chunks))
 
@@ -91,8 +93,12 @@ def test_a_moving_average_keeps_what_its_dtype_could_not(dtype: torch.dtype) -> 
     with held.swapped_in():
         found = numbers(model)
     for name, value in found.items():
-        torch.testing.assert_close(value.float(), wanted[name], rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
-        assert name[2:] in ("1.weight", "1.bias") or not torch.equal(value, start[name])  # a fresh LayerNorm is the same in both
+        torch.testing.assert_close(
+            value.float(), wanted[name], rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+        )
+        assert name[2:] in ("1.weight", "1.bias") or not torch.equal(
+            value, start[name]
+        )  # a fresh LayerNorm is the same in both
         torch.testing.assert_close(held.stored()[name], wanted[name], rtol=1e-5, atol=1e-6)
 
 

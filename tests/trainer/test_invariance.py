@@ -1,6 +1,7 @@
 """The loss depends on the batch alone: the same loss and gradient norm for every packing and every layout.
 
-The reference is the same loss, advantages included, written down plainly for transformers and autograd, a sample at a time.
+The reference is the same loss, advantages included, written down plainly for transformers and autograd, a sample at a
+time.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def others_of(policy: Any, opts: Options) -> Any:
 
 
 def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list[dict[str, float]]:
-    """Metrics of training on the batch twice ("second/..."), from the same weights for each of the options, in one layout."""
+    """Metrics of training on the batch twice ("second/..."), from the same weights for each of the options, in one
+    layout."""
     from hpcrl.trainer.step import train_batch
 
     found, ranks = [], None
@@ -274,7 +276,9 @@ def failure_on_rank(opts: Options, own: list[Share], poison: bool = False) -> tu
     try:
         train_batch.train(policy, policy.ranks, opts, ShareExchange(policy.ranks).exchange(own[policy.ranks.dp_rank]))
     except HpcrlError as error:
-        same = all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(policy.module.parameters(), before, strict=True))
+        same = all(
+            torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(policy.module.parameters(), before, strict=True)
+        )
         return str(error), same
     return "no error", False
 
@@ -312,7 +316,9 @@ def expected(hf: Any, opts: Options, loss: str, other: Path | None = None) -> Ex
     if opts.use_opd and opts.opd_kl_type == "sampled":
         advantages = [a - opts.opd_kl_coef * (p - q) for a, p, q in zip(advantages, own, apart, strict=True)]
         apart = [None] * SAMPLES
-    total, kl, difference = torch.zeros(()), 0.0, 0.0
+    total = torch.zeros(())
+    kl = 0.0
+    difference = 0.0
     if opts.use_opd and opts.opd_kl_type != "sampled":
         for ids, mask, _ in rows:
             with torch.no_grad():
@@ -323,7 +329,9 @@ def expected(hf: Any, opts: Options, loss: str, other: Path | None = None) -> Ex
             each = 1.0 if opts.calculate_per_token_loss else 1.0 / max(float(mask.sum()), 1.0)
             total = total + opts.opd_kl_coef * (values * mask).sum() * each
             kl += float((values.detach() * mask).sum()) * each
-    for (logprobs, entropy), (_, mask, engine), old, ref, advantage in zip(found, rows, own, apart, advantages, strict=True):
+    for (logprobs, entropy), (_, mask, engine), old, ref, advantage in zip(
+        found, rows, own, apart, advantages, strict=True
+    ):
         old = engine if opts.use_rollout_logprobs else old
         terms = _terms(logprobs, old, mask, advantage, opts) * _correction(old - engine, mask, opts)
         each = 1.0 if opts.calculate_per_token_loss else 1.0 / max(float(mask.sum()), 1.0)
@@ -381,7 +389,8 @@ def _returns(
     """Discounted returns over trained tokens, with k2 of the KL as a penalty of each, whitened over the batch."""
     found = []
     for reward, mask, old, ref in zip(rewards, masks, own, apart, strict=True):
-        values, following = torch.zeros(len(mask), dtype=torch.float64), 0.0
+        values = torch.zeros(len(mask), dtype=torch.float64)
+        following = 0.0
         last = int(mask.nonzero().max()) if mask.any() else -1
         for t in reversed(range(len(mask))):
             if mask[t]:
@@ -391,7 +400,8 @@ def _returns(
         found.append(values)
     every = torch.cat([values[mask > 0] for values, mask in zip(found, masks, strict=True)])
     return [
-        ((values - every.mean()) / (every.var() + 1e-8).sqrt()).float() * mask for values, mask in zip(found, masks, strict=True)
+        ((values - every.mean()) / (every.var() + 1e-8).sqrt()).float() * mask
+        for values, mask in zip(found, masks, strict=True)
     ]
 
 
@@ -405,10 +415,16 @@ def sample(data: SampleBatch, i: int) -> tuple[torch.Tensor, torch.Tensor, torch
     """Token ids [length], loss mask and log-probs [response] of one sample."""
     tokens, responses = (slice(*at[i : i + 2]) for at in (data.token_offsets, data.response_offsets))
     ids = torch.from_numpy(data.tokens[tokens].astype(np.int64))
-    return ids, torch.from_numpy(data.loss_mask[responses].astype(np.float32)), torch.from_numpy(data.logprobs[responses])
+    return (
+        ids,
+        torch.from_numpy(data.loss_mask[responses].astype(np.float32)),
+        torch.from_numpy(data.logprobs[responses]),
+    )
 
 
-def _terms(own: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor, opts: Options) -> torch.Tensor:
+def _terms(
+    own: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor, opts: Options
+) -> torch.Tensor:
     """The policy's loss of each token of a response, before it is corrected and weighted."""
     if opts.loss_type == "sft_loss":
         return -own
@@ -470,7 +486,8 @@ def test_packing_does_not_matter(model: Path, other: Path, packing: str) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_matter(model: Path, other: Path, layout: str) -> None:
-    """Neither for the first step nor for the one after it: so the optimizer saw the same gradient, not one of the same norm."""
+    """Neither for the first step nor for the one after it: so the optimizer saw the same gradient, not one of the same
+    norm."""
     n, fields = LAYOUTS[layout]
     packings = ["64 tokens", "one sample each", "64 tokens", "three each"] + ["40 tokens"] * len(ALGORITHMS)
     every = [
@@ -490,7 +507,9 @@ def test_neither_do_they_to_further_losses(model: Path, other: Path, layout: str
     n, fields = LAYOUTS.get(layout, (1, {}))
     packing = PACKINGS["three each" if n == 1 else "64 tokens"]
     teacher = {loss: {"opd_teacher_load": str(other)} for loss in WITH_TEACHER}
-    every = [options(model, n, **packing, **fields, **values, **teacher.get(loss, {})) for loss, values in FURTHER.items()]
+    every = [
+        options(model, n, **packing, **fields, **values, **teacher.get(loss, {})) for loss, values in FURTHER.items()
+    ]
     for loss, found in zip(FURTHER, same_everywhere(run_ranks(n, train_on_rank, every)), strict=True):
         agree(found, reference(model, loss, other if loss in WITH_TEACHER else None))
 
@@ -505,7 +524,10 @@ def pairs() -> SampleBatch:
 @cache
 def expected_of_pairs(model: Path, other: Path, beta: float) -> tuple[float, float]:
     """DPO's loss and the norm of its gradient; a response without trained tokens does not count itself."""
-    opts, data, hf, frozen = options(model), pairs(), transformers_model(model), transformers_model(other)
+    opts = options(model)
+    data = pairs()
+    hf = transformers_model(model)
+    frozen = transformers_model(other)
     ratios, masks = [], []
     for i in range(SAMPLES):
         ids, mask, _ = sample(data, i)
@@ -552,7 +574,9 @@ def test_every_gradient_is_that_of_transformers(model: Path, layout: str, loss: 
 )
 def test_recomputing_does_not_matter(model: Path, layout: str, how: str) -> None:
     n, fields = LAYOUTS.get(layout, (1, {}))
-    found = gradients(model, n, fields | LOSSES["grpo"] | {"megatron": {**fields.get("megatron", {}), **RECOMPUTE[how]}})
+    found = gradients(
+        model, n, fields | LOSSES["grpo"] | {"megatron": {**fields.get("megatron", {}), **RECOMPUTE[how]}}
+    )
     equal(found, reference(model, "grpo").gradients)
 
 
@@ -565,7 +589,8 @@ def test_uneven_and_virtual_pipeline_stages_do_not_matter(deep: Path, layout: st
 
 @pytest.mark.parametrize("layout", ["one rank", "dp2"])
 def test_a_response_of_two_alike_samples_counts_as_one(model: Path, other: Path, layout: str) -> None:
-    """Samples twice in their responses, so that 19 are filled up to 20 for two ranks: the same advantages, loss and gradient."""
+    """Samples twice in their responses, so that 19 are filled up to 20 for two ranks: the same advantages, loss and
+    gradient."""
     data = batch()
     twice = data.take(sorted([*range(SAMPLES), 0, 5, 5]))
     sums = np.add.reduceat(twice.loss_mask.astype(np.int64), twice.response_offsets[:-1])
@@ -600,7 +625,9 @@ def test_virtual_pipeline_stages_forward_only(deep: Path) -> None:
 
 def test_experts_on_several_ranks_do_not_matter(tmp_path: Path) -> None:
     """Neither to the gradient nor to the reference model, whose experts lie where the policy's do."""
-    model, other = (make(tmp_path / name, "glm4_moe", odd=True, seed=seed) for seed, name in enumerate(("experts", "others")))
+    model, other = (
+        make(tmp_path / name, "glm4_moe", odd=True, seed=seed) for seed, name in enumerate(("experts", "others"))
+    )
     loss = fields_of("kl loss", other)
     one = gradients(model, 1, loss)
     assert any(".experts.7." in name for name in one)
@@ -631,7 +658,8 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 
 def widths_on_rank(opts: Options) -> tuple[list[int], list[int]]:
-    """(rows that passed the output layer, each time that it was called, rows that are trained on in each micro-batch)."""
+    """(rows that passed the output layer, each time that it was called, rows that are trained on in each
+    micro-batch)."""
     from hpcrl.trainer.step import packing, train_batch
 
     policy, seen = start(opts), []
@@ -644,7 +672,8 @@ def widths_on_rank(opts: Options) -> tuple[list[int], list[int]]:
 
 
 def clipped_on_rank(opts: Options) -> list[float]:
-    """The largest difference of any weight after steps of ours, and after Megatron's own ones, from the same weights."""
+    """The largest difference of any weight after steps of ours, and after Megatron's own ones, from the same
+    weights."""
     from hpcrl.trainer.step import train_batch
 
     ranks, weights = None, []
@@ -675,7 +704,9 @@ def test_only_rows_that_are_trained_on_get_logits(model: Path) -> None:
 def test_no_more_rows_than_a_piece_have_logits(model: Path) -> None:
     seen, trained = run_ranks(1, widths_on_rank, options(model, **PACKINGS["64 tokens"], log_probs_chunk_size=7))[0]
     assert max(seen) == 7
-    assert sum(seen) == sum(rows * (2 if rows > 7 else 1) for rows in trained)  # in pieces: forward, and again for backward
+    assert sum(seen) == sum(
+        rows * (2 if rows > 7 else 1) for rows in trained
+    )  # in pieces: forward, and again for backward
 
 
 def test_a_long_sample_is_whole_and_alone(model: Path) -> None:
@@ -693,7 +724,9 @@ def test_old_logprobs_are_those_before_the_first_step(model: Path) -> None:
     with torch.no_grad():
         for i, start in enumerate(data.response_offsets[:-1]):
             ids, mask, _ = sample(data, i)
-            logprobs = hf(ids[None]).logits[0, -len(mask) - 1 : -1].log_softmax(-1).gather(1, ids[-len(mask) :, None])[:, 0]
+            logprobs = (
+                hf(ids[None]).logits[0, -len(mask) - 1 : -1].log_softmax(-1).gather(1, ids[-len(mask) :, None])[:, 0]
+            )
             data.logprobs[start : start + len(mask)] = logprobs.numpy()
     found = {}
     for layout in ("one rank", "dp2 pp2"):
@@ -704,7 +737,9 @@ def test_old_logprobs_are_those_before_the_first_step(model: Path) -> None:
         found[layout], given = same_everywhere(run_ranks(n, train_on_rank, every, data))
         for name in ("loss", "pg_loss", "ppo_kl", "pg_clipfrac", "grad_norm"):
             assert found[layout]["train/" + name] == pytest.approx(given["train/" + name], rel=2e-5, abs=1e-6)
-            assert found[layout]["train/" + name] == pytest.approx(found["one rank"]["train/" + name], rel=2e-5, abs=1e-6)
+            assert found[layout]["train/" + name] == pytest.approx(
+                found["one rank"]["train/" + name], rel=2e-5, abs=1e-6
+            )
         assert found[layout]["train/train_rollout_logprob_abs_diff"] <= 1e-5
         assert found[layout]["train/pg_clipfrac"] > 0
         assert found[layout]["perf/train_tokens"] == data.loss_mask.sum()

@@ -1,4 +1,5 @@
-"""Megatron's flags on the way to its configuration: what they become, what is refused before anything is built, and why."""
+"""Megatron's flags on the way to its configuration: what they become, what is refused before anything is built, and
+why."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ TAKEN: dict[str, dict[str, Any]] = {
         "overlap_p2p_comm": True,
         "batch_p2p_comm": False,
     },
-    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3": {"virtual_pipeline_model_parallel_size": None},
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3": {
+        "virtual_pipeline_model_parallel_size": None
+    },
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 2": {
         "virtual_pipeline_model_parallel_size": 2,
         "num_layers_in_last_pipeline_stage": 2,
@@ -152,7 +155,9 @@ def resolved_on_rank(every: list[Options]) -> list[dict[str, Any] | str]:
             classes = (DistributedDataParallelConfig, settings.ddp), (OptimizerConfig, settings.optimizer)
             made = [construct(cls, values) for cls, values in (*classes, (TransformerConfig, settings.transformer))]
             values = {name: value for config in made for name, value in vars(config).items()}
-            found.append({name: value for name, value in values.items() if isinstance(value, (str, int, float, type(None)))})
+            found.append(
+                {name: value for name, value in values.items() if isinstance(value, (str, int, float, type(None)))}
+            )
         except UsageError as error:
             found.append(str(error))
     return found
@@ -224,7 +229,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("transformer_engine", "--tp-comm-overlap"): "hpcrl does not set up Transformer Engine's user buffers",
     ("transformer_engine", "--tp-comm-bootstrap-backend gloo"): "has no effect without --tp-comm-overlap",
     ("transformer_engine", "--moe-token-dispatcher-type flex"): "needs DeepEP",
-    ("", "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"): "",
+    (
+        "",
+        "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+    ): "",
 }
 if LEGACY not in REFUSED:
     del ELSEWHERE["grouped_gemm", LEGACY]
@@ -251,11 +259,14 @@ def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[s
         if name:
             config = MODELS[name][1]
             family = find_family(config, name)
-            model, gpt = family.transformer(config), {**family.gpt(config), **family.facts}
+            model = family.transformer(config)
+            gpt = {**family.gpt(config), **family.facts}
         try:
             settings = settings_of(options, model, gpt, Machine(True, frozenset(packages)))
             values = {**settings.ddp, **settings.optimizer, **settings.transformer}
-            found.append({name: value for name, value in values.items() if isinstance(value, (str, int, float, type(None)))})
+            found.append(
+                {name: value for name, value in values.items() if isinstance(value, (str, int, float, type(None)))}
+            )
         except UsageError as error:
             found.append(str(error))
     return found
@@ -284,7 +295,9 @@ def test_every_setting_of_the_examples_has_its_place(elsewhere: dict[Any, Any], 
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_a_machine_with_cuda_takes_depends_on_what_is_installed(elsewhere: dict[Any, Any], key: tuple[str, str]) -> None:
+def test_what_a_machine_with_cuda_takes_depends_on_what_is_installed(
+    elsewhere: dict[Any, Any], key: tuple[str, str]
+) -> None:
     if not ELSEWHERE[key]:
         assert isinstance(elsewhere[key], dict), elsewhere[key]
     else:
@@ -322,7 +335,10 @@ def test_no_kernel_rotates_other_columns_than_the_model(elsewhere: dict[Any, Any
             "--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0.1",
             "--start-weight-decay 1 is higher than --end-weight-decay 0.1",
         ),
-        ("--pipeline-model-parallel-size 4 --context-parallel-size 2 --no-balance-data", "there is one data-parallel rank"),
+        (
+            "--pipeline-model-parallel-size 4 --context-parallel-size 2 --no-balance-data",
+            "there is one data-parallel rank",
+        ),
     ],
 )
 def test_contradictions(line: str, error: str) -> None:
@@ -362,8 +378,11 @@ def rates_on_rank(every: list[Options], steps: int) -> list[list[tuple[float, fl
     return found
 
 
-def rates_when_known(options: Options, rollouts: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, Any], str]:
-    """(rates of each step, its state half-way, the error for a run of one rollout) of a schedule whose length comes later."""
+def rates_when_known(
+    options: Options, rollouts: int, steps: int
+) -> tuple[list[tuple[float, float]], dict[str, Any], str]:
+    """(rates of each step, its state half-way, the error for a run of one rollout) of a schedule whose length comes
+    later."""
     from hpcrl.trainer.megatron.optimizer import know_length, make_scheduler
 
     group: dict[str, Any] = {"default_config": True, "params": []}
@@ -385,7 +404,8 @@ def rates_when_known(options: Options, rollouts: int, steps: int) -> tuple[list[
 
 
 def test_a_schedule_learns_how_long_the_epochs_are() -> None:
-    """As Megatron's of slime: --num-epoch becomes rollouts when the prompts are counted, and the schedule takes all of them."""
+    """As Megatron's of slime: --num-epoch becomes rollouts when the prompts are counted, and the schedule takes all of
+    them."""
     schedule = "--lr 1 --min-lr 0.1 --lr-decay-style cosine --weight-decay-incr-style linear --start-weight-decay 0.1"
     schedule += " --end-weight-decay 0.5 --lr-warmup-iters 2"
     [known] = run_ranks(1, rates_on_rank, [read(f"{schedule} --num-rollout 10")], 10)[0]
@@ -397,7 +417,11 @@ def test_a_schedule_learns_how_long_the_epochs_are() -> None:
 
 def test_learning_rates_and_weight_decays() -> None:
     """Each schedule against its formula: warm-up to step w, the end at step n."""
-    peak, low, w, n, tail = 1.0, 0.1, 4, 20, 8
+    peak = 1.0
+    low = 0.1
+    w = 4
+    n = 20
+    tail = 8
     base = f"--lr {peak} --min-lr {low} --num-rollout {n}"
     warm = f"{base} --lr-warmup-iters {w}"
 
@@ -411,7 +435,9 @@ def test_learning_rates_and_weight_decays() -> None:
         f"{warm} --lr-decay-style linear": lambda s: low + (peak - low) * (1 - late(s)),
         f"{warm} --lr-decay-style cosine": lambda s: low + (peak - low) * (1 + math.cos(math.pi * late(s))) / 2,
         f"{warm} --lr-decay-style inverse-square-root": lambda s: max(low, peak * math.sqrt(w / s)),
-        f"{warm} --lr-decay-style WSD --lr-wsd-decay-iters {tail}": lambda s: low + (peak - low) * (2 * 0.5 ** wsd(s) - 1),
+        f"{warm} --lr-decay-style WSD --lr-wsd-decay-iters {tail}": lambda s: (
+            low + (peak - low) * (2 * 0.5 ** wsd(s) - 1)
+        ),
         f"{warm} --lr-decay-style WSD --lr-wsd-decay-iters {tail} --lr-wsd-decay-style linear": lambda s: (
             low + (peak - low) * (1 - wsd(s))
         ),
@@ -431,15 +457,36 @@ def test_learning_rates_and_weight_decays() -> None:
         assert decay == pytest.approx(0.1 + 0.4 * step / n)
     assert flat == [(peak, 0.0)] * n
     for step, (rate, decay) in enumerate(longer):
-        assert rate == pytest.approx(peak * step / w if step <= w else max(low, low + (peak - low) * (1 - (step - w) / (10 - w))))
-        assert decay == pytest.approx(0.1 + 0.4 * step / n), "weight decay grows over the run, not over --lr-decay-iters"
+        assert rate == pytest.approx(
+            peak * step / w if step <= w else max(low, low + (peak - low) * (1 - (step - w) / (10 - w)))
+        )
+        assert decay == pytest.approx(0.1 + 0.4 * step / n), (
+            "weight decay grows over the run, not over --lr-decay-iters"
+        )
 
 
 def test_a_refusal_comes_before_the_model(tmp_path: Path) -> None:
     """It needs no more than config.json, and no memory: of these sizes no weight could be made."""
-    sizes = {"vocab_size": 10**9, "hidden_size": 2**20, "intermediate_size": 2**20, "num_hidden_layers": 2, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True}
-    more = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False}
+    sizes = {
+        "vocab_size": 10**9,
+        "hidden_size": 2**20,
+        "intermediate_size": 2**20,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+    more = {
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes | heads | more))
     opts = read("--optimizer-cpu-offload", hf_checkpoint=str(tmp_path), bf16=False, actor_num_gpus_per_node=1)
     assert CUDA in run_ranks(1, build_on_rank, opts)[0]

@@ -128,7 +128,12 @@ def schedule(policy: Any, ids: torch.Tensor, packed: Any, loss: Any, forward_onl
     def forward(_: Any, model: Any) -> tuple[torch.Tensor, Any]:
         return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), loss
 
-    run = {"forward_only": forward_only, "collect_non_loss_data": forward_only, "seq_length": ids.shape[1], "micro_batch_size": 1}
+    run = {
+        "forward_only": forward_only,
+        "collect_non_loss_data": forward_only,
+        "seq_length": ids.shape[1],
+        "micro_batch_size": 1,
+    }
     return get_forward_backward_func()(
         forward_step_func=forward, data_iterator=iter([0]), model=policy.model, num_microbatches=1, **run
     )
@@ -235,7 +240,10 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 def test_gradients_are_those_of_transformers(models: dict[str, Path], references: dict[str, Any], layout: str) -> None:
     n, fields = LAYOUTS.get(layout, (1, {}))
     whole = {"use_distributed_optimizer": False}  # with it, each DP and CP rank has but a part of the gradient
-    more = {"megatron": whole | (RECOMPUTE if layout == "recompute" else {}), "deterministic_mode": layout == "deterministic"}
+    more = {
+        "megatron": whole | (RECOMPUTE if layout == "recompute" else {}),
+        "deterministic_mode": layout == "deterministic",
+    }
     names = ["odd tied", "odd untied"]
     results = run_ranks(n, on_each, "gradients", [options(models[name], n, fields, **more) for name in names])[0]
     for model, found in zip(names, results, strict=True):
@@ -283,7 +291,8 @@ def test_sharded_files_and_an_untied_head_in_a_tied_model_load(models: dict[str,
     assert all(torch.equal(found[name], tensors[name]) for name in found)
 
 
-NORM, EMBEDDING = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
@@ -320,29 +329,48 @@ def test_a_truncated_file_is_named(models: dict[str, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("n", "fields", "text"),
     [
-        (3, {"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size 3 does not divide the model's 4 attention heads"),
-        (3, {"pipeline_model_parallel_size": 3}, "--pipeline-model-parallel-size 3 does not divide the model's 2 layers"),
+        (
+            3,
+            {"tensor_model_parallel_size": 3},
+            "--tensor-model-parallel-size 3 does not divide the model's 4 attention heads",
+        ),
+        (
+            3,
+            {"pipeline_model_parallel_size": 3},
+            "--pipeline-model-parallel-size 3 does not divide the model's 2 layers",
+        ),
         (2, {"context_parallel_size": 4}, "2 trainer ranks cannot be divided into"),
         (2, {"actor_num_nodes": 2}, "asks for 4 trainer ranks, torchrun started 2"),
     ],
     ids=["heads", "layers", "layout", "world"],
 )
-def test_layouts_that_do_not_divide_are_refused(models: dict[str, Path], n: int, fields: dict[str, Any], text: str) -> None:
+def test_layouts_that_do_not_divide_are_refused(
+    models: dict[str, Path], n: int, fields: dict[str, Any], text: str
+) -> None:
     for (message,) in run_ranks(n, refused_on_rank, [options(models["tied"], n, fields)]):
         assert message.startswith("UsageError")
         assert text in message
 
 
 REFUSED = [
-    ({"megatron": {"hidden_dropot": 0.1}}, "[megatron]: hidden_dropot is an unknown option; did you mean hidden_dropout?"),
+    (
+        {"megatron": {"hidden_dropot": 0.1}},
+        "[megatron]: hidden_dropot is an unknown option; did you mean hidden_dropout?",
+    ),
     ({"megatron": {"hidden_size": 65}}, "--hidden-size 65: the model's config.json says 64"),
     ({"megatron": {"rotary_base": 1}}, "--rotary-base 1: the model's config.json says 10000"),
     ({"megatron": {"lr": 1.0}}, "[megatron]: lr is an option of hpcrl's own; write lr outside the table"),
     ({"megatron": {"params_dtype": "bf16"}}, "[megatron]: params_dtype cannot be set: use --bf16 or --no-bf16"),
     ({"megatron": {"apply_rope_fusion": True}}, "--apply-rope-fusion cannot be done without CUDA"),
     ({"megatron": {"attention_dropout": 0.1}}, "--attention-dropout 0.1 cannot be: hpcrl needs 0.0"),
-    ({"megatron": {"recompute_num_layers": "many"}}, '[megatron] recompute_num_layers = "many": expected a whole number'),
-    ({"megatron": {"recompute_granularity": "all"}}, '[megatron] recompute_granularity = "all": expected one of full, selective'),
+    (
+        {"megatron": {"recompute_num_layers": "many"}},
+        '[megatron] recompute_num_layers = "many": expected a whole number',
+    ),
+    (
+        {"megatron": {"recompute_granularity": "all"}},
+        '[megatron] recompute_granularity = "all": expected one of full, selective',
+    ),
     ({"megatron": {"recompute_granularity": "full"}}, "--recompute-granularity full without --recompute-method"),
     (
         {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}},
@@ -354,7 +382,9 @@ TAKEN = {"hidden_size": 64, "attention_backend": "auto", "bucket_size": 1000, "u
 
 
 def test_settings_that_do_not_fit_are_refused_and_others_taken(models: dict[str, Path]) -> None:
-    every = [options(models["tied"], 1, {}).model_copy(update=fields) for fields, _ in [*REFUSED, ({"megatron": TAKEN}, "")]]
+    every = [
+        options(models["tied"], 1, {}).model_copy(update=fields) for fields, _ in [*REFUSED, ({"megatron": TAKEN}, "")]
+    ]
     messages = run_ranks(1, refused_on_rank, every, True)[0]
     for message, (_, text) in zip(messages[:-1], REFUSED, strict=True):
         assert message.startswith("UsageError")

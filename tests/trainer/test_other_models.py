@@ -1,4 +1,5 @@
-"""Reference, old actor and critic: they disturb nothing, move when they should, and go on after a resume as if there had been none."""
+"""Reference, old actor and critic: they disturb nothing, move when they should, and go on after a resume as if there
+had been none."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def rollouts(policy: Any, others: Any, opts: Options, first: int, last: int) -> 
     """Metrics of training on the batch again and again, as rollouts [first, last)."""
     from hpcrl.trainer.step import train_batch
 
-    mine, found = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank]), []
+    mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])
+    found = []
     for rollout in range(first, last):
         metrics = train_batch.train(policy, policy.ranks, opts, mine, others.of_share(rollout, rollout))
         others.trained(rollout + 1)
@@ -96,8 +98,11 @@ def metrics_on_rank(every: list[Options]) -> list[list[dict[str, float]]]:
     return found
 
 
-def old_actor_on_rank(opts: Options, directory: Path) -> tuple[dict[str, float], dict[str, float], dict[str, float], str]:
-    """Metrics of a rollout; of another that policy 0 sampled, trained on at version 1; the same resumed; and the error."""
+def old_actor_on_rank(
+    opts: Options, directory: Path
+) -> tuple[dict[str, float], dict[str, float], dict[str, float], str]:
+    """Metrics of a rollout; of another that policy 0 sampled, trained on at version 1; the same resumed; and the
+    error."""
     from hpcrl.errors import HpcrlError
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.megatron import model
@@ -127,7 +132,8 @@ def old_actor_on_rank(opts: Options, directory: Path) -> tuple[dict[str, float],
 
 
 def peaks_on_rank(every: list[Options]) -> tuple[list[int], int]:
-    """Most bytes alive at once while a rollout is trained on with each of the options, and bytes of the policy's weights."""
+    """Most bytes alive at once while a rollout is trained on with each of the options, and bytes of the policy's
+    weights."""
     from hpcrl.trainer.megatron import host_weights
     from hpcrl.trainer.other_models import OtherModels
     from hpcrl.trainer.step import train_batch
@@ -173,7 +179,10 @@ def test_a_resumed_run_has_the_models_that_it_would_have_had(tmp_path: Path, mod
                     "train/critic-value_loss",
                     "train/critic-grad_norm",
                 ):
-                    assert metric not in one or row[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-7), (layout, metric)
+                    assert metric not in one or row[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-7), (
+                        layout,
+                        metric,
+                    )
 
 
 @pytest.mark.parametrize("layout", ["one rank", "dp2 pp2"])

@@ -1,4 +1,5 @@
-"""The trainer's hooks on real ranks: called where they should be; loss masks that lose tokens make the loss of what is left."""
+"""The trainer's hooks on real ranks: called where they should be; loss masks that lose tokens make the loss of what is
+left."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def raises(options: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     raise KeyError("mine")
 
 
-def of_mine(options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+def of_mine(
+    options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None
+) -> Any:
     """Another class, whose norms stay as they were."""
     made = build()
     made.__class__ = type("Mine", (type(made),), {})
@@ -65,13 +68,17 @@ def of_mine(options: Any, config: Any, build: Any, *, pre_process: bool, post_pr
     return made
 
 
-def renames(options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+def renames(
+    options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None
+) -> Any:
     made = build()
     made.extra = torch.nn.Linear(2, 2)
     return made
 
 
-def makes_none(options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+def makes_none(
+    options: Any, config: Any, build: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None
+) -> Any:
     return config
 
 
@@ -154,7 +161,9 @@ def test_masks_that_lose_tokens(model: Path) -> None:
 
 
 def test_a_model_of_an_own_function_is_trained_as_it_says(model: Path) -> None:
-    every = [options(model, custom_model_provider_path=f"{HERE}.{name}") for name in ("of_mine", "renames", "makes_none")]
+    every = [
+        options(model, custom_model_provider_path=f"{HERE}.{name}") for name in ("of_mine", "renames", "makes_none")
+    ]
     (name, moved, calls), extra, none = run_ranks(1, provide_on_rank, every)[0]
     assert name == "Mine" and moved and not any("norm" in one for one in moved)
     assert len(calls) == 1 and calls[0].startswith("True True None")

@@ -1,4 +1,5 @@
-"""Packing: what each row holds, that padding is never more than the layout needs, and that CP ranks share the rows out."""
+"""Packing: what each row holds, that padding is never more than the layout needs, and that CP ranks share the rows
+out."""
 
 from __future__ import annotations
 
@@ -40,14 +41,17 @@ def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
 
 
 def expected(data: SampleBatch, rows: list[int]) -> list[tuple]:
-    """(sample, position of the row, label, its place, log-prob, mask sum, reward) of every unmasked response token, by a loop."""
+    """(sample, position of the row, label, its place, log-prob, mask sum, reward) of every unmasked response token, by
+    a loop."""
     found = []
     for i in rows:
-        length, response = int(data.rows["length"][i]), int(data.rows["response_length"][i])
+        length = int(data.rows["length"][i])
+        response = int(data.rows["response_length"][i])
         tokens = data.tokens[data.token_offsets[i] :][:length]
         mask = data.loss_mask[data.response_offsets[i] :][:response]
         logprobs = data.logprobs[data.response_offsets[i] :][:response]
-        count, reward = int(mask.sum()), float(np.float32(data.rows["reward"][i]))
+        count = int(mask.sum())
+        reward = float(np.float32(data.rows["reward"][i]))
         for k in range(response):
             if mask[k]:
                 at = length - response + k
@@ -76,8 +80,11 @@ def test_every_unmasked_response_token_once_with_what_belongs_to_it(sizes: list,
     packed = pack(data, rows, layout(tp), sequence_parallel=tp > 1)
     assert read(packed, rows, owners(packed)) == expected(data, rows)
     for number, i in enumerate(rows):
-        start, length = int(packed.bounds[number]), int(data.rows["length"][i])
-        assert packed.tokens[0, start : start + length].tolist() == data.tokens[data.token_offsets[i] :][:length].tolist()
+        start = int(packed.bounds[number])
+        length = int(data.rows["length"][i])
+        assert (
+            packed.tokens[0, start : start + length].tolist() == data.tokens[data.token_offsets[i] :][:length].tolist()
+        )
         assert packed.positions[0, start : start + length].tolist() == list(range(length))
     assert packed.ends == tuple(packed.bounds.tolist()) and packed.samples == len(rows)
     assert packed.longest == np.diff(packed.bounds.numpy()).max()
@@ -144,7 +151,8 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
 
 
 def test_responses_of_several_samples_weigh_as_much_as_one() -> None:
-    """Each response's tokens share one weight, whatever its samples and whatever fills the step up; of the loss's own numbers."""
+    """Each response's tokens share one weight, whatever its samples and whatever fills the step up; of the loss's own
+    numbers."""
     from hpcrl.algorithms.reducers import token_weights
     from hpcrl.config.options import Options
     from hpcrl.rollout.batch_assembly import shares_of
@@ -167,4 +175,6 @@ def test_responses_of_several_samples_weigh_as_much_as_one() -> None:
                 weights = counting(token_weights(packed.counts, options), options, totals)[packed.sample]
                 index = share.batch.rows["index"][rows][packed.sample.numpy()]
                 np.add.at(found, index, weights.numpy() / 4)  # the loss is divided by the samples of the step
-        assert found[2 * step : 2 * step + 2] == pytest.approx([0.5, 0.5]), "half of the step each: it has two responses"
+        assert found[2 * step : 2 * step + 2] == pytest.approx([0.5, 0.5]), (
+            "half of the step each: it has two responses"
+        )

@@ -1,7 +1,8 @@
-"""Routing replay: the experts that were chosen before are the ones that are trained, whatever the layout and the packing.
+"""Routing replay: the experts that were chosen before are the ones that are trained, whatever the layout and the
+packing.
 
-The reference is transformers whose routers are told the choice of each token, one sample at a time: a choice that lands one
-token, layer or rank off has another gradient.
+The reference is transformers whose routers are told the choice of each token, one sample at a time: a choice that lands
+one token, layer or rank off has another gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from tests.trainer.test_invariance import PACKINGS, RECOMPUTE, equal, gradients
 pytestmark = pytest.mark.process
 
 FAMILIES = ("qwen3_moe", "glm4_moe")
-EXPERTS = {"qwen3_moe": (6, 3, (0, 2, 3)), "glm4_moe": (12, 4, (1, 2, 3))}  # experts, chosen of them, layers that have them
+EXPERTS = {
+    "qwen3_moe": (6, 3, (0, 2, 3)),
+    "glm4_moe": (12, 4, (1, 2, 3)),
+}  # experts, chosen of them, layers that have them
 R3 = whole.LOSSES["grpo"] | {"use_rollout_routing_replay": True}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -67,7 +71,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def random_choices(name: str) -> np.ndarray:
-    """For each token of the fixed batch experts at random, far from what the router would say; none for the last of a sample."""
+    """For each token of the fixed batch experts at random, far from what the router would say; none for the last of a
+    sample."""
     experts, chosen, layers = EXPERTS[name]
     data = whole.batch()
     order = np.random.default_rng(5).random((len(data.tokens), len(layers), experts)).argsort(-1)
@@ -83,12 +88,14 @@ def data_of(name: str, choices: np.ndarray | None = None) -> SampleBatch:
 
 
 class Told:
-    """A model of transformers whose routers are told the experts of each token; to be called once a sample, in order."""
+    """A model of transformers whose routers are told the experts of each token; to be called once a sample, in
+    order."""
 
     def __init__(self, model: Path, name: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._data, self._sample = data_of(name), 0
+        self._data = data_of(name)
+        self._sample = 0
         eager = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
         self._hf = AutoModelForCausalLM.from_pretrained(model, **eager)
         self.named_parameters = self._hf.named_parameters
@@ -133,13 +140,16 @@ def expected(models: dict[str, Path], name: str) -> dict[str, torch.Tensor]:
 def test_the_given_experts_are_trained(models: dict[str, Path], layout: str) -> None:
     name, n, fields = LAYOUTS[layout]
     found = gradients(models[name], n, fields | R3, data_of(name))
-    found = {key: gradient for key, gradient in found.items() if not key.endswith("e_score_correction_bias")}  # a buffer
+    found = {
+        key: gradient for key, gradient in found.items() if not key.endswith("e_score_correction_bias")
+    }  # a buffer
     equal(found, apart(expected(models, name), found))
 
 
 def test_a_choice_that_is_one_token_off_is_another_gradient(models: dict[str, Path]) -> None:
     """So is one that is not replayed: what the test above compares depends on it."""
-    wanted, shifted = expected(models, "qwen3_moe"), np.roll(random_choices("qwen3_moe"), 1, 0)
+    wanted = expected(models, "qwen3_moe")
+    shifted = np.roll(random_choices("qwen3_moe"), 1, 0)
     gate = "model.layers.0.mlp.gate.weight"
     for fields, choices in ((R3, shifted), (whole.LOSSES["grpo"], None)):
         found = gradients(models["qwen3_moe"], 1, fields, data_of("qwen3_moe", choices))[gate]
@@ -150,8 +160,8 @@ def test_a_choice_that_is_one_token_off_is_another_gradient(models: dict[str, Pa
 
 
 def replayed_on_rank(every: list[Options], name: str) -> list[dict[str, float]]:
-    """Metrics of two optimizer steps a rollout, from the same weights for each of the options; with R3 the samples bring what
-    the routers choose under these weights."""
+    """Metrics of two optimizer steps a rollout, from the same weights for each of the options; with R3 the samples
+    bring what the routers choose under these weights."""
     from hpcrl.models.routing import Routing
     from hpcrl.trainer.step import packing, passes, train_batch
 
@@ -171,9 +181,11 @@ def replayed_on_rank(every: list[Options], name: str) -> list[dict[str, float]]:
 
 
 def test_what_the_old_pass_chose_is_trained(models: dict[str, Path]) -> None:
-    """The second step, from other weights, has the experts of the first weights: as if the samples had brought those."""
+    """The second step, from other weights, has the experts of the first weights: as if the samples had brought
+    those."""
     common = {"num_steps_per_rollout": 2, "lr": 3e-2, "adam_eps": 1e-4, "max_logprob_diff": 100.0}
-    r2, r3 = {"use_routing_replay": True}, {"use_rollout_routing_replay": True}
+    r2 = {"use_routing_replay": True}
+    r3 = {"use_rollout_routing_replay": True}
     names = [f"train/{name}" for name in ("loss", "ppo_kl", "pg_clipfrac", "grad_norm", "routing_changed")]
 
     def run(n: int, *each: dict[str, Any]) -> list[dict[str, float]]:
@@ -214,7 +226,8 @@ def refusal_on_rank(opts: Options, column: np.ndarray | None) -> str:
 
 
 def test_choices_that_are_not_of_this_model(models: dict[str, Path]) -> None:
-    opts, good = whole.options(models["qwen3_moe"], **R3), random_choices("qwen3_moe")
+    opts = whole.options(models["qwen3_moe"], **R3)
+    good = random_choices("qwen3_moe")
     for column, said in (
         (None, "the samples do not say which experts the engine chose; leave --use-rollout-routing-replay out"),
         (good[:, :2], "the samples have 2 layers of 3 bytes of routed experts, this model 3 of 3; engine and trainer"),
@@ -230,7 +243,13 @@ def test_megatrons_own_settings_and_dense_models(models: dict[str, Path], tmp_pa
         r"--use-rollout-routing-replay replays the choice of experts, and the qwen3 model in .* has none; leave", said
     )
     for fields, why in (
-        ({"moe_enable_routing_replay": True}, "--moe-enable-routing-replay cannot be set: give --use-routing-replay or"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "that router replays no choice of experts, as --use-rollout-routing"),
+        (
+            {"moe_enable_routing_replay": True},
+            "--moe-enable-routing-replay cannot be set: give --use-routing-replay or",
+        ),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "that router replays no choice of experts, as --use-rollout-routing",
+        ),
     ):
         assert why in run_ranks(1, refusal_on_rank, whole.options(models["qwen3_moe"], **R3, megatron=fields), None)[0]

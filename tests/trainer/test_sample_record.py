@@ -41,7 +41,9 @@ def recorded(root: Path, opts: Options, ranks: int) -> tuple[list[Trained], list
     (root / "samples").mkdir(parents=True)
     run_ranks(ranks, train_on_rank, root, opts)
     rows = [msgspec.json.decode(line, type=Trained) for line in trained_file(root, 0).read_bytes().splitlines()]
-    (root / "samples/00000000.jsonl").write_text("".join(f'{{"group":{row.group},"index":{row.index}}}\n' for row in rows))
+    (root / "samples/00000000.jsonl").write_text(
+        "".join(f'{{"group":{row.group},"index":{row.index}}}\n' for row in rows)
+    )
     looks = list(read_looks(root, 0))
     assert [look.trained for look in looks] == rows
     columns = [read_tokens(root, 0, look.at) for look in looks]
@@ -51,7 +53,9 @@ def recorded(root: Path, opts: Options, ranks: int) -> tuple[list[Trained], list
 
 def test_every_layout_writes_the_same(tmp_path: Path, model: Path) -> None:
     more: dict[str, Any] = {"save_token_data": 1, "num_steps_per_rollout": 2}
-    found = {name: recorded(tmp_path / name, options(model, n, **more, **layout), n) for name, (n, layout) in LAYOUTS.items()}
+    found = {
+        name: recorded(tmp_path / name, options(model, n, **more, **layout), n) for name, (n, layout) in LAYOUTS.items()
+    }
     rows, columns = found["one"]
     data = batch()
     bounds = data.response_offsets
@@ -67,15 +71,24 @@ def test_every_layout_writes_the_same(tmp_path: Path, model: Path) -> None:
             assert (row.trainer, row.engine, row.differ, row.differ_max, row.advantage) == (0, 0, 0, 0, 0)
             continue
         differ = np.abs(tokens["trainer"][mask].astype(float) - tokens["engine"][mask])
-        wanted = tokens["trainer"][mask].mean(dtype=float), tokens["engine"][mask].mean(dtype=float), differ.mean(), differ.max()
+        wanted = (
+            tokens["trainer"][mask].mean(dtype=float),
+            tokens["engine"][mask].mean(dtype=float),
+            differ.mean(),
+            differ.max(),
+        )
         assert np.allclose((row.trainer, row.engine, row.differ, row.differ_max), wanted, rtol=1e-6)
         reward = data.rows["reward"][number // 4 * 4 : number // 4 * 4 + 4]
         advantage = (data.rows["reward"][number] - reward.mean()) / (reward.std(ddof=1) + 1e-6)
-        assert np.allclose(row.advantage, advantage, rtol=1e-5) and np.allclose(tokens["advantage"][mask], advantage, rtol=1e-5)
+        assert np.allclose(row.advantage, advantage, rtol=1e-5) and np.allclose(
+            tokens["advantage"][mask], advantage, rtol=1e-5
+        )
     for name in ("dp2 cp2", "tp2 pp2"):
         for one, other in zip(rows, found[name][0], strict=True):
             assert (one.group, one.index, one.tokens) == (other.group, other.index, other.tokens)
-            assert np.allclose((one.trainer, one.advantage), (other.trainer, other.advantage), rtol=1e-4, atol=1e-5), name
+            assert np.allclose((one.trainer, one.advantage), (other.trainer, other.advantage), rtol=1e-4, atol=1e-5), (
+                name
+            )
         for one, other in zip(columns, found[name][1], strict=True):
             assert all(np.allclose(one[key], other[key], rtol=1e-4, atol=1e-4, equal_nan=True) for key in one), name
 

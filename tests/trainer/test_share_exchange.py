@@ -1,4 +1,5 @@
-"""A share reaches every rank of its replica whole, encoded by nobody but the rollout process; alone, it moves nowhere."""
+"""A share reaches every rank of its replica whole, encoded by nobody but the rollout process; alone, it moves
+nowhere."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def exchange_on_rank(opts: Options) -> tuple[bool, bool, bool, list[int]]:
-    """(whether what arrived is what was fetched, was the fetched object itself, a stop arrives, [encodings, decodings, collectives])."""
+    """(whether what arrived is what was fetched, was the fetched object itself, a stop arrives, [encodings, decodings,
+    collectives])."""
     import torch.distributed as dist
 
     from hpcrl.trainer.parallel import parallel_state
@@ -41,7 +43,8 @@ def exchange_on_rank(opts: Options) -> tuple[bool, bool, bool, list[int]]:
 
         return call
 
-    share_exchange.encode, share_exchange.decode = counted(0, encode), counted(1, decode)
+    share_exchange.encode = counted(0, encode)
+    share_exchange.decode = counted(1, decode)
     dist.broadcast = counted(2, dist.broadcast)
     found = exchange.exchange(mine)
     seen = list(counts)

@@ -1,4 +1,5 @@
-"""Sums over samples whose tokens lie on several ranks, with their gradients; reports of several ranks and micro-batches."""
+"""Sums over samples whose tokens lie on several ranks, with their gradients; reports of several ranks and
+micro-batches."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("call", [-1.0, 150.0, 1e9], ids=["each alone", "by cost", "all together"])
-def test_batching_changes_neither_outputs_nor_gradients(lengths: list[int], call: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batching_changes_neither_outputs_nor_gradients(
+    lengths: list[int], call: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(thd, "CALL", call)
     cu, inputs = bounds(lengths), leaves(sum(lengths))
     plan = thd.plan(cu, 96)
@@ -108,7 +110,9 @@ def test_padding_behind_a_sequence_changes_nothing_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("cp", [2, 3])
 @pytest.mark.parametrize("call", [-1.0, 150.0, 1e9], ids=["each alone", "by cost", "all together"])
-def test_context_parallel_ranks_together_compute_the_same(cp: int, call: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallel_ranks_together_compute_the_same(
+    cp: int, call: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(thd, "CALL", call)
     cu = bounds(rounded(LAYOUTS["long tail"], 2 * cp))
     inputs = leaves(cu[-1])
@@ -156,5 +160,7 @@ def test_layers_share_the_plan_of_a_micro_batch_and_only_the_latest_are_kept() -
 
 def test_naive_reference_agrees_with_torch() -> None:
     q, k, v = leaves(9)
-    theirs = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=0.2, enable_gqa=True)
+    theirs = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=0.2, enable_gqa=True
+    )
     torch.testing.assert_close(naive(q, k, v, (0, 9), 0.2), theirs.transpose(0, 1), rtol=0, atol=1e-6)

@@ -1,4 +1,5 @@
-"""Log-probs and entropy of a vocabulary against the same formulas in float64 and autograd, in pieces and in bounded memory."""
+"""Log-probs and entropy of a vocabulary against the same formulas in float64 and autograd, in pieces and in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import torch
 from hpcrl.trainer.step.token_logprobs import Vocabulary, tokens, tokens_of
 from tests.support.live_bytes import LiveBytes
 
-VOCAB, PADDED, ROWS = 11, 16, 23
+VOCAB = 11
+PADDED = 16
+ROWS = 23
 
 
 def inputs(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +32,9 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tup
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)])
-def test_logprobs_and_entropy_are_those_of_the_real_vocabulary(dtype: torch.dtype, error: float, temperature: float) -> None:
+def test_logprobs_and_entropy_are_those_of_the_real_vocabulary(
+    dtype: torch.dtype, error: float, temperature: float
+) -> None:
     logits, labels = inputs(dtype)
     found = tokens(logits, labels, Vocabulary(VOCAB), temperature)
     logprobs, entropy = plain(logits.detach().double(), labels, temperature)
@@ -45,7 +50,9 @@ def test_gradients_are_those_of_autograd() -> None:
     for which in ((1, 0), (0, 1), (1, 1)):
         gradients = []
         for values in (tokens(logits, labels, Vocabulary(VOCAB), 0.7)[:2], plain(logits, labels, 0.7)):
-            total = sum((value * weight).sum() for value, weight, used in zip(values, weights, which, strict=True) if used)
+            total = sum(
+                (value * weight).sum() for value, weight, used in zip(values, weights, which, strict=True) if used
+            )
             gradients += torch.autograd.grad(total, logits)
         torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
         assert not gradients[0][:, VOCAB:].any()
@@ -103,7 +110,8 @@ def test_pieces_make_no_difference(rows: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_memory_is_bounded_by_the_piece(grad: bool) -> None:
-    """The peak is that of a piece's logits, not of the rows': four times the rows need no more; without pieces they do."""
+    """The peak is that of a piece's logits, not of the rows': four times the rows need no more; without pieces they
+    do."""
     vocabulary, chunk = 4096, 64
     logits = 4 * chunk * vocabulary  # bytes of one piece in fp32
 

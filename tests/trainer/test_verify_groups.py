@@ -23,7 +23,8 @@ def verified(built: dict[str, int], planned: dict[str, int]) -> str:
 
 @pytest.mark.process
 def test_groups_that_are_not_the_plans_end_the_run() -> None:
-    tp, pp = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+    tp = {"tensor_model_parallel_size": 2}
+    pp = {"pipeline_model_parallel_size": 2}
     for sizes in (tp, pp, tp | pp, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}):
         assert run_ranks(4, verified, sizes, sizes) == ["the same"] * 4
     with pytest.raises(RankError, match=r"rank \d is in tp group \[\d, \d\], the plan says \[\d\]"):

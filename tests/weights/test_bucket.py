@@ -26,7 +26,9 @@ def tensors_of(kinds: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, torc
         if dtype == "bool":
             tensor = torch.arange(prod(shape)) % 2 == 0
         else:
-            tensor = torch.randint(0, 256, (prod(shape) * ITEM_BYTES[dtype],), dtype=torch.uint8).view(getattr(torch, dtype))
+            tensor = torch.randint(0, 256, (prod(shape) * ITEM_BYTES[dtype],), dtype=torch.uint8).view(
+                getattr(torch, dtype)
+            )
         made.append((f"layer.{i}.weight", tensor.view(shape)))
     return made
 
@@ -39,7 +41,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @given(specs, st.integers(1, 700))
 @settings(max_examples=150, deadline=None)
 def test_what_goes_in_comes_out(kinds: list[tuple[str, tuple[int, ...]]], limit: int) -> None:
-    tensors, found, lasts = tensors_of(kinds), [], []
+    tensors = tensors_of(kinds)
+    found = []
+    lasts = []
     one = torch.empty(0, dtype=torch.uint8)
 
     def room(number: int, size: int) -> torch.Tensor:
@@ -87,7 +91,11 @@ def test_a_tensor_on_another_layout_is_copied_as_it_reads() -> None:
 
 def test_a_dtype_that_does_not_travel_is_refused() -> None:
     with pytest.raises(ValueError, match="complex64"):
-        list(fill([("t", torch.zeros(1, dtype=torch.complex64))], 64, lambda _, size: torch.empty(size, dtype=torch.uint8)))
+        list(
+            fill(
+                [("t", torch.zeros(1, dtype=torch.complex64))], 64, lambda _, size: torch.empty(size, dtype=torch.uint8)
+            )
+        )
 
 
 GOOD: dict[str, Any] = {

@@ -23,7 +23,8 @@ def test_the_same_bits_come_out(item: int, elements: int, share: float, seed: in
     old = torch.randint(0, 256, (elements * item,), dtype=torch.uint8, generator=chance)
     flips = (torch.rand(elements, generator=chance) < share).repeat_interleave(item)
     new = torch.where(flips, old ^ 0x81, old)
-    kept, out = old.clone(), torch.full((int(padded(elements * item)),), 7, dtype=torch.uint8)
+    kept = old.clone()
+    out = torch.full((int(padded(elements * item)),), 7, dtype=torch.uint8)
     count = write(new, kept, item, out)
     assert torch.equal(kept, new)
     assert size(count, elements, item) <= size(WHOLE, elements, item) == len(out)
@@ -48,7 +49,8 @@ def test_a_hundredth_of_bf16_takes_a_fiftieth_of_the_bytes() -> None:
 )
 def test_what_cannot_be_is_refused(byte: int, message: str) -> None:
     """The count of the block; a place beyond the end."""
-    old, out = torch.zeros(200, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    old = torch.zeros(200, dtype=torch.uint8)
+    out = torch.zeros(256, dtype=torch.uint8)
     new = old.clone()
     new[40] = 1
     assert write(new, old, 2, out) == 1
@@ -61,7 +63,8 @@ def test_zeros_of_both_signs_and_nan_are_bits_too() -> None:
     old = torch.tensor([0.0, float("nan"), 1.0, 2.0] * 64, dtype=torch.bfloat16)
     new = old.clone()
     new[0], new[5] = -0.0, 3.0
-    kept, out = old.clone().view(torch.uint8), torch.zeros(512, dtype=torch.uint8)
+    kept = old.clone().view(torch.uint8)
+    out = torch.zeros(512, dtype=torch.uint8)
     assert write(new.view(torch.uint8), kept, 2, out) == 2, "a NaN that is the same NaN has not changed"
     at, values = read(out, 2, 256, 2)
     assert at.tolist() == [0, 5]

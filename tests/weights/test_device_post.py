@@ -1,4 +1,5 @@
-"""Pieces in groups, as they go over NCCL: the same code with a wire of gloo that runs a member's groups strictly one after another."""
+"""Pieces in groups, as they go over NCCL: the same code with a wire of gloo that runs a member's groups strictly one
+after another."""
 
 from __future__ import annotations
 
@@ -44,13 +45,19 @@ class GlooWire:
     device = torch.device("cpu")
 
     def __init__(self, group: GlooGroup) -> None:
-        self.group, self.stream, self.groups = group, ThreadPoolExecutor(1), 0
+        self.group = group
+        self.stream = ThreadPoolExecutor(1)
+        self.groups = 0
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Ended:
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Ended:
         self.groups += 1
         return Ended(self.stream.submit(self._exchange, sends, receives))
 
-    def _exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
+    def _exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
         works = [self.group.group.send([tensor], member, 7) for tensor, member in sends]
         works += [self.group.group.recv([tensor], member, 7) for tensor, member in receives]
         for work in works:
@@ -62,12 +69,15 @@ class GlooWire:
 
 def posts_of(count: int, ranks: int, seconds: float = 20) -> list[DevicePost]:
     words, bytes_ = members(count, ranks), members(count, ranks)
-    return [DevicePost(a.group, a.me, ranks, seconds, wire=GlooWire(b.group)) for a, b in zip(words, bytes_, strict=True)]
+    return [
+        DevicePost(a.group, a.me, ranks, seconds, wire=GlooWire(b.group)) for a, b in zip(words, bytes_, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("family", "engines"), [("qwen3", 2), pytest.param("qwen3_moe", 3, marks=pytest.mark.process)])
 def test_every_worker_gets_its_own_and_hands_on(family: str, engines: int) -> None:
-    """Each worker is a landing of its own; with more engines than ranks they hand on, and no order of groups waits for itself."""
+    """Each worker is a landing of its own; with more engines than ranks they hand on, and no order of groups waits for
+    itself."""
     chance = Random(f"groups {family}")
     case = random_case(family, chance)
     while len(case.hosts) + len(case.workers) > 12:
@@ -147,7 +157,11 @@ def test_who_waits_hears_of_who_leaves_and_never_waits_too_long() -> None:
 
 def test_only_resharded_updates_have_engines_that_take_pieces_alone() -> None:
     options = Options(
-        hf_checkpoint="x", actor_num_gpus_per_node=1, rollout_num_gpus=1, weight_transfer="nccl", weight_update="resharded"
+        hf_checkpoint="x",
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=1,
+        weight_transfer="nccl",
+        weight_update="resharded",
     )
     plan = make_plan(options, [Host("n0", 2)], "run")
     assert backend(options, plan, cpu=False) == "hpcrl_nccl"

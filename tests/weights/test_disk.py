@@ -32,7 +32,9 @@ class Posts:
     """A fleet that notes what it is told."""
 
     def __init__(self, root: Path) -> None:
-        self.rundir, self.told, self.seen = RunDir(root), list[Any](), dict[str, torch.Tensor]()
+        self.rundir = RunDir(root)
+        self.told = list[Any]()
+        self.seen = dict[str, torch.Tensor]()
 
     def post(self, phase: str, path: str, body: Any = None) -> None:
         self.told.append((path, body))

@@ -27,10 +27,12 @@ Answer = Callable[[str, Any], tuple[int, Any]]
 
 
 class Stub:
-    """An engine on 127.0.0.1 that answers what it is told to; health: its status, or seconds that it takes to answer."""
+    """An engine on 127.0.0.1 that answers what it is told to; health: its status, or seconds that it takes to
+    answer."""
 
     def __init__(self, answer: Answer, health: int | float = 200) -> None:
-        self.answer, self.health = answer, health
+        self.answer = answer
+        self.health = health
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -117,7 +119,9 @@ def test_answers_come_in_the_engines_order(rundir: RunDir, stubs: list[Stub]) ->
 
 def test_a_call_of_all_workers(rundir: RunDir, stubs: list[Stub]) -> None:
     stubs += [Stub(lambda path, body: (200, {"results": [path, body]}))]
-    assert fleet(rundir, stubs).call("asking", "method", "text") == [["/collective_rpc", {"method": "method", "args": ["text"]}]]
+    assert fleet(rundir, stubs).call("asking", "method", "text") == [
+        ["/collective_rpc", {"method": "method", "args": ["text"]}]
+    ]
 
 
 def test_a_late_engine_is_named_though_its_health_is_good(rundir: RunDir, stubs: list[Stub]) -> None:
@@ -154,7 +158,9 @@ def test_slow_health_is_not_death(rundir: RunDir, stubs: list[Stub], monkeypatch
         return 200, "done"
 
     monkeypatch.setattr(
-        module, "ask", lambda a, method, path, seconds, body=None: ask(a, method, path, 0.1 if method == "GET" else seconds, body)
+        module,
+        "ask",
+        lambda a, method, path, seconds, body=None: ask(a, method, path, 0.1 if method == "GET" else seconds, body),
     )
     stubs += [Stub(busy, health=1.0)]
     assert fleet(rundir, stubs).post("the update", "/update_weights") == ["done"]
@@ -232,7 +238,9 @@ def test_a_refusal_that_another_engines_end_has_caused_is_laid_at_that_ones_door
     assert made._lost(caught.value) == [], "all are well: it is what it says"
 
 
-def test_what_an_engine_said_of_its_end_comes_with_it(rundir: RunDir, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_engine_said_of_its_end_comes_with_it(
+    rundir: RunDir, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LAST_WORDS", 10.0)  # until it is there, however slow the machine is
     stubs += [Stub(hang, health=503)]
     threading.Timer(0.1, lambda: record_end(rundir, 0, "a", 0, 2, True, "out of memory")).start()

@@ -21,7 +21,16 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files.safetensors_headers import listing
 from hpcrl.weights import fp8
 from hpcrl.weights.bucket import fill, views
-from hpcrl.weights.fp8 import FP8, Scheme, dequantize, quantize_block, quantize_channel, quantize_tensor, quantized, scheme_of
+from hpcrl.weights.fp8 import (
+    FP8,
+    Scheme,
+    dequantize,
+    quantize_block,
+    quantize_channel,
+    quantize_tensor,
+    quantized,
+    scheme_of,
+)
 from tests.support.tiny import make_family
 
 BLOCK = (32, 48)  # divides none of the sizes of the tiny models in both directions
@@ -30,7 +39,9 @@ BLOCK = (32, 48)  # divides none of the sizes of the tiny models in both directi
 # ---- numbers
 
 
-def pairs(weight: torch.Tensor, block: tuple[int, int], power: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor, Any]]:
+def pairs(
+    weight: torch.Tensor, block: tuple[int, int], power: bool
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, Any]]:
     return {
         "block": (*quantize_block(weight, block, power), block),
         "channel": (*quantize_channel(weight, power), None),
@@ -61,7 +72,8 @@ def test_the_error_is_that_of_the_format(
         assert codes.dtype == FP8 and scale.dtype == torch.float32
         assert codes.shape == weight.shape
         assert tuple(scale.shape) == Scheme(strategy, block).scale_shape(shape)  # type: ignore[arg-type]
-        exact, found = weight.double(), dequantize(codes, scale, of).double()
+        exact = weight.double()
+        found = dequantize(codes, scale, of).double()
         each = dequantize(torch.ones(shape).to(FP8), scale, of).double()
         assert found.isfinite().all()
         assert (found[exact == 0] == 0).all()
@@ -92,7 +104,8 @@ def test_the_largest_value_of_each_block_keeps_all_its_range() -> None:
 def test_scales_of_ue8m0_are_the_next_powers_of_two() -> None:
     weight = torch.randn(64, 64) * torch.logspace(-20, 20, 64)[:, None]
     weight[5, :8] = 448.0 * 2**7  # a scale that is a power of two already
-    plain, power = quantize_block(weight, (1, 8))[1], quantize_block(weight, (1, 8), power_of_two=True)[1]
+    plain = quantize_block(weight, (1, 8))[1]
+    power = quantize_block(weight, (1, 8), power_of_two=True)[1]
     assert (torch.frexp(power).mantissa == 0.5).all()
     assert ((power >= plain) & (power < 2 * plain)).all()
     assert power[5, 0] == plain[5, 0] == 2**7
@@ -116,7 +129,8 @@ def test_blocks_do_not_touch_each_other_and_bands_leave_no_trace(monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bits_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
-    """The package of that format, where it has fp32 to work on (in bf16 its scales would be bf16 too) and no -0.0 (it adds 0)."""
+    """The package of that format, where it has fp32 to work on (in bf16 its scales would be bf16 too) and no -0.0 (it
+    adds 0)."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -136,7 +150,9 @@ def test_the_bits_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
         shape = {"tensor": (1,), "channel": (96, 1), "block": (3, 2)}[strategy]
         its, zero = calculate_qparams(values.amin(-1).view(shape), values.amax(-1).view(shape), args)
         assert torch.equal(its, scale), strategy
-        assert torch.equal(quantize(wide, its, zero, args, dtype=FP8).view(torch.uint8), codes.view(torch.uint8)), strategy
+        assert torch.equal(quantize(wide, its, zero, args, dtype=FP8).view(torch.uint8), codes.view(torch.uint8)), (
+            strategy
+        )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +200,9 @@ def shard(directory: Path, count: int) -> None:
 
 
 def load(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 SCHEMES = {
@@ -213,7 +231,9 @@ CASES = [(model, scheme) for model in ("glm4_moe", "qwen3") for scheme in SCHEME
 def test_the_matrices_of_linear_layers_and_no_others_are_quantised(
     models: dict[str, Path], converted: dict[tuple[str, str], Path], model: str, name: str
 ) -> None:
-    before, after, scheme = load(models[model]), load(converted[model, name]), SCHEMES[name]
+    before = load(models[model])
+    after = load(converted[model, name])
+    scheme = SCHEMES[name]
     taken = {n for n in before if re.search(r"\.(q|k|v|o|gate|up|down)_proj\.weight$", n)}
     assert after.keys() == before.keys() | {scheme.scale_name(n) for n in taken}
     for n, tensor in before.items():
@@ -256,7 +276,8 @@ def test_on_the_fly_the_same_bits_come_out(
     models: dict[str, Path], converted: dict[tuple[str, str], Path], model: str, name: str
 ) -> None:
     """Through buckets too, which must carry FP8; a model that is not quantised passes as it is."""
-    made, scheme = load(converted[model, name]), scheme_of(converted[model, name])
+    made = load(converted[model, name])
+    scheme = scheme_of(converted[model, name])
     assert scheme is not None
     assert replace(scheme, chosen=None) == replace(SCHEMES[name], block=scheme.block)
     stream = quantized(iter(load(models[model]).items()), scheme)
@@ -293,11 +314,15 @@ def test_what_a_checkpoint_has_quantised_counts_not_its_names() -> None:
     ],
 )
 def test_other_ways_of_quantising_are_refused_by_name(config: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=f"here has a quantization_config .{config['quant_method']}. that weights cannot"):
+    with pytest.raises(
+        DataError, match=f"here has a quantization_config .{config['quant_method']}. that weights cannot"
+    ):
         fp8.read_scheme(config, "here")
 
 
-def test_workers_make_no_difference(models: dict[str, Path], converted: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+def test_workers_make_no_difference(
+    models: dict[str, Path], converted: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     command = ["convert", "to-fp8", "--model-dir", str(models["qwen3"]), "--save-dir", str(out), "--strategy", "block"]
     assert main([*command, "--block-size", *map(str, BLOCK), "--max-workers", "3", "--scale-fmt", "ue8m0"]) == 0
@@ -323,7 +348,8 @@ def test_tensors_lie_where_readers_can_map_them(tmp_path: Path) -> None:
     tensors |= {"c.norm.weight": torch.ones(3).bfloat16(), "d.gate.bias": torch.ones(7), "f.empty": torch.zeros(0, 4)}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert(source, tmp_path / "out", Scheme("block", (2, 2)))
-    made, data = load(tmp_path / "out"), (tmp_path / "out" / "model.safetensors").read_bytes()
+    made = load(tmp_path / "out")
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
     head = 8 + int.from_bytes(data[:8], "little")
     places = {n: head + held["data_offsets"][0] for n, held in json.loads(data[8:head]).items() if n != "__metadata__"}
     assert places.keys() == made.keys() and not [n for n, at in places.items() if at % made[n].element_size()]
@@ -370,7 +396,9 @@ def only_norms(tensors: dict[str, torch.Tensor]) -> None:
         (only_norms, "no matrix of a linear layer"),
     ],
 )
-def test_tensors_that_cannot_be_quantised_are_named(models: dict[str, Path], tmp_path: Path, change: Any, text: str) -> None:
+def test_tensors_that_cannot_be_quantised_are_named(
+    models: dict[str, Path], tmp_path: Path, change: Any, text: str
+) -> None:
     source = spoiled(models["glm4_moe"], tmp_path / "source", change)
     with pytest.raises(DataError, match=text):
         convert(source, tmp_path / "out", SCHEMES["block"])
@@ -429,7 +457,9 @@ def no_header(source: Path) -> str:
         (["--strategy", "channel", "--scale-fmt", "ue8m0"], "--scale-fmt ue8m0 with --strategy channel"),
     ],
 )
-def test_flags_that_make_no_sense(models: dict[str, Path], tmp_path: Path, flags: list[str], text: str, capsys: Any) -> None:
+def test_flags_that_make_no_sense(
+    models: dict[str, Path], tmp_path: Path, flags: list[str], text: str, capsys: Any
+) -> None:
     base = ["convert", "to-fp8", "--model-dir", str(models["qwen3"]), "--save-dir"]
     assert main([*base, str(tmp_path / "out"), *flags]) == 2
     assert text in capsys.readouterr().err
@@ -456,9 +486,12 @@ def test_transformers_reads_what_we_wrote(
     from transformers import AutoModelForCausalLM
     from transformers.quantizers import quantizer_finegrained_fp8
 
-    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)  # asked for, and not used here
+    monkeypatch.setattr(
+        quantizer_finegrained_fp8, "is_accelerate_available", lambda: True
+    )  # asked for, and not used here
     convert(models[model], tmp_path / "fp8", scheme)
-    tensors, chosen = load(tmp_path / "fp8"), (scheme_of(tmp_path / "fp8") or scheme).chosen
+    tensors = load(tmp_path / "fp8")
+    chosen = (scheme_of(tmp_path / "fp8") or scheme).chosen
     block = scheme.block if scheme.strategy == "block" else None
     wide = {n: t for n, t in tensors.items() if not n.endswith(scheme.suffix)}
     wide |= {n: dequantize(tensors[n], tensors[scheme.scale_name(n)], block) for n in chosen or ()}

@@ -1,4 +1,5 @@
-"""--weight-transfer ipc between real processes, with memory of the host in the place of a GPU's; and CUDA's calls on a stand-in in C."""
+"""--weight-transfer ipc between real processes, with memory of the host in the place of a GPU's; and CUDA's calls on a
+stand-in in C."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Later:
     """What a device that takes its time was given."""
 
     def __init__(self, seconds: float) -> None:
-        self.end, self.seen = time.monotonic() + seconds, False
+        self.end = time.monotonic() + seconds
+        self.seen = False
         self.told: list[int] = []  # who heard of it
 
     def query(self) -> bool:
@@ -56,7 +58,10 @@ class SlowMemory(HostMemory):
     """As of a device that works on after a call has returned."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.last, self.opens, self.made = seconds, Later(0.0), 0, 0
+        self.seconds = seconds
+        self.last = Later(0.0)
+        self.opens = 0
+        self.made = 0
 
     def mark(self) -> Later:
         self.last = Later(self.seconds)
@@ -99,7 +104,9 @@ def member(me: int, family: str, port: int, keys: tuple[str, str, str]) -> dict[
     boxes, ranks = boxes_of(case, plan), len(case.hosts)
     count = ranks + len(case.workers)
     memory = SlowMemory(0.002)
-    post = WatchedPost(gloo_group.join(HERE, port, ClientKeys(*keys), me, count, HERE, 20), me, ranks, 20, shelf=Shelf(memory))
+    post = WatchedPost(
+        gloo_group.join(HERE, port, ClientKeys(*keys), me, count, HERE, 20), me, ranks, 20, shelf=Shelf(memory)
+    )
     if me < ranks:
         outbox, numbers = rank_side(case, plan, boxes, post)
         sent = []
@@ -139,7 +146,9 @@ def test_between_processes_each_worker_gets_what_gathered_tensors_have(family: s
         server.close()
     sent = sum(one["sent"][0] for one in found[:ranks])
     assert all(one["sent"][0] == one["sent"][1] and one["made"] == 1 for one in found[:ranks])
-    assert sent == plan.sent().sum() == sum(t.size * 4 for t in case.tensors.values()), "every byte once, for all workers"
+    assert sent == plan.sent().sum() == sum(t.size * 4 for t in case.tensors.values()), (
+        "every byte once, for all workers"
+    )
     assert max(one["memory"] for one in found[:ranks]) <= 2 * plan.limit
     for number, worker in enumerate(found[ranks:]):
         assert worker["opens"] == worker["senders"]
@@ -243,7 +252,12 @@ def test_no_wait_for_a_device_is_for_ever_and_nothing_leaves_the_host() -> None:
         ({}, [Host("a", 2)], False, "hpcrl_ipc"),
         ({"weight_update": "resharded"}, [Host("a", 2)], False, "hpcrl_ipc"),
         ({}, [Host("a", 2)], True, "--weight-transfer ipc needs CUDA.*use auto or disk or gloo or shm"),
-        ({"colocate": False}, [Host("a", 4)], False, "--weight-transfer ipc is for engines on the trainer's GPUs: .* --colocate"),
+        (
+            {"colocate": False},
+            [Host("a", 4)],
+            False,
+            "--weight-transfer ipc is for engines on the trainer's GPUs: .* --colocate",
+        ),
         ({"actor_num_nodes": 2}, [Host("a", 2), Host("b", 2)], False, "ipc needs trainer and engines on one host"),
     ],
 )
@@ -280,7 +294,8 @@ const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_cudas_functions_are_called_as_they_are_declared(tmp_path: Path) -> None:
-    """Types, the handle by value, its zero bytes kept, errors in CUDA's own words: not whether a GPU does what they say."""
+    """Types, the handle by value, its zero bytes kept, errors in CUDA's own words: not whether a GPU does what they
+    say."""
     (tmp_path / "cudart.c").write_text(STAND_IN)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudart.so", "cudart.c"], cwd=tmp_path, check=True)
     runtime = Runtime(str(tmp_path / "libcudart.so"))

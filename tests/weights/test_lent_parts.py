@@ -1,4 +1,5 @@
-"""Parts that loaders read in memory of others: each element right whatever is kept, and nobody's memory read after its DONE."""
+"""Parts that loaders read in memory of others: each element right whatever is kept, and nobody's memory read after its
+DONE."""
 
 from __future__ import annotations
 
@@ -68,15 +69,21 @@ def test_whatever_else_is_done_to_a_lent_part_has_memory_of_its_own() -> None:
 
 
 def one_host(limit: int) -> tuple[Case, Redistribution]:
-    """Two ranks with half of the rows of each matrix, a worker with columns 2 to 6 of it and one with all, on one host."""
-    layouts, case = Layouts(), Case(["t", "t"], [Worker(0, "t"), Worker(0, "t")])
+    """Two ranks with half of the rows of each matrix, a worker with columns 2 to 6 of it and one with all, on one
+    host."""
+    layouts = Layouts()
+    case = Case(["t", "t"], [Worker(0, "t"), Worker(0, "t")])
     for number in range(6):
         name = f"w{number}"
         case.tensors[name] = torch.arange(64, dtype=torch.int32).view(8, 8).numpy() + 100 * number
         held = layouts.pattern([Part((0, 4), (0, 8), (0,)), Part((4, 8), (0, 8), (1,))])
         layouts.add(name, (8, 8), 4, held, layouts.pattern([Part((0, 8), (2, 6), (0,)), whole((8, 8), (1,))]))
         for rank in range(2):
-            case.parts[rank, name] = case.tensors[name][4 * rank : 4 * rank + 4], [Place(0, (4 * rank, 4 * rank + 4), None, 0)], 0
+            case.parts[rank, name] = (
+                case.tensors[name][4 * rank : 4 * rank + 4],
+                [Place(0, (4 * rank, 4 * rank + 4), None, 0)],
+                0,
+            )
         case.spans[0, name] = [(0, 8)], (2, 4)
         case.spans[1, name] = [(0, 8)], None
     case.layouts = layouts
@@ -146,7 +153,9 @@ def test_a_matrix_that_lies_over_two_rounds_is_put_together_as_ever() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is_not_the_ranks_matter(fails: bool) -> None:
+def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is_not_the_ranks_matter(
+    fails: bool,
+) -> None:
     case, _ = simple()
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256, in_place=True)

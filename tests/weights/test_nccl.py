@@ -25,7 +25,9 @@ class Pending:
     """A call under way; error: what `check` raises from the third look on."""
 
     def __init__(self, notes: list[Any], error: Exception | None = None) -> None:
-        self.notes, self.error, self.looks = notes, error, 0
+        self.notes = notes
+        self.error = error
+        self.looks = 0
 
     def check(self) -> None:
         self.looks += 1
@@ -41,7 +43,8 @@ class Fleet:
     engines = ("engine-0", "engine-1")
 
     def __init__(self, notes: list[Any], error: Exception | None = None) -> None:
-        self.notes, self.error = notes, error
+        self.notes = notes
+        self.error = error
 
     def begin(self, phase: str, path: str, bodies: list[Any]) -> Pending:
         self.notes.append((path, bodies))
@@ -112,7 +115,9 @@ def test_a_gpu_that_never_gets_there_is_not_waited_for(
     assert time.monotonic() - begun < 1
 
 
-def test_a_broadcast_that_an_engine_has_left_is_not_waited_for(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_that_an_engine_has_left_is_not_waited_for(
+    notes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck = threading.Event()
     module: Any = sys.modules["vllm.distributed.weight_transfer.packed_tensor"]
     monkeypatch.setattr(module, "packed_nccl_broadcast_producer", lambda **_: stuck.wait(60))

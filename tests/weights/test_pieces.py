@@ -1,4 +1,5 @@
-"""Pieces from trainer ranks to workers over real gloo groups and real shared memory, with ranks and workers as threads."""
+"""Pieces from trainer ranks to workers over real gloo groups and real shared memory, with ranks and workers as
+threads."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def members(count: int, ranks: int) -> list[Post]:
         return [Post(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
 
 
-def rank_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post, keep: bool = False) -> tuple[Outbox, Numbers]:
+def rank_side(
+    case: Case, plan: Redistribution, boxes: list[Inbox], post: Post, keep: bool = False
+) -> tuple[Outbox, Numbers]:
     to = [
         Addressee(case.hosts[post.me] == landing.host, box.porter, box.workers)
         for landing, box in zip(plan.landings, boxes, strict=True)
@@ -175,7 +178,8 @@ def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
         return sent
 
     def worker(post: Post) -> list[dict[str, torch.Tensor]]:
-        reader, found = worker_side(case, plan, boxes, post, keep=True), []
+        reader = worker_side(case, plan, boxes, post, keep=True)
+        found = []
         for number in range(len(turns)):
             got: dict[str, torch.Tensor] = {}
             reader.receive(lambda tensors, last, got=got: got.update(tensors), number > 0)
@@ -186,7 +190,9 @@ def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
         sent = [pool.submit(rank, post) for post in posts[:ranks]]
         taken = [pool.submit(worker, post) for post in posts[ranks:]]
         got = [future.result(60) for future in taken]
-        whole_, few, none, all_, one = (sum(column) for column in zip(*(future.result(60) for future in sent), strict=True))
+        whole_, few, none, all_, one = (
+            sum(column) for column in zip(*(future.result(60) for future in sent), strict=True)
+        )
     assert none == 0 < one <= few < 0.5 * whole_
     assert whole_ == plan.sent().sum() <= all_ <= padded(plan.nbytes).sum()
     for number, turn in enumerate(turns):
@@ -211,7 +217,8 @@ def test_changes_without_what_they_change_are_refused() -> None:
 
 
 def simple(engines: int = 1) -> tuple[Case, Redistribution]:
-    layouts, case = Layouts(), Case(["t"], [Worker(i, f"e{i}") for i in range(engines)])
+    layouts = Layouts()
+    case = Case(["t"], [Worker(i, f"e{i}") for i in range(engines)])
     for number in range(4):
         name = f"w{number}"
         case.tensors[name] = np.arange(64, dtype=np.int32).reshape(8, 8) + 100 * number

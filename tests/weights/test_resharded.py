@@ -1,4 +1,5 @@
-"""Resharded updates between real trainer ranks and real engines: bit for bit what gathered ones bring, over the layouts."""
+"""Resharded updates between real trainer ranks and real engines: bit for bit what gathered ones bring, over the
+layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ PROMPT = list(range(20, 44))
 
 
 def change(policy: Any, seed: int, every: int) -> None:
-    """Other weights, the same on all copies of a part: every so many elements of each are scaled by what only `seed` decides."""
+    """Other weights, the same on all copies of a part: every so many elements of each are scaled by what only `seed`
+    decides."""
     with torch.no_grad():
         for module in policy.modules:
             for value in module.state_dict(keep_vars=True).values():
@@ -42,7 +44,8 @@ def change(policy: Any, seed: int, every: int) -> None:
 def rank_side(
     root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: list[str], every: int
 ) -> list[dict[str, Any]]:
-    """One trainer rank: an update for each word of `updates`, of weights that differ each time; metrics and digests of each."""
+    """One trainer rank: an update for each word of `updates`, of weights that differ each time; metrics and digests of
+    each."""
     ranks = initialize(options)
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
@@ -59,7 +62,9 @@ def rank_side(
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
         largest = way_out.outbox.memory.size if way_out.outbox else 0
-        found.append({"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.fleet and sender.pieces.plan})
+        found.append(
+            {"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.fleet and sender.pieces.plan}
+        )
     way_out.leave()
     sender.close()
     return [{**entry, "sent": entry["sent"] and entry["sent"].sent().tolist()} for entry in found]
@@ -71,7 +76,9 @@ def update(
     values = {"actor_num_gpus_per_node": world, **layout}
     options = engines.options.model_copy(update=values)
     addresses = [engines.address(index) for index in range(len(engines.processes))]
-    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, wide, updates, every, timeout=240)
+    return run_ranks(
+        world, rank_side, engines.rundir.root, engines.plan, addresses, options, wide, updates, every, timeout=240
+    )
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -107,7 +114,8 @@ def test_one_engine_gets_bit_for_bit_what_gathered_gives(
 
 
 def check_changes(engines: Engines, model: Path, world: int, layout: dict[str, Any]) -> None:
-    """--weight-update delta: first everything, then what has changed; every second one is compared with what was put together."""
+    """--weight-update delta: first everything, then what has changed; every second one is compared with what was put
+    together."""
     found = update(engines, model, world, ["delta"] * 4, every=64, weight_update_check_interval=2, **layout)
     whole, *later = (entry["metrics"]["perf/update_weights_bytes"] for entry in found[0])
     assert whole == sum(found[0][0]["sent"])
@@ -116,7 +124,8 @@ def check_changes(engines: Engines, model: Path, world: int, layout: dict[str, A
 
 
 def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path) -> list[float]:
-    """One trainer rank, whose engine is said to receive with hpcrl_ipc, which no engine on CPUs is let: bytes of two updates."""
+    """One trainer rank, whose engine is said to receive with hpcrl_ipc, which no engine on CPUs is let: bytes of two
+    updates."""
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, wide)
@@ -136,7 +145,8 @@ def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wid
 
 
 def test_an_engine_opens_the_ranks_memory_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
-    """--weight-transfer ipc with a real engine, in the host's memory: every tensor is compared with what rank 0 gathers."""
+    """--weight-transfer ipc with a real engine, in the host's memory: every tensor is compared with what rank 0
+    gathers."""
     model = make_family(tmp_path / "model", "qwen3")
     engines = nursery.engines(tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL)
     options = engines.options.model_copy(update={"actor_num_gpus_per_node": 2, **TP2})
@@ -147,7 +157,8 @@ def test_an_engine_opens_the_ranks_memory_by_its_name(nursery: Nursery, tmp_path
 
 @pytest.mark.soak
 def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank 0."""
+    """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank
+    0."""
     wide = make_family(tmp_path / "wide", "qwen3")
     convert(wide, tmp_path / "fp8", Scheme("block", (32, 32)))
     engines = nursery.engines(tmp_path / "run", tmp_path / "fp8", update_weight_buffer_size=SMALL)
@@ -165,10 +176,13 @@ def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Pa
 @pytest.mark.soak
 @pytest.mark.parametrize("transfer", ["shm", "gloo"])
 def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tmp_path: Path) -> None:
-    """Two engines of two workers that hold half of every expert, from four ranks; over sockets each engine has its own porter."""
+    """Two engines of two workers that hold half of every expert, from four ranks; over sockets each engine has its own
+    porter."""
     model = make_family(tmp_path / "model", "qwen3_moe")
     workers = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "weight_transfer": transfer}
-    engines = Engines(tmp_path / "run", model, 2, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **workers)
+    engines = Engines(
+        tmp_path / "run", model, 2, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **workers
+    )
     try:
         for index in range(2):
             engines.wait(index)
@@ -176,7 +190,9 @@ def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tm
         reference = Reference(model)
         sent = found[0][1]["metrics"]["perf/update_weights_bytes"]
         once = sum(t.nbytes for _, t in reference.pairs())
-        assert sent == once or (transfer == "gloo" and sent == 2 * once), "once to each host; over sockets to each engine"
+        assert sent == once or (transfer == "gloo" and sent == 2 * once), (
+            "once to each host; over sockets to each engine"
+        )
         with torch.no_grad():  # what a checkpoint holds; the frequencies of the positions stay
             for tensor in reference.model.parameters():
                 tensor.mul_(1 + 1 / 16).mul_(1 + 2 / 16)
@@ -225,12 +241,18 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
 @pytest.mark.soak
 @pytest.mark.parametrize("way", ["delta", "resharded"])
 def test_an_engine_dies_in_the_middle_and_another_joins(way: str, nursery: Nursery, tmp_path: Path) -> None:
-    """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has changed.
+    """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has
+    changed.
 
     Every update is compared, bit for bit, with what rank 0 gathers.
     """
     model = make_family(tmp_path / "model", "qwen3")
-    values = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL, "weight_update": way, "engine_restarts": 1}
+    values = {
+        "check_weight_update_equal": True,
+        "update_weight_buffer_size": SMALL,
+        "weight_update": way,
+        "engine_restarts": 1,
+    }
     engines = nursery.engines(tmp_path / "run", model, 3, rollout_num_gpus=3, **values)
     options = engines.options.model_copy(update={"actor_num_gpus_per_node": 2, **TP2})
     addresses = [engines.address(index) for index in range(3)]

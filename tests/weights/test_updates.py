@@ -1,4 +1,5 @@
-"""Which engines an update goes to, and what happens when some end in it: with a registry as it is, and engines made up."""
+"""Which engines an update goes to, and what happens when some end in it: with a registry as it is, and engines made
+up."""
 
 from __future__ import annotations
 
@@ -49,8 +50,11 @@ class Desk:
 class Sender:
     """In place of a WeightSender: notes what each engine holds; `end(engines, tensor)` may raise in the middle."""
 
-    def __init__(self, end: Callable[[tuple[FleetEngine, ...], int], None] = lambda *_: None, may_lose: bool = True) -> None:
-        self.end, self.may_lose = end, may_lose
+    def __init__(
+        self, end: Callable[[tuple[FleetEngine, ...], int], None] = lambda *_: None, may_lose: bool = True
+    ) -> None:
+        self.end = end
+        self.may_lose = may_lose
         self.held: dict[tuple[int, int], int] = {}
         self.tries: list[list[int]] = []
 

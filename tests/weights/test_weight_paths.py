@@ -111,4 +111,9 @@ def test_a_broadcast_ends_when_the_watch_says_so() -> None:
 
 def test_tensors_in_lists_of_limited_size() -> None:
     tensors = [(str(i), torch.zeros(size)) for i, size in enumerate([4, 16, 16, 100, 1, 1])]
-    assert [[name for name, _ in group] for group in grouped(iter(tensors), 128)] == [["0", "1"], ["2"], ["3"], ["4", "5"]]
+    assert [[name for name, _ in group] for group in grouped(iter(tensors), 128)] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4", "5"],
+    ]

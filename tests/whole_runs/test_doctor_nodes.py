@@ -66,7 +66,9 @@ def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path, task: Path)
     assert not list(tmp_path.rglob(".hpcrl-doctor-*")), "its directory is removed"
 
 
-def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(
+    cluster: Cluster, tmp_path: Path, task: Path
+) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     cluster.run(["mount", "-t", "tmpfs", "tmpfs", runs], "node2")
@@ -76,14 +78,18 @@ def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(cluster: Clu
         cluster.run(["umount", runs], "node2")
     assert done.returncode == 1, done.stdout
     assert (
-        "fail  node2: it does not see the run directory; choose a --run-dir on a file system that all nodes share" in done.stdout
+        "fail  node2: it does not see the run directory; choose a --run-dir on a file system that all nodes share"
+        in done.stdout
     )
     assert "no interfaces fit ib0; it has eth0; name the network with --interface" in done.stdout
     assert "the all-reduce over the trainer ranks was not tried" in done.stdout
 
 
 def test_what_cannot_be_had_is_told_before_anything_is_submitted(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    cases = [("trainer.partition=absent", "trainer.partition absent: "), ("trainer.gpus_per_node=16", "0 of its 4 are so")]
+    cases = [
+        ("trainer.partition=absent", "trainer.partition absent: "),
+        ("trainer.gpus_per_node=16", "0 of its 4 are so"),
+    ]
     cases += [("engine.constraint=absent", "Slurm refuses a job like this run's")]
     for setting, message in cases:
         done = doctor(cluster, tmp_path, task, "--set", setting)
@@ -94,7 +100,20 @@ def test_what_cannot_be_had_is_told_before_anything_is_submitted(cluster: Cluste
 def test_a_self_test_over_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """Ranks of both nodes make the checks together; what one host alone can check is done on the first."""
     (tmp_path / "site.toml").write_text(SITE + "[rollout]\n")
-    command = [sys.executable, "-m", "hpcrl", "selftest", "--site", "./site.toml", "--hosts", "2", "--ranks", "1", "--dir", "st"]
+    command = [
+        sys.executable,
+        "-m",
+        "hpcrl",
+        "selftest",
+        "--site",
+        "./site.toml",
+        "--hosts",
+        "2",
+        "--ranks",
+        "1",
+        "--dir",
+        "st",
+    ]
     only = ["--only", "collectives", "bandwidth", "stream_order"]
     done = cluster.run([*command, *only, "--set", "interface=eth0"], cwd=tmp_path, check=False, timeout=240)
     job = tmp_path / "st" / "job.log"

@@ -23,7 +23,9 @@ def states(run: Run) -> list[str]:
     return [view.state for view in views.engines] if views else []
 
 
-def test_an_engine_joins_and_the_first_one_leaves(tmp_path: Path, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_joins_and_the_first_one_leaves(
+    tmp_path: Path, task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "run"
     values = {"num_rollout": 100000, "save_interval": None, "run_dir": str(root)}
     run = Run(recipe(tmp_path, task, **(POLICY | NO_AGENT | values)), root=root)
@@ -41,11 +43,15 @@ def test_an_engine_joins_and_the_first_one_leaves(tmp_path: Path, task: Path, ca
     assert all_gone(root, pids, 30)
     steps = metrics(root)
     assert list(steps) == list(range(len(steps)))
-    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "all had the current weights"
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), (
+        "all had the current weights"
+    )
     tracks = {track.name: track for track in read_stage(root)}
     busy = {span.more["engine"] for span in tracks["rollout-0"].named(GENERATE)}
     assert busy == {0, 1} and list(tracks["joined of 127.0.0.1"].named(JOINS)[0].more["engines"]) == ["1"]
     capsys.readouterr()
     assert main(["bill", str(root), "--json"]) == 0
     bill = json.loads(capsys.readouterr().out)
-    assert sum(bill["node_hours"].values()) == pytest.approx(bill["total"]) and len(bill["allocations"]) == 1, "on its host"
+    assert sum(bill["node_hours"].values()) == pytest.approx(bill["total"]) and len(bill["allocations"]) == 1, (
+        "on its host"
+    )

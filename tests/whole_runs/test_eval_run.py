@@ -1,4 +1,5 @@
-"""`hpcrl eval` of a model directory: trainer, engine and two held-out sets, each sampled and graded as its YAML says."""
+"""`hpcrl eval` of a model directory: trainer, engine and two held-out sets, each sampled and graded as its YAML
+says."""
 
 from __future__ import annotations
 
@@ -49,15 +50,19 @@ def test_a_model_is_evaluated_by_a_run_of_its_own(tmp_path: Path, task: Path) ->
     assert all_gone(tmp_path / "run", [])
     assert not list((tmp_path / "run" / "checkpoints").glob("iter_*")), "nothing was trained, nothing is saved"
     files = {name: [json.loads(line) for line in text.splitlines()] for name, text in samples(tmp_path / "run").items()}
-    sampled, greedy = files["eval-sampled--1.jsonl"], files["eval-greedy--1.jsonl"]
+    sampled = files["eval-sampled--1.jsonl"]
+    greedy = files["eval-greedy--1.jsonl"]
     assert (len(files), len(sampled), len(greedy)) == (2, 24, 6)
     assert [row["prompt"] for row in greedy[::2]] == [row["prompt"] for row in sampled[4:16:4]], "rows 1 to 3"
     assert all(
-        a["response"] == b["response"] and a["metadata"] == {"a": 1} for a, b in zip(greedy[::2], greedy[1::2], strict=True)
+        a["response"] == b["response"] and a["metadata"] == {"a": 1}
+        for a, b in zip(greedy[::2], greedy[1::2], strict=True)
     )
     assert max(row["response_len"] for row in sampled) <= 6 and len({row["response"] for row in sampled}) > 6
     (row,) = [row for row in rows(tmp_path / "run") if "eval/sampled/accuracy" in row]
     assert math.isclose(row["eval/sampled/accuracy"], sum(one["reward"] for one in sampled) / 24)
     assert row["eval/sampled/ci_low"] < row["eval/sampled/accuracy"] < row["eval/sampled/ci_high"]
     assert {"eval/sampled/pass@4", "eval/greedy/pass@2"} <= row.keys() and row["rollout_id"] == -1
-    assert re.search(r"^sampled: 0\.\d{3} \(0\.\d{3} to 0\.\d{3}\), pass@1 .*, 24 responses$", done.stdout, re.M), done.stdout
+    assert re.search(r"^sampled: 0\.\d{3} \(0\.\d{3} to 0\.\d{3}\), pass@1 .*, 24 responses$", done.stdout, re.M), (
+        done.stdout
+    )

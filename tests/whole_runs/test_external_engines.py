@@ -21,7 +21,18 @@ pytestmark = pytest.mark.vllm
 
 
 def serve(recipe_file: Path, address: str, keys: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "hpcrl", "engines", "serve", str(recipe_file), "--listen", address, "--keys", str(keys)]
+    command = [
+        sys.executable,
+        "-m",
+        "hpcrl",
+        "engines",
+        "serve",
+        str(recipe_file),
+        "--listen",
+        address,
+        "--keys",
+        str(keys),
+    ]
     with log.open("ab") as out:
         return subprocess.Popen(
             command, stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -40,7 +51,10 @@ def test_an_engine_that_no_run_has_started_serves_one_after_another(tmp_path: Pa
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    address, keys, log, root = f"127.0.0.1:{port}", tmp_path / "keys", tmp_path / "engine.log", tmp_path / "run"
+    address = f"127.0.0.1:{port}"
+    keys = tmp_path / "keys"
+    log = tmp_path / "engine.log"
+    root = tmp_path / "run"
     values = {"num_rollout": 100000, "save_interval": None, "rollout_num_gpus": None, "run_dir": str(root)}
     values |= {"rollout_external_engine_addrs": [address], "rollout_external_engine_keys": str(keys)}
     file = recipe(tmp_path, task, **(POLICY | values))
@@ -65,14 +79,18 @@ def test_an_engine_that_no_run_has_started_serves_one_after_another(tmp_path: Pa
         assert all_gone(root, []) and engine.poll() is None
         steps = metrics(root)
         assert list(steps) == list(range(len(steps)))
-        assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "it had the current weights"
+        assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), (
+            "it had the current weights"
+        )
         more = ("--num-rollout", "2", "--weight-transfer", "disk", "--run-dir", tmp_path / "second")
         again = Run(file, *more, root=tmp_path / "second")
         status, out = again.end()
         assert status == 0, out + again.logs()
         steps = metrics(again.root)
         assert len(steps) == 2
-        assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), "and those of the next run"
+        assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), (
+            "and those of the next run"
+        )
     finally:
         end(engine)
     assert sorted(path.name for path in keys.iterdir()) == ["http.key", "weights-client-0.json", "weights-server.json"]

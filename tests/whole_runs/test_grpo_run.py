@@ -1,4 +1,5 @@
-"""Whole GRPO runs: Megatron ranks, vLLM, queue, weight updates; the same numbers on both sides; resume; dead engines."""
+"""Whole GRPO runs: Megatron ranks, vLLM, queue, weight updates; the same numbers on both sides; resume; dead
+engines."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ pytestmark = pytest.mark.vllm
 
 
 #: a reference that moves half of the way to the policy after every second rollout
-KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "ref_update_interval": 2, "ref_update_weight": 0.5}
+KL = {
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "kl_loss_type": "low_var_kl",
+    "ref_update_interval": 2,
+    "ref_update_weight": 0.5,
+}
 
 
 def start(path: Path, task: Path, **values: object) -> Run:
@@ -39,7 +46,11 @@ def start(path: Path, task: Path, **values: object) -> Run:
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     """A run on two data-parallel ranks that nobody disturbed, with a reference model; its rollouts are saved."""
-    more = KL | {"ref_load": str(task / "model"), "save_debug_rollout_data": "{run}/data/{rollout_id}", "save_token_data": 2}
+    more = KL | {
+        "ref_load": str(task / "model"),
+        "save_debug_rollout_data": "{run}/data/{rollout_id}",
+        "save_token_data": 2,
+    }
     run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, rank_launcher="torchrun", **more)
     status, out = run.end()
     assert status == 0, out + run.logs()
@@ -66,7 +77,9 @@ def test_the_reference_follows_the_policy(uncut: Path) -> None:
 
 
 def test_the_weights_really_change_the_samples(uncut: Path) -> None:
-    lines = [json.loads(line) for name, data in samples(uncut).items() if name[0].isdigit() for line in data.splitlines()]
+    lines = [
+        json.loads(line) for name, data in samples(uncut).items() if name[0].isdigit() for line in data.splitlines()
+    ]
     assert len(lines) == 5 * 32
     rewards = [row["rollout/reward"] for row in metrics(uncut).values()]
     assert len(set(rewards)) > 1
@@ -104,10 +117,14 @@ def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureF
     bill = bill_of(uncut, capsys)
     hours = bill["node_hours"]
     assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
-    assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), hours
+    assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), (
+        hours
+    )
     assert main(["report", str(uncut)]) == main(["trace", str(uncut)]) == 0
     assert "held-out accuracy" in (uncut / "report.html").read_text()
-    assert own_metrics([name for row in rows(uncut) for name in row]) == [], "all that a run logs by itself is known to the page"
+    assert own_metrics([name for row in rows(uncut) for name in row]) == [], (
+        "all that a run logs by itself is known to the page"
+    )
     assert json.loads((uncut / "trace.json").read_text())["traceEvents"]
 
 
@@ -117,7 +134,9 @@ def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> 
         assert key not in log.read_text()
 
 
-def test_ended_and_resumed_is_the_same_run(tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_and_resumed_is_the_same_run(
+    tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, **KL | {"ref_load": str(task / "model")})
     run.end_early(1, signal.SIGTERM)
@@ -140,8 +159,11 @@ def bill_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
-    """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the weights and answers."""
+def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(
+    tmp_path: Path, task: Path, uncut: Path
+) -> None:
+    """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the
+    weights and answers."""
     values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "engine_hang_timeout": 5}
     run = start(tmp_path, task, **KL | values)
 
@@ -166,7 +188,8 @@ def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(tmp_p
 
 
 def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:
-    """--colocate: the engine on the slot of a trainer rank, asleep while these train; it ends, and is resumed, in between."""
+    """--colocate: the engine on the slot of a trainer rank, asleep while these train; it ends, and is resumed, in
+    between."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, colocate=True, **KL | {"ref_load": str(task / "model")})
     run.until(lambda: run.steps() >= 2)
     os.kill(run.process.pid, signal.SIGTERM)
@@ -267,7 +290,12 @@ def test_long_prompts_that_do_not_fit_one_batch(tmp_path: Path, task: Path) -> N
     """128 prompts of some 150 tokens are more than one forward pass takes; each request has a seed."""
     rows = [{"prompt": "1+2+3+4+5+6+7+8+9+" * 8 + f"{i}=", "label": str(i)} for i in range(16)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_context_len": 256, "max_tokens_per_gpu": 2048}
+    values = {
+        "rollout_batch_size": 16,
+        "n_samples_per_prompt": 8,
+        "rollout_max_context_len": 256,
+        "max_tokens_per_gpu": 2048,
+    }
     more = {
         "prompt_data": str(tmp_path / "long.jsonl"),
         "num_rollout": 2,

@@ -44,7 +44,12 @@ def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task:
 
 def test_engines_that_never_wait_keep_the_bound_and_lose_no_group(tmp_path: Path, task: Path) -> None:
     """Stopped once, it goes on; responses are so long that new weights reach them on the way."""
-    more = {"rollout_max_response_len": 180, "rollout_max_context_len": 256, "max_tokens_per_gpu": 2048, "num_rollout": 6}
+    more = {
+        "rollout_max_response_len": 180,
+        "rollout_max_context_len": 256,
+        "max_tokens_per_gpu": 2048,
+        "num_rollout": 6,
+    }
     run = start(tmp_path, task, loop="fully-async", deterministic_mode=False, use_tis=True, max_staleness=2, **more)
     run.end_early(2, signal.SIGTERM)
     again = Run("--resume", run.root, root=run.root)
@@ -53,15 +58,21 @@ def test_engines_that_never_wait_keep_the_bound_and_lose_no_group(tmp_path: Path
     steps = metrics(run.root)
     assert list(steps) == list(range(6)) and all(row["staleness/max"] <= 2 for row in steps.values())
     assert any(row["staleness/mean"] > 0 for row in steps.values())
-    shares = [sum(value for name, value in row.items() if name.startswith("staleness/share/")) for row in steps.values()]
+    shares = [
+        sum(value for name, value in row.items() if name.startswith("staleness/share/")) for row in steps.values()
+    ]
     assert shares == pytest.approx([1] * 6)
     assert all(row["rollout/groups_stale"] == 0 for row in steps.values()), "what is slow is waited for"
     evaluated = {row["rollout_id"]: row for row in rows(run.root) if "eval/heldout/accuracy" in row}
-    assert {-1, 5} <= evaluated.keys() and "eval/heldout/policy_version" not in evaluated[5], "the last one is waited for"
+    assert {-1, 5} <= evaluated.keys() and "eval/heldout/policy_version" not in evaluated[5], (
+        "the last one is waited for"
+    )
     beside = [row for rollout_id, row in evaluated.items() if rollout_id < 5]
     assert all(row["eval/heldout/policy_version"] == row["rollout_id"] + 1 for row in beside)
     assert all(0 < row["eval/heldout/policy_version_ratio"] <= 1 for row in beside)
-    lines = [json.loads(line) for name, data in samples(run.root).items() if name[0].isdigit() for line in data.splitlines()]
+    lines = [
+        json.loads(line) for name, data in samples(run.root).items() if name[0].isdigit() for line in data.splitlines()
+    ]
     assert any(len(set(row["versions"])) > 1 for row in lines), "a response has tokens of several policies"
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in steps.values()]
     assert max(differences) <= 1e-5, "of tokens of the present policy, behind others' too"

@@ -1,4 +1,5 @@
-"""What every scheduler must bring about: the same tests of submit, status, stop, resume, requeue and cancel, on real runs."""
+"""What every scheduler must bring about: the same tests of submit, status, stop, resume, requeue and cancel, on real
+runs."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_in_a_chain_the_next_job_goes_on_and_the_rest_ends_at_once(queue: Queue,
 
 def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_path: Path, task: Path) -> None:
     path = sft(queue, tmp_path, task, **(LONG | {"num_rollout": 100000}))
-    runs = [queue.submit(path, tmp_path / "runs" / name, settings=held) for name, held in (("a", ()), ("b", queue.held))]
+    runs = [
+        queue.submit(path, tmp_path / "runs" / name, settings=held) for name, held in (("a", ()), ("b", queue.held))
+    ]
     running, waiting = runs
     running.until(lambda: running.steps() > 2)
     said = queue.hpcrl("cancel", waiting.root).stdout

@@ -1,4 +1,5 @@
-"""`hpcrl selftest` on the CPU: every check for real, in one command, as a user starts it; and what it knows when asked again."""
+"""`hpcrl selftest` on the CPU: every check for real, in one command, as a user starts it; and what it knows when asked
+again."""
 
 from __future__ import annotations
 

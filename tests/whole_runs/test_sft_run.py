@@ -74,8 +74,8 @@ def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path:
 
 
 def test_faults_in_a_row_each_named_and_nothing_lost_or_left(tmp_path: Path, task: Path) -> None:
-    """One run that is killed while it starts, loses a rank, is attacked, loses the rollout process, and is stopped: the campaign's eyes
-    after each."""
+    """One run that is killed while it starts, loses a rank, is attacked, loses the rollout process, and is stopped: the
+    campaign's eyes after each."""
     values = SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 60, "save_interval": 1, "hang_timeout": HANG}
     began = time.monotonic()
     run = start(tmp_path / "untouched", task, **values)
@@ -93,8 +93,12 @@ def test_faults_in_a_row_each_named_and_nothing_lost_or_left(tmp_path: Path, tas
     named = {kind.name: kind for kind in local_kinds() + attack_kinds()}
     kinds = [replace(named[name], early=name == wanted[0]) for name in wanted]
     with (tmp_path / "log").open("w") as log:
-        campaign = Campaign("row", 3, LocalBed(task, values), kinds, Reference.of(run.root), tmp_path / "runs", log, len(kinds))
-        campaign.start = 0.5 * starts  # the first fault comes before the run trains, on a slow machine and on a quick one
+        campaign = Campaign(
+            "row", 3, LocalBed(task, values), kinds, Reference.of(run.root), tmp_path / "runs", log, len(kinds)
+        )
+        campaign.start = (
+            0.5 * starts
+        )  # the first fault comes before the run trains, on a slow machine and on a quick one
         records = campaign.each()
     assert [record.kind for record in records] == list(wanted) and not [one for one in records if one.wrong], records
     assert records[0].early and campaign.runs == 1

@@ -26,8 +26,9 @@ print(json.dumps({"host": socket.gethostname(), "gpus": os.environ.get("CUDA_VIS
                   "shm": os.listdir("/dev/shm"), "interfaces": sorted(os.listdir("/sys/class/net")), "python": sys.executable}))
 """
 
-#: Open MPI wants MPI_Finalize; in Debian's MPICH 4.0.2 it hangs now and then over TCP (UCX waits for peers that have left), and a
-#: rank that takes its time to end without it is now and then hung up on because another of its host was quicker
+#: Open MPI wants MPI_Finalize; in Debian's MPICH 4.0.2 it hangs now and then over TCP (UCX waits for peers that have
+#: left), and a rank that takes its time to end without it is now and then hung up on because another of its host was
+#: quicker
 HELLO = """
 import os, socket
 import mpi4py
@@ -104,7 +105,9 @@ def test_what_cannot_be_had_is_refused_or_pends_for_ever(cluster: Cluster, tmp_p
 @pytest.mark.parametrize(
     ("weak", "strong"), [(["-p", "low"], ["-p", "main"]), (["--qos=low"], ["--qos=high"])], ids=["partition", "qos"]
 )
-def test_the_stronger_job_pushes_out_the_weaker(cluster: Cluster, tmp_path: Path, weak: list[str], strong: list[str]) -> None:
+def test_the_stronger_job_pushes_out_the_weaker(
+    cluster: Cluster, tmp_path: Path, weak: list[str], strong: list[str]
+) -> None:
     script = '#!/bin/bash\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 600\n'
     pushed = cluster.sbatch("--requeue", "-N4", "--exclusive", "-o", tmp_path / "log", *weak, script=script)
     cluster.wait_state(pushed, "RUNNING", 10)
@@ -150,13 +153,16 @@ def test_mpirun_reaches_the_nodes_over_ssh(cluster: Cluster, tmp_path: Path, mpi
     (tmp_path / "hello.py").write_text(HELLO)
     hosts = cluster.hostfile(mpi, ["node3", "node1", "node2"], 2)
     launch = {"openmpi": ["mpirun.openmpi", "--hostfile", hosts], "mpich": ["mpiexec.mpich", "-f", hosts]}[mpi]
-    result = cluster.run([*launch, "-n", "5", sys.executable, tmp_path / "hello.py"], env=cluster.mpirun_env(mpi), timeout=40)
+    result = cluster.run(
+        [*launch, "-n", "5", sys.executable, tmp_path / "hello.py"], env=cluster.mpirun_env(mpi), timeout=40
+    )
     name = {"openmpi": "Open", "mpich": "MPICH"}[mpi]
     assert result.stdout.split() == [name, "node3", "node3", "node1", "node1", "node2"]
 
 
 def test_shells_of_the_nodes_do_not_read_the_users_own_start_up_files(cluster: Cluster) -> None:
-    """They may take long, and write into his home what a node that loses its power leaves there half done (pyenv's lock is one)."""
+    """They may take long, and write into his home what a node that loses its power leaves there half done (pyenv's lock
+    is one)."""
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     there = [home / name for name in START_FILES if (home / name).is_file()]
     seen = cluster.run(["ssh", "node1", "cat", *there]).stdout
@@ -172,7 +178,8 @@ def test_what_a_test_leaves_is_found_and_removed(cluster: Cluster, tmp_path: Pat
 
 
 def test_nothing_outlives_its_starter(cluster: Cluster, tmp_path: Path) -> None:
-    """A second cluster beside the first; its starter is killed without a chance to clean up, once up and once half up."""
+    """A second cluster beside the first; its starter is killed without a chance to clean up, once up and once half
+    up."""
     code = "import sys, time; from pathlib import Path; from tools.cluster import control\n"
     code += "control.start(Path(sys.argv[1]), nodes=1, accounting=False); print('up', flush=True); time.sleep(600)"
     for wait_until_up in (True, False):

@@ -1,7 +1,8 @@
 """The two most telling tiny twins of the reference runs; `tests/soak/test_tiny_twins.py` has all of them.
 
-GLM4-9B's 4 + 4 under mpirun: TP 2 and CP 2 over one host, an engine of TP 2 on another, evaluation.  GLM-4.5-355B's under Slurm: TP 2,
-PP 2 and EP 2 of a mixture of experts over four nodes, which trainer and an engine over two of them take turns on.
+GLM4-9B's 4 + 4 under mpirun: TP 2 and CP 2 over one host, an engine of TP 2 on another, evaluation.  GLM-4.5-355B's
+under Slurm: TP 2, PP 2 and EP 2 of a mixture of experts over four nodes, which trainer and an engine over two of them
+take turns on.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def environment(cluster: Cluster, kind: str) -> dict[str, str]:
     return {**ENV, **ROOT, **UCX, **cluster.mpirun_env(kind)}
 
 
-def launch(cluster: Cluster, kind: str, file: Path, *words: str | Path, check: bool = True, timeout: float = 240) -> Any:
+def launch(
+    cluster: Cluster, kind: str, file: Path, *words: str | Path, check: bool = True, timeout: float = 240
+) -> Any:
     """`hpcrl launch` on the head, calling that mpirun."""
     command = [sys.executable, "-m", "hpcrl", "launch", "--hostfile", file, "--mpirun", MPIRUN[kind], *words]
     return cluster.run(command, check=check, timeout=timeout, env=environment(cluster, kind))
@@ -69,7 +71,9 @@ def test_mpich_with_a_rank_for_each_slot_gives_the_same_losses(
     assert metrics(tmp_path / "run") == metrics(under_openmpi)
 
 
-def test_mpirun_itself_starts_it_and_slimes_hostfile_is_understood(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_mpirun_itself_starts_it_and_slimes_hostfile_is_understood(
+    cluster: Cluster, tmp_path: Path, task: Path
+) -> None:
     """mpirun ... hpcrl launch, with roles from a file of slime's that no mpirun reads; the run goes on after a stop."""
     ours = tmp_path / "slime.txt"
     ours.write_text("".join(f"{cluster.layout.address(n)} slot=1\n" for n in ("node3", "node1")))
@@ -155,7 +159,9 @@ def test_a_host_that_falls_silent_ends_the_run_within_a_minute(cluster: Cluster,
     try:
         cluster.link("node2", "down")
         deadline = time.monotonic() + 60
-        while any(any("hpcrl" in word for word in argv) for n in ("node1", "node2") for _, argv in cluster.processes(n)):
+        while any(
+            any("hpcrl" in word for word in argv) for n in ("node1", "node2") for _, argv in cluster.processes(n)
+        ):
             assert time.monotonic() < deadline, {n: cluster.processes(n) for n in ("node1", "node2")}
             time.sleep(0.5)
         error = json.loads((tmp_path / "run/attempts/0/error.json").read_text())

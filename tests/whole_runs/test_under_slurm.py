@@ -32,13 +32,17 @@ def sft(path: Path, task: Path, **values: object) -> Path:
 
 @pytest.fixture(scope="module")
 def het(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, task: Path) -> Job:
-    """A finished run as a heterogeneous job, tensor-parallel over two hosts, the rollout process on a component of its own.
+    """A finished run as a heterogeneous job, tensor-parallel over two hosts, the rollout process on a component of its
+    own.
 
     Its directory has what sbatch would replace in the name of an output file.
     """
     path = tmp_path_factory.mktemp("het")
     job = submit(
-        cluster, policy(path, task, tensor_model_parallel_size=2), path / "100%j run", settings=("rollout.partition=main",)
+        cluster,
+        policy(path, task, tensor_model_parallel_size=2),
+        path / "100%j run",
+        settings=("rollout.partition=main",),
     )
     job.ends()
     return job
@@ -120,7 +124,9 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
     values = steps | NO_AGENT | {"custom_rm_path": "tests.support.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()
-    uncut = Run(policy(tmp_path / "uncut", task, **values, run_dir=str(tmp_path / "uncut/run")), root=tmp_path / "uncut/run")
+    uncut = Run(
+        policy(tmp_path / "uncut", task, **values, run_dir=str(tmp_path / "uncut/run")), root=tmp_path / "uncut/run"
+    )
     (tmp_path / "cut").mkdir()
     job = submit(
         cluster,
@@ -154,9 +160,11 @@ def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp
     launchers = json.loads((job.root / "state.json").read_text())["host"]
     cluster.kill_node(launchers, told=True)  # nobody of the run is left to say what became of it
     job.until(lambda: job.training(5))
-    # An answer still on its way may return the node to service after the administrator's word: then Slurm's own reason follows.
+    # An answer still on its way may return the node to service after the administrator's word: then Slurm's own reason
+    # follows.
     assert re.match(
-        rf"launcher-0: host {launchers} was lost \(Slurm has had it down since .*: (power|Not responding)\)", error(job.root, 4)
+        rf"launcher-0: host {launchers} was lost \(Slurm has had it down since .*: (power|Not responding)\)",
+        error(job.root, 4),
     )
     (job.root / HURRY).touch()
     job.ends()
@@ -173,7 +181,9 @@ def error(root: Path, attempt: int) -> str:
     return f"{found['role']}-{found['index']}: {found['message']}"
 
 
-def test_status_names_the_host_that_ended_a_job_which_is_not_queued_again(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_status_names_the_host_that_ended_a_job_which_is_not_queued_again(
+    cluster: Cluster, tmp_path: Path, task: Path
+) -> None:
     """The launcher was on it, and nobody comes after it."""
     path = sft(tmp_path, task, num_rollout=400, save_interval=None)
     job = submit(cluster, path, tmp_path / "run", settings=("requeue=false",))
@@ -221,7 +231,12 @@ def test_when_one_component_fails_all_ends_and_nothing_else_is_touched(
     said = hpcrl(cluster, "status", job.root).stdout
     assert "failed" in said and what in said and "SIGKILL" in said, said
     job.until(
-        lambda: not [line for line in lines(cluster) if str(job.root) in line or "hpcrl" in line or f"[{job.number}" in line], 20
+        lambda: (
+            not [
+                line for line in lines(cluster) if str(job.root) in line or "hpcrl" in line or f"[{job.number}" in line
+            ]
+        ),
+        20,
     )
     assert set(cluster.states(other).values()) == {"RUNNING"}
     assert lines(cluster).count("torchrun 600") == 5
@@ -234,7 +249,12 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(cluster: Cluster, 
     jobs = []
     for name in ("a", "b"):
         path = policy(
-            tmp_path / name, task, check_weight_update_equal=False, eval_interval=None, eval_prompt_data=None, eval_label_key=None
+            tmp_path / name,
+            task,
+            check_weight_update_equal=False,
+            eval_interval=None,
+            eval_prompt_data=None,
+            eval_label_key=None,
         )
         jobs.append(submit(cluster, path, tmp_path / name / "run", settings=nodes))
     jobs[0].until(lambda: jobs[0].steps() > 0)
@@ -292,7 +312,8 @@ def test_a_job_that_must_wait_for_what_is_down_is_taken_and_waits(
     cluster: Cluster, tmp_path: Path, task: Path, down: str
 ) -> None:
     """As by plain sbatch; `sbatch --test-only` would refuse it."""
-    path, root = sft(tmp_path, task, actor_num_nodes=4), tmp_path / "run"
+    path = sft(tmp_path, task, actor_num_nodes=4)
+    root = tmp_path / "run"
     words = [path, "--run-dir", root, "--set", *MEMORY]
     broken, mended = {
         "node": (["nodename=node2", "state=drain", "reason=fan"], ["nodename=node2", "state=resume"]),
@@ -312,7 +333,9 @@ def test_a_job_that_must_wait_for_what_is_down_is_taken_and_waits(
         cluster.run(["scontrol", "update", *mended])
 
 
-def test_what_sbatch_itself_refuses_is_told_in_one_line_and_leaves_nothing(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_what_sbatch_itself_refuses_is_told_in_one_line_and_leaves_nothing(
+    cluster: Cluster, tmp_path: Path, task: Path
+) -> None:
     words = [policy(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *MEMORY, "account=nobody"]
     for more in ([], ["--dry-run"]):
         done = hpcrl(cluster, "submit", *words[:3], *more, *words[3:], check=False)
@@ -323,8 +346,11 @@ def test_what_sbatch_itself_refuses_is_told_in_one_line_and_leaves_nothing(clust
     assert looked.returncode == 1 and "Slurm refuses a job like this run's" in looked.stdout, looked.stdout
 
 
-def test_a_run_directory_that_nodes_do_not_share_is_said_in_the_log(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """/var/tmp is each node's own in this job: Slurm's output file is on the shared one, so that somebody can read it."""
+def test_a_run_directory_that_nodes_do_not_share_is_said_in_the_log(
+    cluster: Cluster, tmp_path: Path, task: Path
+) -> None:
+    """/var/tmp is each node's own in this job: Slurm's output file is on the shared one, so that somebody can read
+    it."""
     path = sft(tmp_path, task)
     printed = hpcrl(
         cluster, "submit", path, "--print", "--launch-timeout", "8", "--set", "trainer.mem=8G", "engine.mem=8G"
@@ -333,7 +359,9 @@ def test_a_run_directory_that_nodes_do_not_share_is_said_in_the_log(cluster: Clu
     printed = printed.replace("export HPCRL_PYTHON=python3", f"export HPCRL_PYTHON={sys.executable}")
     script = tmp_path / "job.sbatch"
     script.write_text(
-        printed.replace('--run-dir "runs/', '--run-dir "/tmp/runs-').replace("HPCRL_MAX_REQUEUES=20", "HPCRL_MAX_REQUEUES=0")
+        printed.replace('--run-dir "runs/', '--run-dir "/tmp/runs-').replace(
+            "HPCRL_MAX_REQUEUES=20", "HPCRL_MAX_REQUEUES=0"
+        )
     )
     number = cluster.sbatch(script, cwd=tmp_path, env=ENV)
     cluster.wait_state(number, "FAILED", 60)

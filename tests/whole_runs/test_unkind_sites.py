@@ -1,4 +1,5 @@
-"""Runs on a cluster that is as unkind as real sites are (tests/support/unkind.py); tests/soak/test_unkind_sites.py has more."""
+"""Runs on a cluster that is as unkind as real sites are (tests/support/unkind.py); tests/soak/test_unkind_sites.py has
+more."""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ def test_without_a_default_partition_the_mend_is_named_before_the_queue(
 
 
 def test_whatever_a_site_does_the_run_trains(bare: Cluster, tmp_path: Path, task: Path) -> None:  # noqa: F811
-    """Submitted from inside another job, whose size, memory and ranks are not the new one's; Slurm hands no variable on, the set-up
-    reads what is not set and ends badly, home is read-only, TMPDIR differs by node, srun tears the lines of its tasks."""
+    """Submitted from inside another job, whose size, memory and ranks are not the new one's; Slurm hands no variable
+    on, the set-up reads what is not set and ends badly, home is read-only, TMPDIR differs by node, srun tears the lines
+    of its tasks."""
     words = shlex.join(command(sft(tmp_path, task, num_rollout=3), tmp_path / "run"))
     exports = " ".join(f"{name}={value}" for name, value in {**HOSTILE, "HPCRL_SITE": careless_site(tmp_path)}.items())
     outer = f"#!/bin/bash\ncd {REPO}\nexport PMIX_RANK=0 PMI_RANK=0 {exports}\n{words} > {tmp_path}/said 2>&1\n"
@@ -65,7 +67,9 @@ def test_whatever_a_site_does_the_run_trains(bare: Cluster, tmp_path: Path, task
 def guides_command() -> list[str]:
     """What docs/slurm.md says to type for the quick start, less --dry-run."""
     page = (REPO / "docs" / "slurm.md").read_text()
-    block = next(part for part in page.split("\n\n") if "submit examples/quickstart.toml" in part and "--dry-run" in part)
+    block = next(
+        part for part in page.split("\n\n") if "submit examples/quickstart.toml" in part and "--dry-run" in part
+    )
     words = shlex.split(block.replace("\\\n", " "))
     assert words[:2] == ["hpcrl", "submit"]
     return [
@@ -76,7 +80,8 @@ def guides_command() -> list[str]:
 
 
 def test_the_quick_start_runs_as_the_guide_has_it(bare: Cluster, tmp_path: Path) -> None:  # noqa: F811
-    """With a profile that names the partition, as the guide says; two rollouts a stage, the whole of it is a campaign."""
+    """With a profile that names the partition, as the guide says; two rollouts a stage, the whole of it is a
+    campaign."""
     (tmp_path / "mine.toml").write_text('[trainer]\npartition = "cpu"\n[engine]\npartition = "cpu"\n')
     told = ENV | {"HPCRL_SITE": str(tmp_path / "mine.toml")}
     shown = bare.run([*guides_command(), "--dry-run"], env=told, cwd=tmp_path).stdout

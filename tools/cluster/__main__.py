@@ -14,7 +14,9 @@ from tools.cluster.layout import HEAD, read
 
 def parser() -> argparse.ArgumentParser:
     """Every command and its arguments."""
-    root = argparse.ArgumentParser(prog="python -m tools.cluster", description="A real Slurm and MPI cluster in namespaces.")
+    root = argparse.ArgumentParser(
+        prog="python -m tools.cluster", description="A real Slurm and MPI cluster in namespaces."
+    )
     commands = root.add_subparsers(dest="command", required=True)
 
     def add(name: str, text: str, *arguments: str) -> argparse.ArgumentParser:
@@ -28,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     begin.add_argument("--nodes", type=int, default=4, help="besides the head (default 4)")
     begin.add_argument("--no-accounting", action="store_true", help="no MariaDB, no slurmdbd: sacct answers nothing")
     begin.add_argument("--cgroups", action="store_true", help="limits by cgroups (version 1)")
-    begin.add_argument("--visible", type=Path, action="append", default=[], help="below /tmp, yet seen by every node; repeatable")
+    begin.add_argument(
+        "--visible", type=Path, action="append", default=[], help="below /tmp, yet seen by every node; repeatable"
+    )
     add("exec", "run a command on a node", "node").add_argument("words", nargs=argparse.REMAINDER, metavar="CMD")
     add("shell", "a shell on a node (the head if none is named)").add_argument("node", nargs="?", default=HEAD)
     add("kill-node", "cut the power of a node", "node")
@@ -75,7 +79,11 @@ def _start(options: argparse.Namespace) -> int:
     if lacking:
         raise control.ClusterError(lacking)
     handle = control.start(
-        options.dir, nodes=options.nodes, accounting=not options.no_accounting, cgroups=options.cgroups, visible=options.visible
+        options.dir,
+        nodes=options.nodes,
+        accounting=not options.no_accounting,
+        cgroups=options.cgroups,
+        visible=options.visible,
     )
     control.detach(handle)
     program = f"{sys.executable} -m tools.cluster"

@@ -1,8 +1,10 @@
-"""A mount that remembers what it saw, as network file systems do: `python -m tools.cluster.caching_mount SOURCE TARGET SECONDS`.
+"""A mount that remembers what it saw, as network file systems do: `python -m tools.cluster.caching_mount SOURCE TARGET
+SECONDS`.
 
-TARGET shows SOURCE through FUSE (the kernel's own protocol, version 7.31, over /dev/fuse).  Names, attributes and absence are
-remembered by the kernel for SECONDS, listings and contents are not: what another host changes is seen late, what it adds may be
-denied by whoever asked for it before.  Prints `ready`; ends with SIGTERM or when TARGET is unmounted.
+TARGET shows SOURCE through FUSE (the kernel's own protocol, version 7.31, over /dev/fuse).  Names, attributes and
+absence are remembered by the kernel for SECONDS, listings and contents are not: what another host changes is seen late,
+what it adds may be denied by whoever asked for it before.  Prints `ready`; ends with SIGTERM or when TARGET is
+unmounted.
 
 Invariant: a request is answered, if only with an error; nothing is written but what SOURCE gets.
 """
@@ -30,7 +32,8 @@ class Mount:
 
     def __init__(self, source: str, seconds: int) -> None:
         self.seconds = seconds
-        self.paths, self.ids = {ROOT: source}, {source: ROOT}
+        self.paths = {ROOT: source}
+        self.ids = {source: ROOT}
         self.listings: dict[int, list[os.DirEntry[str]]] = {}
         self.next = ROOT + 1
         self.operations: dict[int, Callable[[int, bytes], bytes | None]] = {
@@ -59,7 +62,8 @@ class Mount:
         found = os.lstat(path)
         node = self.ids.get(path)
         if node is None:
-            node, self.next = self.next, self.next + 1
+            node = self.next
+            self.next = self.next + 1
             self.ids[path], self.paths[node] = node, path
         return struct.pack("<QQQQII", node, 0, self.seconds, self.seconds, 0, 0) + self.attributes(found, node)
 
@@ -87,7 +91,9 @@ class Mount:
 
     def init(self, _: int, body: bytes) -> bytes:
         _, _, ahead, _ = struct.unpack_from("<IIII", body)
-        return struct.pack("<IIIIHHIIHHI7I", 7, 31, ahead, 1 << 5, 16, 12, 1 << 17, 1, 0, 0, 0, *[0] * 7)  # 1 << 5: big writes
+        return struct.pack(
+            "<IIIIHHIIHHI7I", 7, 31, ahead, 1 << 5, 16, 12, 1 << 17, 1, 0, 0, 0, *[0] * 7
+        )  # 1 << 5: big writes
 
     def forget(self, *_: object) -> None:
         return None
@@ -165,7 +171,8 @@ class Mount:
     def rename(self, node: int, body: bytes, skip: int = 8) -> bytes:
         (into,) = struct.unpack_from("<Q", body)
         name, new, *_ = body[skip:].split(b"\0")
-        old_path, new_path = self.child(node, name), self.child(into, new)
+        old_path = self.child(node, name)
+        new_path = self.child(into, new)
         os.rename(old_path, new_path)
         self.moved(old_path, new_path)
         return b""
@@ -208,7 +215,8 @@ class Mount:
         return b""
 
     def opendir(self, node: int, _: bytes) -> bytes:
-        handle, self.next = self.next, self.next + 1
+        handle = self.next
+        self.next = self.next + 1
         with os.scandir(self.paths[node]) as found:
             self.listings[handle] = list(found)
         return struct.pack("<QII", handle, 0, 0)

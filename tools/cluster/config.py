@@ -70,7 +70,9 @@ def slurm(layout: Layout) -> str:
         *(_accounting(layout) if layout.accounting else ["PreemptType=preempt/partition_prio"]),
         "NodeName=DEFAULT CPUs=16 Sockets=1 RealMemory=64000 "
         + (
-            "CoresPerSocket=8 ThreadsPerCore=2" if layout.bare else f"CoresPerSocket=16 ThreadsPerCore=1 Gres=gpu:{GPUS_PER_NODE}"
+            "CoresPerSocket=8 ThreadsPerCore=2"
+            if layout.bare
+            else f"CoresPerSocket=16 ThreadsPerCore=1 Gres=gpu:{GPUS_PER_NODE}"
         ),
         *(f"NodeName={node} NodeAddr={layout.address(node)}" for node in layout.workers),
         *_partitions(layout),
@@ -139,7 +141,8 @@ StorageLoc=slurm_acct_db
 """
 
 
-#: Of a bare cluster: every job has a temporary directory of its own on each node, which no other node has under that name.
+#: Of a bare cluster: every job has a temporary directory of its own on each node, which no other node has under that
+#: name.
 TASK_PROLOG = """\
 #!/bin/bash
 mkdir -p "/tmp/job-$SLURM_JOB_ID-$SLURMD_NODENAME"
@@ -202,7 +205,9 @@ def write(layout: Layout) -> None:
         (layout.base / "spool" / node).mkdir(parents=True, exist_ok=True)
     devices = f"Name=gpu File={layout.base}/dev/nvidia[0-{GPUS_PER_NODE - 1}]\n"
     texts = {"slurm.conf": slurm(layout), "gres.conf": devices, "hosts": hosts(layout), "sshd_config": sshd(layout)}
-    texts |= {"ssh_config": ssh(layout), "shell_start": START_FILE} | {f"hostname.{host}": f"{host}\n" for host in layout.hosts}
+    texts |= {"ssh_config": ssh(layout), "shell_start": START_FILE} | {
+        f"hostname.{host}": f"{host}\n" for host in layout.hosts
+    }
     texts |= {f"boot_id.{host}": f"{uuid.uuid4()}\n" for host in layout.hosts}
     if layout.accounting:
         texts["slurmdbd.conf"] = slurmdbd(layout)
@@ -229,9 +234,9 @@ def _private(path: Path, data: bytes, mode: int) -> None:
 def _libraries(layout: Layout) -> None:
     """Libraries under the names that they are asked for by; Debian has those only in its development packages.
 
-    Slurm's PMIx plugin opens libpmix.so in one directory: every node sees a copy with that name there.  mpi4py's wheel opens
-    libmpi.so.12, the name by the MPI ABI, which MPICH calls libmpich.so.12; Open MPI is here as well, so that name may not be
-    found unasked: it is in a directory for LD_LIBRARY_PATH.
+    Slurm's PMIx plugin opens libpmix.so in one directory: every node sees a copy with that name there.  mpi4py's wheel
+    opens libmpi.so.12, the name by the MPI ABI, which MPICH calls libmpich.so.12; Open MPI is here as well, so that
+    name may not be found unasked: it is in a directory for LD_LIBRARY_PATH.
     """
     for pmix in Path("/usr/lib").glob("*/pmix2/lib"):
         shutil.copytree(pmix, layout.pmix, symlinks=True)

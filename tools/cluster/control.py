@@ -1,7 +1,7 @@
 """The cluster from outside: start it, run commands on its nodes, break it, stop it.
 
-Invariant: a cluster is found by its directory alone (process 1 of its namespace carries it in argv), so there is no pid file
-that could name a stranger; and it never outlives whoever started it without `detach`.
+Invariant: a cluster is found by its directory alone (process 1 of its namespace carries it in argv), so there is no pid
+file that could name a stranger; and it never outlives whoever started it without `detach`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def leader(layout: Layout, host: str) -> int:
         raise ClusterError(f"there is no node {host!r}; the nodes are {', '.join(layout.hosts)}")
     pid = processes.first("tools.cluster.node", str(layout.shared), host)
     if pid is None:
-        raise ClusterError(f"{host} is off: `boot-node {host}` turns it on" if outer(layout) else "the cluster is not running")
+        raise ClusterError(
+            f"{host} is off: `boot-node {host}` turns it on" if outer(layout) else "the cluster is not running"
+        )
     return pid
 
 
@@ -56,7 +58,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a cluster in `shared`, anew; returns when all nodes are idle.
 
-    visible: directories below /tmp and the like that every node shall see; those that Python and this program need are added.
+    visible: directories below /tmp and the like that every node shall see; those that Python and this program need are
+    added.
     bare: as in Layout.
     The cluster ends when the process that called this does, or its handle's stdin is closed; `detach` lets it live on.
     ClusterError with the end of the log if it does not come up.
@@ -65,7 +68,9 @@ def start(
     if cgroups and not Path("/sys/fs/cgroup/memory/cgroup.procs").exists():
         raise ClusterError("--cgroups needs cgroup version 1 hierarchies under /sys/fs/cgroup: leave it out here")
     needed = {Path(sys.prefix), Path(sys.base_prefix), REPO, *visible}
-    below = tuple(str(path) for path in sorted(path.resolve() for path in needed) if any(map(path.is_relative_to, PRIVATE)))
+    below = tuple(
+        str(path) for path in sorted(path.resolve() for path in needed) if any(map(path.is_relative_to, PRIVATE))
+    )
     layout = Layout(shared, nodes, accounting, cgroups, below, bare)
     if outer(layout) is not None:
         raise ClusterError(f"a cluster is running in {shared} already: `stop` ends it")
@@ -150,7 +155,8 @@ def entering(layout: Layout, host: str, command: Sequence[str], cwd: str | None 
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The caller's environment as a login on a node would have it; `python` and `hpcrl` are those of this interpreter."""
+    """The caller's environment as a login on a node would have it; `python` and `hpcrl` are those of this
+    interpreter."""
     values = {key: value for key, value in os.environ.items() if key not in FOREIGN}
     values["PATH"] = f"{Path(sys.executable).parent}:{values.get('PATH', '')}:/usr/sbin:/usr/bin:/sbin:/bin"
     if os.geteuid() == 0:  # Open MPI refuses root unless it is told twice

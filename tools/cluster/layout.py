@@ -1,7 +1,7 @@
 """Where things of one cluster lie and what its hosts are called.
 
-Invariant: everything is derived from DIR and from DIR/.cluster/layout.json, which `start` writes once; so every later command,
-and every process inside, sees the same cluster.
+Invariant: everything is derived from DIR and from DIR/.cluster/layout.json, which `start` writes once; so every later
+command, and every process inside, sees the same cluster.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 @dataclass(frozen=True)
 class Layout:
-    """One cluster: `shared` is DIR; `visible` are further directories that every node sees although they lie below a private one.
+    """One cluster: `shared` is DIR; `visible` are further directories that every node sees although they lie below a
+    private one.
 
-    bare: nodes without GPUs and without generic resources, of cores with two hardware threads each, which jobs get whole; no default
-    partition, and partitions of one node each as well; a TMPDIR of each job and node, which Slurm's task prolog makes.
+    bare: nodes without GPUs and without generic resources, of cores with two hardware threads each, which jobs get
+    whole; no default partition, and partitions of one node each as well; a TMPDIR of each job and node, which Slurm's
+    task prolog makes.
     """
 
     shared: Path

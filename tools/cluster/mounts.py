@@ -1,7 +1,7 @@
 """mount(2) for process 1 of a namespace.
 
-Invariant: called only inside a private mount namespace, so nothing of it is ever seen outside, and all of it is gone when
-the last process of the namespace is.
+Invariant: called only inside a private mount namespace, so nothing of it is ever seen outside, and all of it is gone
+when the last process of the namespace is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC = 2, 4, 4096, 16384
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_BIND = 4096
+MS_REC = 16384
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str, target: Path | str, kind: str = "", flags: int = 0, data: str = "") -> None:
     """One mount.  OSError with the target if the kernel refuses."""
-    arguments = [os.fsencode(source), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None]
+    arguments = [
+        os.fsencode(source),
+        os.fsencode(target),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        data.encode() or None,
+    ]
     if _libc.mount(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"mount {kind or source}: {os.strerror(error)}", str(target))
@@ -29,7 +38,8 @@ def bind(source: Path | str, target: Path | str) -> None:
 
 
 def private(directory: str, mode: str, visible: Iterable[Path]) -> None:
-    """An empty tmpfs over `directory`, in which only the paths of `visible` below it are still to be seen, as they were."""
+    """An empty tmpfs over `directory`, in which only the paths of `visible` below it are still to be seen, as they
+    were."""
     # a parent covers its children
     kept: list[Path] = []
     for path in sorted(visible):
@@ -44,7 +54,8 @@ def private(directory: str, mode: str, visible: Iterable[Path]) -> None:
 
 
 def fresh_sys() -> None:
-    """/sys of this network namespace, so that /sys/class/net shows its interfaces; the cgroups below it stay as they are."""
+    """/sys of this network namespace, so that /sys/class/net shows its interfaces; the cgroups below it stay as they
+    are."""
     cgroups = Path("/sys/fs/cgroup")
     handle = os.open(cgroups, os.O_PATH)
     try:

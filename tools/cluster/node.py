@@ -1,7 +1,7 @@
 """Process 1 of a node: `python -m tools.cluster.node DIR NAME`, in its own net, uts, ipc, mount and pid namespaces.
 
-Invariant: everything that runs on the node is below this process, so SIGKILL to it is a power cut; it outlives its daemons
-(slurmd alone may be killed) and reaps orphans at once, so that a dead process never looks alive.
+Invariant: everything that runs on the node is below this process, so SIGKILL to it is a power cut; it outlives its
+daemons (slurmd alone may be killed) and reaps orphans at once, so that a dead process never looks alive.
 """
 
 from __future__ import annotations
@@ -64,10 +64,15 @@ def _mounts(layout: Layout, name: str) -> None:
     for directory in PRIVATE:
         private(directory, "755" if directory == "/run" else "1777", visible)
     # MPICH takes processes with one boot id for processes of one host
-    own = {"hosts": "/etc/hosts", f"hostname.{name}": "/etc/hostname", f"boot_id.{name}": "/proc/sys/kernel/random/boot_id"}
+    own = {
+        "hosts": "/etc/hosts",
+        f"hostname.{name}": "/etc/hostname",
+        f"boot_id.{name}": "/proc/sys/kernel/random/boot_id",
+    }
     for source, target in (own | {"ssh_config": "/etc/ssh/ssh_config"}).items():
         bind(layout.etc / source, target)
-    # the user's own may take long, and nodes whose power is cut would leave in his home what it had begun to write there
+    # the user's own may take long, and nodes whose power is cut would leave in his home what it had begun to write
+    # there
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     for file in (home / name for name in config.START_FILES):
         if file.is_file():
@@ -95,7 +100,9 @@ def _common_daemons(layout: Layout, name: str) -> None:
     munged = ["munged", "--force", f"--key-file={layout.base}/munge.key", "--seed-file=/run/munge/seed"]
     subprocess.run([*munged, f"--log-file={layout.log}/munged.{name}.log"], check=True)
     # sshd insists on being started by its full path
-    subprocess.run(["/usr/sbin/sshd", "-f", str(layout.etc / "sshd_config"), "-E", f"{layout.log}/sshd.{name}.log"], check=True)
+    subprocess.run(
+        ["/usr/sbin/sshd", "-f", str(layout.etc / "sshd_config"), "-E", f"{layout.log}/sshd.{name}.log"], check=True
+    )
 
 
 def _head(layout: Layout) -> None:

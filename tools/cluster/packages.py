@@ -84,7 +84,9 @@ def _no_daemons() -> Iterator[None]:
 
 def _apt(*words: str) -> bool:
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    result = subprocess.run(["apt-get", "-q", *words], capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    result = subprocess.run(
+        ["apt-get", "-q", *words], capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
+    )
     if result.returncode:
         print("\n".join((result.stdout + result.stderr).splitlines()[-15:]), file=sys.stderr)
     return result.returncode == 0

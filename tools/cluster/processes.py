@@ -1,6 +1,7 @@
 """What runs where, read from /proc.
 
-Invariant: a process is known by its pid namespace and its place in the tree, never by a name that somebody else may also carry.
+Invariant: a process is known by its pid namespace and its place in the tree, never by a name that somebody else may
+also carry.
 """
 
 from __future__ import annotations

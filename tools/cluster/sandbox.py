@@ -1,8 +1,9 @@
 """Process 1 of the outer namespace: `python -m tools.cluster.sandbox DIR`.
 
-It is the switch that the nodes are plugged into and the parent of them all.  Invariant: when it ends, for whatever reason,
-the kernel ends every process, interface and mount of the cluster.  It ends when it is told to (SIGTERM) and when its
-starter is gone: the starter holds the other end of standard input, and end of file without the word `detach` is its death.
+It is the switch that the nodes are plugged into and the parent of them all.  Invariant: when it ends, for whatever
+reason, the kernel ends every process, interface and mount of the cluster.  It ends when it is told to (SIGTERM) and
+when its starter is gone: the starter holds the other end of standard input, and end of file without the word `detach`
+is its death.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def _ip(*commands: str) -> None:
 
 def _await_namespace(node: subprocess.Popen[bytes]) -> None:
     """Until the process has left this network namespace for its own."""
-    own, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + PATIENCE
+    own = os.readlink("/proc/self/ns/net")
+    deadline = time.monotonic() + PATIENCE
     while os.readlink(f"/proc/{node.pid}/ns/net") == own:
         if node.poll() is not None or time.monotonic() > deadline:
             raise ValueError("unshare made no namespaces")

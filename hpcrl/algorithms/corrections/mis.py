@@ -11,7 +11,8 @@
 
 Source: Liu, Li et al. 2025, "When speed kills stability", yingru.notion.site; names and defaults as in slime's
 train_infer_mismatch_helper, whose tis_upper_bound is tis_clip here, and whose tis_lower_bound is tis_clip_low.
-Use: where --use-tis alone does not hold; sequence weights are unbiased and noisy, geometric rejection needs bounds close to 1.
+Use: where --use-tis alone does not hold; sequence weights are unbiased and noisy, geometric rejection needs bounds
+close to 1.
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ def correct(tokens: TokenBatch, options: Options) -> Correction:
 
 
 def rejection_bounds(options: Options) -> tuple[float, float]:
-    """(--rs-lower-bound, --rs-upper-bound); they default to --tis-clip-low, or 1 / --tis-clip where that is 0, and --tis-clip."""
+    """(--rs-lower-bound, --rs-upper-bound); they default to --tis-clip-low, or 1 / --tis-clip where that is 0, and
+    --tis-clip."""
     low = options.tis_clip_low or 1 / options.tis_clip
     low = low if options.rs_lower_bound is None else options.rs_lower_bound
     return low, options.tis_clip if options.rs_upper_bound is None else options.rs_upper_bound
 
 
 def _levels(tokens: TokenBatch, difference: Tensor, options: Options) -> dict[str, Tensor]:
-    """Level -> log-ratios [r]; veto -> 1.0 for every token of a response that has one below the threshold.  One reduction."""
+    """Level -> log-ratios [r]; veto -> 1.0 for every token of a response that has one below the threshold.  One
+    reduction."""
     below = torch.zeros_like(difference)
     if options.rs_veto_threshold is not None:
         below = (difference.exp() < options.rs_veto_threshold).to(difference.dtype)

@@ -3,7 +3,8 @@
     A_it as grpo; the loss is gspo's (see losses/gspo.py)
 
 Source: Zheng et al. 2025, arXiv:2507.18071.
-Use: mixture-of-experts models and long responses, where the ratios of single tokens are noisy; --eps-clip 3e-4, --eps-clip-high 4e-4.
+Use: mixture-of-experts models and long responses, where the ratios of single tokens are noisy; --eps-clip 3e-4,
+--eps-clip-high 4e-4.
 """
 
 from __future__ import annotations

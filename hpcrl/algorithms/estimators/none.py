@@ -2,7 +2,8 @@
 
     A_it = 0
 
-Source: on-policy distillation, Lu and Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+Source: on-policy distillation, Lu and Thinking Machines Lab 2025,
+https://thinkingmachines.ai/blog/on-policy-distillation.
 Use: a student that is to answer as its teacher does; rewards, where there are any, are logged.
 """
 

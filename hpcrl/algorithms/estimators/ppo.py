@@ -3,7 +3,8 @@
     r_t = -kl_coef KL_t + [t is the last trained token] R         d_t = r_t + gamma V_{t+1} - V_t  (V after the last: 0)
     A_t = sum_{s >= t} (gamma lambd)^(s - t) d_s                  the critic learns A_t + V_t
 
-Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; 2017, arXiv:1707.06347.  The steps of an episode are its trained tokens.
+Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; 2017, arXiv:1707.06347.  The steps of an episode are its trained
+tokens.
 Use: where tokens of one response deserve different credit and a second model of the same size is affordable.
 """
 

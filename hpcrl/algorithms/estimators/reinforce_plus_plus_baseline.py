@@ -4,7 +4,8 @@
     --disable-rewards-normalization:  A_it = R_i - kl_coef KL_it
 
 Source: Hu 2025, arXiv:2501.03262, "REINFORCE++-baseline".
-Use: several responses to each prompt, where the spread within a group should not scale its rewards, but that of the batch should.
+Use: several responses to each prompt, where the spread within a group should not scale its rewards, but that of the
+batch should.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     k1 = r d,   d = log p - log p_ref,   r: 1, or the importance ratio (--use-unbiased-kl)
 
-Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.  Its gradient as a loss term has
-mean zero: use it in the reward (--kl-coef), not in the loss.
+Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.  Its gradient as a loss
+term has mean zero: use it in the reward (--kl-coef), not in the loss.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     r = exp(log p - log p_old)        L = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A)
     --eps-clip-c c (dual clip):       where A < 0, min(L, -c A)
 
-Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.  Unequal bounds (clip-higher): DAPO, Yu et al. 2025, arXiv:2503.14476.
-Dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5.
+Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.  Unequal bounds (clip-higher): DAPO, Yu et al. 2025,
+arXiv:2503.14476. Dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5.
 Use: the default.
 """
 

@@ -1,4 +1,5 @@
-"""The held-out sets of a run, each with all of its settings: those of --eval-prompt-data, or of the YAML file --eval-config.
+"""The held-out sets of a run, each with all of its settings: those of --eval-prompt-data, or of the YAML file
+--eval-config.
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
@@ -8,7 +9,8 @@
 
 A set's own setting goes before the defaults', these before an --eval-... flag, and that before what training has.
 
-Invariant: what leaves here can be sampled and graded as far as options can say; an unknown key, and one without effect, is refused.
+Invariant: what leaves here can be sampled and graded as far as options can say; an unknown key, and one without effect,
+is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ NAME = re.compile(r"[\w.+-]*[\w.+]")  #: a step follows it in file names, after 
 class EvalSet:
     """One held-out set.
 
-    rewards: what grades it, in place of nothing else; own_types: its prompts' metadata may name another; max_response_len and
-    the other lengths: tokens; top_k -1, min_p 0, top_p 1, repetition_penalty 1, min_new_tokens 0: off.
+    rewards: what grades it, in place of nothing else; own_types: its prompts' metadata may name another;
+    max_response_len and the other lengths: tokens; top_k -1, min_p 0, top_p 1, repetition_penalty 1, min_new_tokens 0:
+    off.
     """
 
     name: str
@@ -135,7 +138,8 @@ _OFF = {"min_new_tokens": 0}
 
 
 def eval_sets(options: Options) -> tuple[EvalSet, ...]:
-    """The sets, in order.  UsageError names the flag or the file's key at fault; DataError is left to whoever opens a set's file."""
+    """The sets, in order.  UsageError names the flag or the file's key at fault; DataError is left to whoever opens a
+    set's file."""
     if options.eval_config is not None:
         return tuple(_set(options, own, shown) for shown, own in _of_file(Path(options.eval_config)))
     return tuple(_set(options, own, FLAG) for own in _of_words(options.eval_prompt_data))
@@ -157,7 +161,9 @@ def _check_name(name: str, names: list[str], where: str) -> None:
     if name.endswith(KINDS):
         raise UsageError(f"{where}: {name} stands where a name should", "write NAME PATH for each file")
     if not NAME.fullmatch(name):
-        raise UsageError(f"{where}: {name!r} cannot be a name", "use letters, digits, '_', '-', '.', '+', and no '-' at the end")
+        raise UsageError(
+            f"{where}: {name!r} cannot be a name", "use letters, digits, '_', '-', '.', '+', and no '-' at the end"
+        )
     if names.count(name) > 1:
         raise UsageError(f"{where} gives a name twice: {name}", "each set needs a name of its own")
 
@@ -218,7 +224,9 @@ def _table(row: Any, shown: str, known: Mapping[str, tuple[Kind, float | None, f
             continue
         kind, least, most = known[key]
         numbers = [value] if isinstance(value, int | float) else []
-        if not kind.fits(value) or any((least is not None and n < least) or (most is not None and n > most) for n in numbers):
+        if not kind.fits(value) or any(
+            (least is not None and n < least) or (most is not None and n > most) for n in numbers
+        ):
             bounds = " and ".join(f"{sign} {n:g}" for sign, n in ((">=", least), ("<=", most)) if n is not None)
             raise UsageError(f"{shown}: {key}: {value!r}: expected {kind} {bounds}".rstrip())
         found[key] = value
@@ -244,7 +252,8 @@ def _set(options: Options, own: dict[str, Any], shown: str) -> EvalSet:
     if (needing := needing_labels(rewards)) and values["label_key"] is None:
         give = "give label_key" if options.eval_config else "give --eval-label-key or --label-key"
         raise UsageError(f"{shown}: the reward {needing[0]} compares with the label", give)
-    context, prompt = values["max_context_len"], values["max_prompt_len"]
+    context = values["max_context_len"]
+    prompt = values["max_prompt_len"]
     if context and prompt and prompt >= context:
         raise UsageError(f"{shown}: prompts of {prompt} tokens leave no room for a response in a context of {context}")
     if context and options.rollout_max_context_len and context > options.rollout_max_context_len:

@@ -51,7 +51,9 @@ def read_word(word: str, flag: str) -> PromptWord:
     start = stop = weight = None
     if (text := match["slice"]) is not None:
         if (found := _SLICE.fullmatch(text)) is None:
-            raise UsageError(f"{flag} {word}: [{text}] is no slice", "write PATH@[START:STOP], such as train.jsonl@[:1000]")
+            raise UsageError(
+                f"{flag} {word}: [{text}] is no slice", "write PATH@[START:STOP], such as train.jsonl@[:1000]"
+            )
         start, stop = (int(part) if part else None for part in found.groups())
     if (text := match["weight"]) is not None:
         weight = _weight(text)
@@ -61,7 +63,8 @@ def read_word(word: str, flag: str) -> PromptWord:
 
 
 def read_words(words: str | Sequence[str] | None, flag: str) -> tuple[PromptWord, ...]:
-    """The prompt files of a mixture.  UsageError for a file given twice, or where some have a weight and others none."""
+    """The prompt files of a mixture.  UsageError for a file given twice, or where some have a weight and others
+    none."""
     found = tuple(read_word(word, flag) for word in ([words] if isinstance(words, str) else words or ()))
     given = [word.word.rpartition("=")[0] if word.weight is not None else word.word for word in found]
     if twice := sorted({name for name in given if given.count(name) > 1}):
@@ -69,7 +72,9 @@ def read_words(words: str | Sequence[str] | None, flag: str) -> tuple[PromptWord
     weighted = [word for word in found if word.weight is not None]
     if weighted and len(weighted) < len(found):
         bare = next(word.word for word in found if word.weight is None)
-        raise UsageError(f"{flag}: {bare} has no weight, {weighted[0].word} has one", "give each file a weight, or none")
+        raise UsageError(
+            f"{flag}: {bare} has no weight, {weighted[0].word} has one", "give each file a weight, or none"
+        )
     if len(found) == 1 and weighted:
         raise UsageError(f"{flag} {found[0].word}: a single file's weight has no effect", "leave it out")
     return found

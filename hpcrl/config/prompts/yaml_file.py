@@ -1,4 +1,5 @@
-"""A YAML file that an option names.  Invariant: plain values alone are read, and an error names the option and the file."""
+"""A YAML file that an option names.  Invariant: plain values alone are read, and an error names the option and the
+file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an algorithm needs of a run: which models, which passes, which samples; a pure function of the options, no torch."""
+"""What an algorithm needs of a run: which models, which passes, which samples; a pure function of the options, no
+torch."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ class Needs:
 
     advantages: there is an estimator at all.  reference: log-probs of the reference model for every token.
     critic: a value model, its values before the update and its training.
-    old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step; without it
-    the first step's own log-probs, or the engine's, are the old ones.
-    old_in_advantages: the advantages read the old log-probs, for KL in the reward or to a teacher: the pass comes before it.
+    old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step;
+    without it the first step's own log-probs, or the engine's, are the old ones.
+    old_in_advantages: the advantages read the old log-probs, for KL in the reward or to a teacher: the pass comes
+    before it.
     greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
     teacher: the teacher's log-probs of every token, from the samples or (teacher_model) from the teacher's weights.
     teacher_model: the teacher is a set of weights on the trainer's ranks.

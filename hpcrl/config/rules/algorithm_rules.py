@@ -1,7 +1,7 @@
 """What the options of an algorithm must say together: pure functions of the resolved options.
 
-Invariant: an estimator, loss or correction without what it needs ends here, and so does an option that the chosen ones do
-not read; what each needs and reads is said in its own file (`algorithm_files.py`).
+Invariant: an estimator, loss or correction without what it needs ends here, and so does an option that the chosen ones
+do not read; what each needs and reads is said in its own file (`algorithm_files.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def _known(o: Options) -> None:
     for kind, option, name in chosen(o):
         if name is not None and not is_path(name) and name not in algorithm_files(kind):
             known = ", ".join(algorithm_files(kind))
-            raise UsageError(f"--{dashed(option)} {name} is unknown", f"known: {known}; or module.function of an own one")
+            raise UsageError(
+                f"--{dashed(option)} {name} is unknown", f"known: {known}; or module.function of an own one"
+            )
 
 
 def _estimator(o: Options) -> None:
@@ -102,7 +104,8 @@ def _bounds(o: Options) -> None:
     low = (o.tis_clip_low or 1 / o.tis_clip) if o.rs_lower_bound is None else o.rs_lower_bound
     if o.use_rs and low > high:
         raise UsageError(
-            f"--rs-lower-bound {low:g} is higher than the upper bound {high:g}", "give --rs-lower-bound and --rs-upper-bound"
+            f"--rs-lower-bound {low:g} is higher than the upper bound {high:g}",
+            "give --rs-lower-bound and --rs-upper-bound",
         )
 
 

@@ -1,4 +1,5 @@
-"""How many engines there are, and what those need that somebody else has started: pure functions of the resolved options.
+"""How many engines there are, and what those need that somebody else has started: pure functions of the resolved
+options.
 
 Invariant: the GPUs of engines divide into whole ones; an address that passes is HOST:PORT, and stands once.
 """
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 
-ADDRS, KEYS = "--rollout-external-engine-addrs", "--rollout-external-engine-keys"
+ADDRS = "--rollout-external-engine-addrs"
+KEYS = "--rollout-external-engine-keys"
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})\Z")
 
 
@@ -33,7 +35,8 @@ def check_engines(o: Options) -> None:
     parts = o.engine_data_parallel_size
     if parts < 1 or each % parts:
         raise UsageError(
-            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}", "change one of them"
+            f"--rollout-num-gpus-per-engine {each} cannot be divided by --vllm-data-parallel-size {parts}",
+            "change one of them",
         )
     if o.needs_engines and gpus < 1 and not o.rollout_external_engine_addrs:
         why = "--eval-interval" if o.learns_labels else f"--loss-type {o.loss_type}"
@@ -43,14 +46,20 @@ def check_engines(o: Options) -> None:
 def check_external(o: Options) -> None:
     """UsageError for addresses that are none, and for engines that this run cannot share."""
     addresses = [split_address(text) for text in o.rollout_external_engine_addrs]
-    if twice := next((text for text in o.rollout_external_engine_addrs if addresses.count(split_address(text)) > 1), None):
+    if twice := next(
+        (text for text in o.rollout_external_engine_addrs if addresses.count(split_address(text)) > 1), None
+    ):
         raise UsageError(f"{ADDRS} {twice} is given twice", "name each engine once")
     if addresses and o.colocate:
-        raise UsageError(f"{ADDRS} and --colocate exclude each other: engines elsewhere take no turns with this trainer")
+        raise UsageError(
+            f"{ADDRS} and --colocate exclude each other: engines elsewhere take no turns with this trainer"
+        )
     if addresses and o.rollout_external_engine_keys is None:
         raise UsageError(f"{ADDRS} without {KEYS}", "name the directory that hpcrl engines serve --keys was given")
     if addresses and o.weight_transfer == "shm":
-        raise UsageError(f"--weight-transfer shm does not reach {ADDRS}", "use auto, gloo or nccl, as they were served with")
+        raise UsageError(
+            f"--weight-transfer shm does not reach {ADDRS}", "use auto, gloo or nccl, as they were served with"
+        )
 
 
 def inert_in_external(o: Options) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """How ranks, stages and experts divide the trainer's GPUs: pure functions of the resolved options.
 
-Invariant: what passes makes whole numbers of everything; whether the model can be cut so is `hpcrl/models/divisions.py`.
+Invariant: what passes makes whole numbers of everything; whether the model can be cut so is
+`hpcrl/models/divisions.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def check_ranks(o: Options) -> None:
 
 def expert_layout(o: Options) -> None:
     """UsageError if the layout of the experts does not divide the ranks."""
-    etp, ep, pp = o.expert_tensor_size, o.expert_model_parallel_size, o.pipeline_model_parallel_size
+    etp = o.expert_tensor_size
+    ep = o.expert_model_parallel_size
+    pp = o.pipeline_model_parallel_size
     if o.world_size % (etp * ep * pp):
         raise UsageError(
             f"{o.world_size} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x"
@@ -32,7 +35,8 @@ def expert_layout(o: Options) -> None:
 
 
 def check_virtual_stages(o: Options) -> None:
-    layers, stages = o.num_layers_per_virtual_pipeline_stage, o.num_virtual_stages_per_pipeline_rank
+    layers = o.num_layers_per_virtual_pipeline_stage
+    stages = o.num_virtual_stages_per_pipeline_rank
     if layers and stages:
         raise UsageError(
             f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "

@@ -14,21 +14,27 @@ def check_looking(o: Options) -> None:
     """UsageError for the first thing that excludes another."""
     one_side = [
         f"--{name}"
-        for name, given in (("debug-train-only", o.debug_train_only), ("load-debug-rollout-data", o.load_debug_rollout_data))
+        for name, given in (
+            ("debug-train-only", o.debug_train_only),
+            ("load-debug-rollout-data", o.load_debug_rollout_data),
+        )
         if given
     ]
     if o.debug_rollout_only and one_side:
         raise UsageError(f"--debug-rollout-only and {one_side[0]} exclude each other", "leave one of them out")
     if o.debug_train_only and o.load_debug_rollout_data is None and not o.learns_labels:
         raise UsageError(
-            "--debug-train-only has nothing to train from", "give --load-debug-rollout-data, or a loss that learns labels"
+            "--debug-train-only has nothing to train from",
+            "give --load-debug-rollout-data, or a loss that learns labels",
         )
     if o.debug_rollout_only and o.learns_labels:
         raise UsageError(f"--debug-rollout-only: --loss-type {o.loss_type} samples nothing", "leave it out")
     if o.load_debug_rollout_data is not None and not o.num_rollout:
         raise UsageError("--load-debug-rollout-data without --num-rollout", "say how many of the files to train from")
     if o.load_debug_rollout_data is not None and o.save_debug_rollout_data is not None:
-        raise UsageError("--save-debug-rollout-data would write what --load-debug-rollout-data reads", "leave one of them out")
+        raise UsageError(
+            "--save-debug-rollout-data would write what --load-debug-rollout-data reads", "leave one of them out"
+        )
     _processed_rewards(o)
     for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
         _template("--" + name.replace("_", "-"), getattr(o, name), o.num_rollout)
@@ -51,6 +57,10 @@ def _template(flag: str, template: str | None, rollouts: int | None) -> None:
     try:
         several = template.format(rollout_id=0) != template.format(rollout_id=1)
     except (LookupError, ValueError, AttributeError):
-        raise UsageError(f"{flag} {template}: only {{rollout_id}} may stand in braces", "such as data/{rollout_id:05d}") from None
+        raise UsageError(
+            f"{flag} {template}: only {{rollout_id}} may stand in braces", "such as data/{rollout_id:05d}"
+        ) from None
     if not several and rollouts != 1:
-        raise UsageError(f"{flag} {template} is one file for all rollouts", "write {rollout_id} where their number is to stand")
+        raise UsageError(
+            f"{flag} {template} is one file for all rollouts", "write {rollout_id} where their number is to stand"
+        )

@@ -1,7 +1,7 @@
 """What a loop goes together with: pure functions of the resolved options.
 
-Invariant: a run whose loop could not keep its bound on staleness, or could not repeat what --deterministic-mode says that it repeats,
-is refused before anything starts.
+Invariant: a run whose loop could not keep its bound on staleness, or could not repeat what --deterministic-mode says
+that it repeats, is refused before anything starts.
 """
 
 from __future__ import annotations

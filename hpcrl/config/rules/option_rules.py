@@ -40,7 +40,8 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     """
     layout = failures((check_ranks, check_virtual_stages, check_engines, check_sharing, check_external), options)
     wrong = (
-        failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, check_weights, check_looking), options) + layout
+        failures((_needed, _saving, _sampling, _filling, _rewards, _evaluation, check_weights, check_looking), options)
+        + layout
     )
     wrong += failures((check_passed_through, check_engine_settings, check_speculation), options)
     batches = [] if layout else failures((_batches,), options)
@@ -50,7 +51,9 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     raise_together(wrong)
     without = inert(options)
     names = sorted(options.model_fields_set) if given is None else given
-    raise_together([_no_effect(name, without[name]) for name in names if name in without and not _is_default(options, name)])
+    raise_together(
+        [_no_effect(name, without[name]) for name in names if name in without and not _is_default(options, name)]
+    )
 
 
 def _is_default(options: Options, name: str) -> bool:
@@ -78,13 +81,17 @@ def _needed(o: Options) -> None:
     if o.num_rollout is None and o.num_epoch is None:
         raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
     if o.num_rollout == 0 and o.eval_interval is None:
-        raise UsageError("--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only")
+        raise UsageError(
+            "--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only"
+        )
 
 
 def _saving(o: Options) -> None:
     kept, each = o.save_retain_interval, o.save_interval
     if kept and each and kept % each:
-        raise UsageError(f"--save-retain-interval {kept} is no multiple of --save-interval {each}", "change one of them")
+        raise UsageError(
+            f"--save-retain-interval {kept} is no multiple of --save-interval {each}", "change one of them"
+        )
 
 
 def check_run_dir(template: str) -> None:
@@ -96,14 +103,18 @@ def check_run_dir(template: str) -> None:
 
 
 def _batches(o: Options) -> None:
-    samples, batch, steps = o.samples_per_rollout, o.global_batch_size, o.num_steps_per_rollout
+    samples = o.samples_per_rollout
+    batch = o.global_batch_size
+    steps = o.num_steps_per_rollout
     said = f"a rollout of {samples} samples (--rollout-batch-size x --n-samples-per-prompt)"
     if steps and samples % steps:
         raise UsageError(f"{said} cannot be divided into --num-steps-per-rollout {steps} steps")
     if batch and samples % batch:
         raise UsageError(f"{said} cannot be divided by --global-batch-size {batch}")
     if batch and steps and batch * steps != samples:
-        raise UsageError(f"--global-batch-size {batch} x --num-steps-per-rollout {steps} is not {said}", "leave one of them out")
+        raise UsageError(
+            f"--global-batch-size {batch} x --num-steps-per-rollout {steps} is not {said}", "leave one of them out"
+        )
     if o.step_batch_size % o.data_parallel_size:
         raise UsageError(
             f"{o.step_batch_size} samples of one optimizer step cannot be divided by {o.data_parallel_size} data-parallel ranks"
@@ -128,7 +139,8 @@ def _sampling(o: Options) -> None:
     if o.load_debug_rollout_data is None and not o.only_evaluates:
         label_key(o)
     read_prompt_words(o.prompt_data, "--prompt-data")
-    context, prompt = o.rollout_max_context_len, o.rollout_max_prompt_len
+    context = o.rollout_max_context_len
+    prompt = o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
         raise UsageError(
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
@@ -151,7 +163,9 @@ def _filling(o: Options) -> None:
     for name, room in (("dynamic_sampling_filter_path", "dynamic"), ("buffer_filter_path", "buffer")):
         value, built_in = getattr(o, name), _files(FILTERS / room)
         if value is not None and not is_path(value) and value not in built_in:
-            raise UsageError(f"{flag(name)} {value} is no filter", f"there are {', '.join(built_in)}, or give module.function")
+            raise UsageError(
+                f"{flag(name)} {value} is no filter", f"there are {', '.join(built_in)}, or give module.function"
+            )
     if o.partial_rollout and o.deterministic_mode:
         raise UsageError(
             "--partial-rollout and --deterministic-mode exclude each other: how far a response has come when it is ended depends on the clock",
@@ -193,7 +207,9 @@ def _evaluation(o: Options) -> None:
     if o.eval_config is not None and o.eval_prompt_data:
         raise UsageError("--eval-config and --eval-prompt-data both name the held-out sets", "leave one of them out")
     if o.eval_interval is not None and o.eval_config is None and not o.eval_prompt_data:
-        raise UsageError("--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH, or --eval-config")
+        raise UsageError(
+            "--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH, or --eval-config"
+        )
     # a file that `prepare` is yet to write is read when it is there
     if o.eval_interval is not None and (o.eval_config is None or Path(o.eval_config).is_file()):
         eval_sets(o)

@@ -1,7 +1,7 @@
 """Settings of the user's own for own functions: the table `[custom]` of a recipe, and the file of --custom-config-path.
 
-Invariant: none of them is a setting of hpcrl's, so nothing goes round a check; where a file and the table say the same, the table
-counts.
+Invariant: none of them is a setting of hpcrl's, so nothing goes round a check; where a file and the table say the same,
+the table counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def with_own_settings(values: Mapping[str, Any], known: Mapping[str, Any]) -> di
 
     known: names of options, which can be no own settings.  UsageError if the file cannot be used.
     """
-    path, custom = values.get("custom_config_path"), values.get("custom", {})
+    path = values.get("custom_config_path")
+    custom = values.get("custom", {})
     if isinstance(path, str):
         custom = {**_read(Path(path), known), **custom}
     elif not custom:

@@ -2,7 +2,8 @@
 
 The packages would refuse most of it themselves, but on the nodes, when the job has begun.
 
-Invariant: needs neither package; what only one kind of machine can do is looked at where the machine is (`trainer/megatron/capabilities.py`).
+Invariant: needs neither package; what only one kind of machine can do is looked at where the machine is
+(`trainer/megatron/capabilities.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def check_megatron(given: Mapping[str, Any]) -> None:
     """UsageError for the first of these settings, by field, that contradicts another or has no effect beside it."""
     for name, (master, wanted) in WITHOUT.items():
         if given.get(name) not in (None, False) and given.get(master) != wanted:
-            raise UsageError(f"{as_flag(name, given[name])} has no effect without {as_flag(master, wanted)}", "leave it out")
+            raise UsageError(
+                f"{as_flag(name, given[name])} has no effect without {as_flag(master, wanted)}", "leave it out"
+            )
     for rule in (_without_place, _context, _recomputation, _dispatcher, _optimizer, _dropout):
         rule(given)
 
@@ -92,7 +95,8 @@ def _recomputation(given: Mapping[str, Any]) -> None:
     for name, proposed in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
         if given.get(name) is None:
             raise UsageError(
-                f"--recompute-granularity full without {as_flag(name, proposed).split()[0]}", f"give {as_flag(name, proposed)}"
+                f"--recompute-granularity full without {as_flag(name, proposed).split()[0]}",
+                f"give {as_flag(name, proposed)}",
             )
     if given["recompute_num_layers"] < 1:
         raise UsageError(f"--recompute-num-layers {given['recompute_num_layers']}: expected a whole number >= 1")
@@ -109,14 +113,19 @@ def _dispatcher(given: Mapping[str, Any]) -> None:
 
 
 def _optimizer(given: Mapping[str, Any]) -> None:
-    kind, distributed = given.get("optimizer", "adam"), given.get("use_distributed_optimizer", True)
+    kind = given.get("optimizer", "adam")
+    distributed = given.get("use_distributed_optimizer", True)
     if kind not in ("adam", "sgd"):
         _refuse("optimizer", kind, "hpcrl builds adam or sgd")
     if kind == "sgd" and distributed:
-        _refuse("optimizer", "sgd", "Megatron's distributed optimizer is Adam's; give --no-use-distributed-optimizer too")
+        _refuse(
+            "optimizer", "sgd", "Megatron's distributed optimizer is Adam's; give --no-use-distributed-optimizer too"
+        )
     if given.get("use_precision_aware_optimizer") and not distributed:
         _refuse(
-            "use_precision_aware_optimizer", True, "it is a distributed optimizer's; leave out --no-use-distributed-optimizer"
+            "use_precision_aware_optimizer",
+            True,
+            "it is a distributed optimizer's; leave out --no-use-distributed-optimizer",
         )
     if given.get("optimizer_cpu_offload") and given.get("decoupled_weight_decay") is False:
         _refuse("optimizer_cpu_offload", True, "it is AdamW's: leave --no-decoupled-weight-decay out")

@@ -42,7 +42,10 @@ def _check_lengths(o: Options) -> None:
     if steps is None or o.num_rollout == 0:
         return  # --num-epoch: the trainer asks again when the prompts are counted; or nothing is trained
     said = f"the {steps} optimizer steps of the schedule"
-    for flag, warmup in (("--lr-warmup-iters", o.lr_warmup_iters), ("--critic-lr-warmup-iters", o.critic_lr_warmup_iters)):
+    for flag, warmup in (
+        ("--lr-warmup-iters", o.lr_warmup_iters),
+        ("--critic-lr-warmup-iters", o.critic_lr_warmup_iters),
+    ):
         if warmup >= steps:
             raise UsageError(f"{flag} {warmup} is not less than {said}", "they are --lr-decay-iters, or all of the run")
     if o.lr_decay_style == "WSD" and (o.lr_wsd_decay_iters or 0) > steps:
@@ -52,7 +55,8 @@ def _check_lengths(o: Options) -> None:
 
 
 def schedule_steps(o: Options) -> int | None:
-    """Optimizer steps of the schedule, its decay at the end included; None where the length of the run is not known before.
+    """Optimizer steps of the schedule, its decay at the end included; None where the length of the run is not known
+    before.
 
     Where nothing is trained it is as long as its parts ask for.
     """

@@ -1,6 +1,7 @@
 """What goes together where trainer and engines share GPUs: pure functions of the resolved options.
 
-Invariant: what would be lost while a side is not on the GPUs, and what does nothing here, is refused before anything starts.
+Invariant: what would be lost while a side is not on the GPUs, and what does nothing here, is refused before anything
+starts.
 """
 
 from __future__ import annotations

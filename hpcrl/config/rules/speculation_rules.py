@@ -1,6 +1,7 @@
 """Speculative decoding in the engines (--vllm-speculative-config): what it asks of a run, before anything starts.
 
-vLLM draws from the policy's own distribution whatever was drafted, so that tokens and log-probs are those of a run without it.
+vLLM draws from the policy's own distribution whatever was drafted, so that tokens and log-probs are those of a run
+without it.
 Invariant: pure functions of the setting, of config.json and the options; no weight update brings a draft its weights.
 """
 

@@ -4,8 +4,9 @@
     --lr 2e-5         in the stages whose own tables name lr; in all, if none does
     --lr 2e-5         an error where several stages name lr with different values: --sft.lr or --grpo.lr
 
-Flags are kept as one dict: {"seed": 7, "grpo.lr": 2e-5, "grpo.megatron": {...}}.  Invariant: pure functions.  `place_flags` is its
-own fixed point: a plain name that it leaves counts in all stages, so a run directory that holds its result resumes the same.
+Flags are kept as one dict: {"seed": 7, "grpo.lr": 2e-5, "grpo.megatron": {...}}.  Invariant: pure functions.
+`place_flags` is its own fixed point: a plain name that it leaves counts in all stages, so a run directory that holds
+its result resumes the same.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def _misplaced(name: str, stages: list[str], recipe: str) -> UsageError | None:
         hint = f"did you mean {stage_flag(near[0], option)}?" if near else f"its stages are {', '.join(stages)}"
         return UsageError(f"{shown}: {recipe} has no stage {stage}", hint)
     if option in ("run_dir", "name"):
-        return UsageError(f"{shown} has no effect: a stage lies in the run's directory, under its own name", "leave it out")
+        return UsageError(
+            f"{shown} has no effect: a stage lies in the run's directory, under its own name", "leave it out"
+        )
     return None
 
 

@@ -15,7 +15,9 @@ class AgentOptions(Base):
     )
     custom_generate_num_workers: int = opt(1, "processes that run it, many calls at once in each", ge=1)
     custom_generate_timeout: float = opt(
-        300.0, "seconds that one call may take by the clock while it waits for no engine: tools, environments, own servers", gt=0
+        300.0,
+        "seconds that one call may take by the clock while it waits for no engine: tools, environments, own servers",
+        gt=0,
     )
     custom_generate_max_failed: float = opt(
         0.1,

@@ -14,13 +14,17 @@ class AlgorithmOptions(Base):
     """algorithm"""
 
     loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"] = opt(
-        "policy_loss", "policy gradient; sft_loss: learn the label; dpo_loss: prefer one of two responses; custom_loss", "slime"
+        "policy_loss",
+        "policy gradient; sft_loss: learn the label; dpo_loss: prefer one of two responses; custom_loss",
+        "slime",
     )
     custom_loss_function_path: str | None = opt(
         None, "module.function of an own loss: (TokenBatch, options) -> Loss of hpcrl.algorithms.interface", "slime"
     )
     advantage_estimator: str = opt(
-        "grpo", "how advantages come from rewards: a name of docs/algorithms.md, or module.function of an own one", "slime"
+        "grpo",
+        "how advantages come from rewards: a name of docs/algorithms.md, or module.function of an own one",
+        "slime",
     )
     disable_grpo_std_normalization: bool = opt(False, "subtract the group's mean only (Dr. GRPO)", "slime")
     disable_rewards_normalization: bool = opt(False, "no group mean is subtracted: raw rewards", "slime")
@@ -32,11 +36,14 @@ class AlgorithmOptions(Base):
     )
     overlong_penalty_factor: float = opt(1.0, "what they cost at the very end", "verl", ge=0)
     pg_loss_type: str | None = opt(
-        None, "policy loss: a name of docs/algorithms.md, or module.function; default: the estimator's own, ppo for most"
+        None,
+        "policy loss: a name of docs/algorithms.md, or module.function; default: the estimator's own, ppo for most",
     )
     eps_clip: float = opt(0.2, "the ratio is clipped below 1 - this", "slime", ge=0)
     eps_clip_high: float | None = opt(None, "the ratio is clipped above 1 + this; default --eps-clip", "slime", ge=0)
-    eps_clip_c: float | None = opt(None, "dual clip: bound of the loss where the advantage is negative (> 1)", "slime", gt=1)
+    eps_clip_c: float | None = opt(
+        None, "dual clip: bound of the loss where the advantage is negative (> 1)", "slime", gt=1
+    )
     sapo_tau_pos: float = opt(1.0, "sapo: how fast the gradient fades where the advantage is positive", gt=0)
     sapo_tau_neg: float = opt(1.05, "sapo: the same where it is not", gt=0)
     dpo_beta: float = opt(0.1, "dpo_loss: how far the policy may leave the reference; smaller is farther", gt=0)
@@ -46,7 +53,9 @@ class AlgorithmOptions(Base):
         False, "KL to the reference as a term of the loss; with --kl-loss-coef 0 it is measured only", "slime"
     )
     kl_loss_coef: float = opt(0.0, "weight of that term", "slime", ge=0)
-    kl_loss_type: str = opt("k1", "KL estimator: k1, k2, k3, low_var_kl, unbiased, or module.function of an own one", "slime")
+    kl_loss_type: str = opt(
+        "k1", "KL estimator: k1, k2, k3, low_var_kl, unbiased, or module.function of an own one", "slime"
+    )
     use_unbiased_kl: bool = opt(False, "weight the KL term by the importance ratio", "slime")
     calculate_per_token_loss: bool = opt(False, "mean over all tokens, not over the samples' own means", "slime")
     pg_loss_divisor: int | None = opt(
@@ -63,7 +72,9 @@ class OffPolicyOptions(Base):
     use_rollout_logprobs: bool = opt(False, "take the engine's log-probs as the old policy's", "slime")
     keep_old_actor: bool = opt(False, "keep the weights that sampled and take the old log-probs under them", "slime")
     use_routing_replay: bool = opt(
-        False, "mixture of experts: train with the experts that the old policy's pass chose for each token (R2)", "slime"
+        False,
+        "mixture of experts: train with the experts that the old policy's pass chose for each token (R2)",
+        "slime",
     )
     use_rollout_routing_replay: bool = opt(
         False, "mixture of experts: train with the experts that the engine chose for each token (R3)", "slime"
@@ -78,17 +89,26 @@ class OffPolicyOptions(Base):
     tis_mode: Literal["truncate", "clip", "mask"] = opt("truncate", "mis: what happens out of bounds", "slime")
     use_rs: bool = opt(False, "mis: reject what is out of bounds of --rs-level", "slime")
     rs_level: Literal["token", "sequence", "geometric"] = opt("token", "mis: whose ratio decides on rejection", "slime")
-    rs_lower_bound: float | None = opt(None, "mis: reject below; default --tis-clip-low, or 1 / --tis-clip", "slime", ge=0)
+    rs_lower_bound: float | None = opt(
+        None, "mis: reject below; default --tis-clip-low, or 1 / --tis-clip", "slime", ge=0
+    )
     rs_upper_bound: float | None = opt(None, "mis: reject above; default --tis-clip", "slime", gt=0)
-    rs_veto_threshold: float | None = opt(None, "mis: reject a response with any token's ratio below this", "slime", gt=0)
+    rs_veto_threshold: float | None = opt(
+        None, "mis: reject a response with any token's ratio below this", "slime", gt=0
+    )
     use_opsm: bool = opt(False, "drop responses of negative advantage that the policy has moved away from", "slime")
     opsm_delta: float = opt(1e-4, "how far: mean of old minus new log-prob", "slime", ge=0)
     ref_ckpt_step: int | None = opt(None, "step of --ref-load to read; default: the newest", "slime", ge=0)
     ref_update_interval: int | None = opt(None, "the policy becomes the reference every N rollouts", "slime", ge=1)
     ref_update_weight: float = opt(
-        1.0, "how far the reference moves towards the policy then: 1 is all the way, less is a moving average", gt=0, le=1
+        1.0,
+        "how far the reference moves towards the policy then: 1 is all the way, less is a moving average",
+        gt=0,
+        le=1,
     )
-    value_clip: float = opt(0.2, "how far a critic's value may move in one rollout before its loss is clipped", "slime", ge=0)
+    value_clip: float = opt(
+        0.2, "how far a critic's value may move in one rollout before its loss is clipped", "slime", ge=0
+    )
     num_critic_only_steps: int = opt(0, "the first N rollouts train the critic alone", "slime", ge=0)
     critic_load: str | None = opt(
         None, "checkpoint or Hugging Face directory of the critic; default: the policy's start", "slime"

@@ -11,7 +11,9 @@ class ClusterOptions(Base):
     """cluster: how many of what"""
 
     actor_num_nodes: int = opt(1, "nodes of the trainer", "slime", ge=1)
-    actor_num_gpus_per_node: int = opt(8, "trainer ranks on each of its nodes (GPUs, or processes on CPU)", "slime", ge=1)
+    actor_num_gpus_per_node: int = opt(
+        8, "trainer ranks on each of its nodes (GPUs, or processes on CPU)", "slime", ge=1
+    )
     rollout_num_gpus: int | None = opt(
         None,
         "GPUs of all engines together; 0 starts none (sft_loss needs none); default with --colocate: the trainer's",
@@ -24,7 +26,9 @@ class ClusterOptions(Base):
         "HOST:PORT of engines that hpcrl engines serve has started, beside the run's own or in their place (docs/engines.md)",
         "slime",
     )
-    rollout_external_engine_keys: str | None = opt(None, "directory with the keys of these engines, as they were served with")
+    rollout_external_engine_keys: str | None = opt(
+        None, "directory with the keys of these engines, as they were served with"
+    )
     colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/colocation.md)", "slime")
     offload_train: bool | None = opt(
         None,
@@ -32,7 +36,9 @@ class ClusterOptions(Base):
         "slime",
     )
     offload_rollout: bool | None = opt(
-        None, "the engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate", "slime"
+        None,
+        "the engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate",
+        "slime",
     )
     rollout_sleep_level: Literal[1, 2] | None = opt(
         None,
@@ -40,9 +46,12 @@ class ClusterOptions(Base):
         "with --vllm-enable-expert-parallel, or drafts of a model (--vllm-speculative-config), 1",
     )
     rank_launcher: Literal["torchrun", "ranks"] = opt(
-        "torchrun", "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot"
+        "torchrun",
+        "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot",
     )
-    interface: str | None = opt(None, "network interface that hosts talk through, such as ib0; default: the only one they share")
+    interface: str | None = opt(
+        None, "network interface that hosts talk through, such as ib0; default: the only one they share"
+    )
     launch_timeout: float = opt(120.0, "seconds until every host must have answered", gt=0)
     trainer_threads: int = opt(
         1,

@@ -33,7 +33,8 @@ class DataOptions(Base):
         {}, "what the chat template is given besides the messages, such as enable_thinking", "slime"
     )
     overlong_prompts: Literal["drop", "error"] = opt(
-        "drop", "a prompt over --rollout-max-prompt-len or the model's context is dropped and counted, or an error that names it"
+        "drop",
+        "a prompt over --rollout-max-prompt-len or the model's context is dropped and counted, or an error that names it",
     )
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
     rollout_seed: int = opt(42, "seed of the shuffle and of every sample", "slime")

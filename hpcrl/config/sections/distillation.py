@@ -28,7 +28,9 @@ class DistillationOptions(Base):
     opd_teacher_load: str | None = opt(
         None, "teacher of --hf-checkpoint's architecture: a checkpoint or a Hugging Face directory", "slime"
     )
-    opd_teacher_ckpt_step: int | None = opt(None, "step of --opd-teacher-load to read; default: the newest", "slime", ge=0)
+    opd_teacher_ckpt_step: int | None = opt(
+        None, "step of --opd-teacher-load to read; default: the newest", "slime", ge=0
+    )
     opd_teacher_url: str | None = opt(
         None, "address of a vLLM server whose tokenizer is the student's; its key is taken from HPCRL_OPD_TEACHER_KEY"
     )

@@ -18,4 +18,6 @@ class LookOptions(Base):
         None, "train from such files instead of sampling; implies --debug-train-only", "slime"
     )
     debug_rollout_only: bool = opt(False, "sample and grade with the weights of --hf-checkpoint; no trainer", "slime")
-    debug_train_only: bool = opt(False, "train alone, without engines: from --load-debug-rollout-data, or on labels", "slime")
+    debug_train_only: bool = opt(
+        False, "train alone, without engines: from --load-debug-rollout-data, or on labels", "slime"
+    )

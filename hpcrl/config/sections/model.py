@@ -8,8 +8,12 @@ from hpcrl.config.option_fields import Base, opt
 class ModelOptions(Base):
     """model and checkpoints"""
 
-    hf_checkpoint: str | None = opt(None, "Hugging Face directory: config, tokenizer, and the weights to start from", "slime")
-    spec: list[str] = opt([], "words of slime's --spec; the model is built from config.json, these must name the same", "slime")
+    hf_checkpoint: str | None = opt(
+        None, "Hugging Face directory: config, tokenizer, and the weights to start from", "slime"
+    )
+    spec: list[str] = opt(
+        [], "words of slime's --spec; the model is built from config.json, these must name the same", "slime"
+    )
     load: str | None = opt(
         None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime"
     )

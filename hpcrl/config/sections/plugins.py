@@ -1,4 +1,5 @@
-"""Own functions that are called besides what an option of another section chooses; docs/customise.md has an example of each."""
+"""Own functions that are called besides what an option of another section chooses; docs/customise.md has an example of
+each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ class PluginOptions(Base):
     """own functions, each a module.function (docs/customise.md)"""
 
     rollout_function_path: str | None = opt(
-        None, "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl's own way", "slime"
+        None,
+        "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl's own way",
+        "slime",
     )
     eval_function_path: str | None = opt(
         None,
@@ -24,7 +27,9 @@ class PluginOptions(Base):
         "slime",
     )
     rollout_sample_hook_path: list[str] = opt(
-        [], "(options, sample, *, rollout_id, evaluation) on every sample before its reward; several are called in order", "slime"
+        [],
+        "(options, sample, *, rollout_id, evaluation) on every sample before its reward; several are called in order",
+        "slime",
     )
     rollout_sample_filter_path: str | None = opt(
         None, "(options, groups): sets remove_sample of samples that are to be out of the loss", "slime"
@@ -52,7 +57,9 @@ class PluginOptions(Base):
         "slime",
     )
     custom_update_weight_post_write_path: str | None = opt(
-        None, "(options, version_dir, rollout_engines), once --weight-transfer disk has written the files of an update", "slime"
+        None,
+        "(options, version_dir, rollout_engines), once --weight-transfer disk has written the files of an update",
+        "slime",
     )
     custom_megatron_init_path: str | None = opt(None, "(options), once Megatron's groups are there", "slime")
     custom_megatron_before_log_prob_hook_path: str | None = opt(
@@ -62,10 +69,14 @@ class PluginOptions(Base):
         None, "(options, rollout_id, step_id, model, optimizer, scheduler), before each optimizer step", "slime"
     )
     rollout_data_postprocess_path: str | None = opt(
-        None, "(options, rollout_id, rollout_data), once log-probs are known: may take tokens out of the loss masks", "slime"
+        None,
+        "(options, rollout_id, rollout_data), once log-probs are known: may take tokens out of the loss masks",
+        "slime",
     )
     custom_config_path: str | None = opt(
-        None, "a YAML file of settings of your own: own functions read them as options.NAME, as those of [custom]", "slime"
+        None,
+        "a YAML file of settings of your own: own functions read them as options.NAME, as those of [custom]",
+        "slime",
     )
     custom: dict[str, Any] = opt(
         {}, "settings of your own, in a recipe the table [custom]: own functions read them as options.NAME"

@@ -15,7 +15,9 @@ class RunOptions(Base):
         "run directory; {name} is the recipe's, {time} the start in UTC, with -2, -3, ... behind it if it is taken",
     )
     seed: int = opt(1234, "seed of Megatron's random numbers", "megatron")
-    num_rollout: int | None = opt(None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0)
+    num_rollout: int | None = opt(
+        None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0
+    )
     loop: Literal["sync", "async", "fully-async"] = opt(
         "sync",
         "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the engines never "
@@ -30,7 +32,9 @@ class RunOptions(Base):
     )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     engine_restarts: int = opt(
-        2, "how often an engine that has died or hangs is started again before the run ends with its error; 0: never", ge=0
+        2,
+        "how often an engine that has died or hangs is started again before the run ends with its error; 0: never",
+        ge=0,
     )
     engine_hang_timeout: float = opt(
         60.0,
@@ -41,7 +45,9 @@ class RunOptions(Base):
     update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
     request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)
     hang_timeout: float = opt(
-        60.0, "seconds without a sign of life until a process of the run counts as hung, and is named (at least 15)", gt=0
+        60.0,
+        "seconds without a sign of life until a process of the run counts as hung, and is named (at least 15)",
+        gt=0,
     )
     stop_timeout: float = opt(120.0, "seconds that a stopped run may take to finish its step and save", gt=0)
     distributed_timeout_minutes: float = opt(10, "minutes until a collective of the trainer gives up", "megatron", gt=0)

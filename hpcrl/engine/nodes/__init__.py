@@ -1,1 +1,2 @@
-"""An engine larger than a host: one vLLM over several, without Ray.  Its server is on the first host, a part without one on each of the others."""
+"""An engine larger than a host: one vLLM over several, without Ray.  Its server is on the first host, a part without
+one on each of the others."""

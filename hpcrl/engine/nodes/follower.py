@@ -2,8 +2,8 @@
 
     python -m hpcrl.engine.nodes.follower RUN --attempt N --index I --node K
 
-Invariant: as of `hpcrl.engine.main`: a part that ends before it is told to is an error that names engine, part and host, and
-ends the attempt, as the engine cannot go on without it.
+Invariant: as of `hpcrl.engine.main`: a part that ends before it is told to is an error that names engine, part and
+host, and ends the attempt, as the engine cannot go on without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Follower(EngineSupervisor):
 
     def __init__(self, context: RoleContext, node: int) -> None:
         super().__init__(context)
-        self.node, self.place = node, context.plan.engine_nodes(context.index)[node]
+        self.node = node
+        self.place = context.plan.engine_nodes(context.index)[node]
         self.name = f"engine {context.index}, part {node} on {self.place.host}"
 
     def start(self) -> None:
@@ -52,7 +53,9 @@ def main() -> int:
     parser.add_argument("--node", type=int, required=True)
     known, rest = parser.parse_known_args()
     context = open_role(rest)
-    return act("engine", context, context.index, lambda: supervise(context, Follower(context, known.node), Timeline(None)))
+    return act(
+        "engine", context, context.index, lambda: supervise(context, Follower(context, known.node), Timeline(None))
+    )
 
 
 if __name__ == "__main__":

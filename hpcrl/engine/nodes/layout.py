@@ -18,7 +18,10 @@ from hpcrl.plan import Plan
 from hpcrl.run.peers import MeetingPeer, publish
 from hpcrl.run.role import RoleContext
 
-NODE, MEETING = "HPCRL_ENGINE_NODE", "HPCRL_ENGINE_MEETING"  #: of the server's environment: which part it is; the two ports
+NODE, MEETING = (
+    "HPCRL_ENGINE_NODE",
+    "HPCRL_ENGINE_MEETING",
+)  #: of the server's environment: which part it is; the two ports
 
 
 def meet(context: RoleContext) -> MeetingPeer:
@@ -49,14 +52,17 @@ def node_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """vLLM's arguments for this part of an engine; none for one that lies in one host.  HpcrlError without a meeting."""
+    """vLLM's arguments for this part of an engine; none for one that lies in one host.  HpcrlError without a
+    meeting."""
     places = plan.engine_nodes(index)
     if len(places) == 1:
         return {}
     try:
         port, rpc_port = map(int, environment[MEETING].split(","))
     except (KeyError, ValueError):
-        raise HpcrlError(f"engine {index} lies on {len(places)} hosts, and {MEETING} does not say where they meet") from None
+        raise HpcrlError(
+            f"engine {index} lies on {len(places)} hosts, and {MEETING} does not say where they meet"
+        ) from None
     first, node = places[0].at, node_of(environment)
     found: dict[str, Any] = {"nnodes": len(places), "node_rank": node, "master_addr": first, "master_port": port}
     if options.engine_data_parallel_size > 1:

@@ -1,4 +1,5 @@
-"""The socket that a server gets from its supervisor: bound before the server starts, so that its port is known and nobody else's."""
+"""The socket that a server gets from its supervisor: bound before the server starts, so that its port is known and
+nobody else's."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The parts of tensors that one worker holds, put together out of messages.
 
-A part of a matrix of which all comes in one round may stay where it is, in memory of others: loaders then copy it straight into
-their parameters (`lent_tensor.py`).
+A part of a matrix of which all comes in one round may stay where it is, in memory of others: loaders then copy it
+straight into their parameters (`lent_tensor.py`).
 
-Invariants: everything that this worker needs comes exactly once, which is checked before anything is received; parts that are not
-complete are memory beside the model, and so are, with `keep`, all parts: the host's, from one update to the next; after `settle`
-nothing that was handed out reads a message's memory.
+Invariants: everything that this worker needs comes exactly once, which is checked before anything is received; parts
+that are not complete are memory beside the model, and so are, with `keep`, all parts: the host's, from one update to
+the next; after `settle` nothing that was handed out reads a message's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, len
 
 
 class Room:
-    """Memory for parts; the host's is used again once nobody holds a tensor in it: a new page costs more than to fill it."""
+    """Memory for parts; the host's is used again once nobody holds a tensor in it: a new page costs more than to fill
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,14 +54,21 @@ class Assembly:
     """The parts of tensors that have come so far.
 
     held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update;
-    device: where messages and parts are; lend: parts may stay in the messages' memory until `settle`.  ValueError if the inbox does
-    not bring all of it once.
+    device: where messages and parts are; lend: parts may stay in the messages' memory until `settle`.  ValueError if
+    the inbox does not bring all of it once.
     """
 
     def __init__(
-        self, inbox: Inbox, held: Mapping[str, Held], keep: bool = False, device: torch.device = HOST, lend: bool = False
+        self,
+        inbox: Inbox,
+        held: Mapping[str, Held],
+        keep: bool = False,
+        device: torch.device = HOST,
+        lend: bool = False,
     ) -> None:
-        self.inbox, self.held, self.keep = inbox, held, keep
+        self.inbox = inbox
+        self.held = held
+        self.keep = keep
         self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
         self.missing: dict[str, int] = {}
         self.parts: dict[str, torch.Tensor] = {}
@@ -81,7 +89,9 @@ class Assembly:
                     coming[tensor.name] += count
                     self.mine.setdefault(number, []).append((which, count, piece))
         if wrong := [name for name, count in coming.items() if count != self.size[name]]:
-            raise ValueError(f"of {wrong[0]} {coming[wrong[0]]} elements would come, this worker needs {self.size[wrong[0]]}")
+            raise ValueError(
+                f"of {wrong[0]} {coming[wrong[0]]} elements would come, this worker needs {self.size[wrong[0]]}"
+            )
         self.lendable = self._of_one_round() if lend and not keep else frozenset()
 
     def _of_one_round(self) -> frozenset[str]:
@@ -103,7 +113,9 @@ class Assembly:
 
     def _count(self, name: str, shape: Sequence[int]) -> int:
         rows, columns = self.held[name]
-        return sum(length for _, length in rows) * (columns[1] if columns is not None else (shape[1] if len(shape) > 1 else 1))
+        return sum(length for _, length in rows) * (
+            columns[1] if columns is not None else (shape[1] if len(shape) > 1 else 1)
+        )
 
     def _in(self, name: str, piece: Sequence[int]) -> int:
         """How many elements of a piece this worker needs."""
@@ -112,19 +124,27 @@ class Assembly:
 
     def begin(self) -> None:
         """A new update."""
-        self.missing, self.current = dict(self.size), False
-        self.loans, self.lent = {}, []
+        self.missing = dict(self.size)
+        self.current = False
+        self.loans = {}
+        self.lent = []
         if not self.keep:
-            self.parts, self.bytes, self.most = {}, 0, 0
+            self.parts = {}
+            self.bytes = 0
+            self.most = 0
 
-    def take(self, number: int, buffer: torch.Tensor, letter: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
+    def take(
+        self, number: int, buffer: torch.Tensor, letter: torch.Tensor | None = None
+    ) -> list[tuple[str, torch.Tensor]]:
         """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them.
 
-        letter: of a message that brings what has changed (`hpcrl.weights.pieces.changes`).  ValueError for one that cannot be.
+        letter: of a message that brings what has changed (`hpcrl.weights.pieces.changes`).  ValueError for one that
+        cannot be.
         """
         complete, places = [], self._places(number, letter)
         for which, ours, (index, top, bottom, left, right, offset) in self.mine.get(number, ()):
-            tensor, area = self.inbox.tensors[index], (top, bottom, left, right)
+            tensor = self.inbox.tensors[index]
+            area = (top, bottom, left, right)
             if letter is not None and (count := int(letter[which])) != WHOLE:
                 self._change(tensor, area, buffer[places[which] :], count)
             else:
@@ -177,7 +197,9 @@ class Assembly:
         top, bottom, left, right = area
         width, item = right - left, ITEM_BYTES[tensor.dtype]
         at, values = read(buffer, count, (bottom - top) * width, item)
-        row, column, part = at // width, at % width, words(self.parts[tensor.name])
+        row = at // width
+        column = at % width
+        part = words(self.parts[tensor.name])
         for own, inside in targets(*self.held[tensor.name], area):
             (first, last), (begin, end) = ((one.start, one.stop) for one in inside)
             mine = (row >= first) & (row < last) & (column >= begin) & (column < end)

@@ -1,11 +1,12 @@
-"""A worker's side of the transfer: pieces from many ranks become the parts that this worker holds, and go to vLLM's loaders.
+"""A worker's side of the transfer: pieces from many ranks become the parts that this worker holds, and go to vLLM's
+loaders.
 
-What comes over sockets comes to one worker of the host, the porter, in memory that the others map; what a trainer rank of the same
-host has lies in that rank's memory.  While a round is loaded, the next one arrives.  In memory of the host loaders read a round
-where it lies; whose memory it is hears DONE once they have, and what they keep was copied.
+What comes over sockets comes to one worker of the host, the porter, in memory that the others map; what a trainer rank
+of the same host has lies in that rank's memory.  While a round is loaded, the next one arrives.  In memory of the host
+loaders read a round where it lies; whose memory it is hears DONE once they have, and what they keep was copied.
 
-Invariant: memory beside the model is two rounds for each host, what has come in part (`assembly.py`), and what vLLM keeps of a
-layer until it is complete.
+Invariant: memory beside the model is two rounds for each host, what has come in part (`assembly.py`), and what vLLM
+keeps of a layer until it is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class InboxReader:
     """One worker, member `post.me`, of the landing whose inbox this is."""
 
     def __init__(self, post: Post, inbox: Inbox, held: Mapping[str, Held], keep: bool = False) -> None:
-        self.post, self.inbox, self.assembly = post, inbox, Assembly(inbox, held, keep, post.device, post.lends)
+        self.post = post
+        self.inbox = inbox
+        self.assembly = Assembly(inbox, held, keep, post.device, post.lends)
         self.porter = post.me == inbox.porter
         self.mates = [worker for worker in inbox.workers if worker != post.me] if self.porter else []
         self.memory: Room | None = None
@@ -53,10 +56,11 @@ class InboxReader:
                 post.show(f"{MEMORY}{post.me}", json.dumps(self.memory.to_wire() | {"half": half}))
 
     def receive(self, load: Load, changes: bool = False) -> None:
-        """One update; load(tensors, last) is given what is complete after each round; changes: it brings what differs from the last.
+        """One update; load(tensors, last) is given what is complete after each round; changes: it brings what differs
+        from the last.
 
-        PeerError or DeadlineError name the member that did not take part, ValueError what is wrong with what came; whatever fails,
-        this member leaves, so that nobody waits for it.
+        PeerError or DeadlineError name the member that did not take part, ValueError what is wrong with what came;
+        whatever fails, this member leaves, so that nobody waits for it.
         """
         try:
             self._receive(load, changes)
@@ -68,7 +72,9 @@ class InboxReader:
         if changes and not self.assembly.current:
             raise ValueError("changes were to come, and this worker has not kept what they change")
         self.assembly.begin()
-        number, rounds = 0, self.inbox.rounds or ((),)  # of nothing the last comes at once
+        # of nothing the last comes at once
+        number = 0
+        rounds = self.inbox.rounds or ((),)
         arriving: dict[tuple[int, int], Transfer] = {}
         for turn in range(HALVES):
             arriving |= self._hear_of(turn, changes) | self._expect(turn, changes)
@@ -90,7 +96,9 @@ class InboxReader:
             number += len(messages)
             try:
                 self._load(load, complete, turn == len(rounds) - 1)
-            except Exception:  # that a load failed is not the ranks' matter: they have heard all before this member leaves
+            except (
+                Exception
+            ):  # that a load failed is not the ranks' matter: they have heard all before this member leaves
                 with contextlib.suppress(HpcrlError):
                     self._end_round(messages, handed)
                 raise
@@ -124,9 +132,11 @@ class InboxReader:
         return [self.post.tell(source, DONE) for source in sources]
 
     def _hear_of(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
-        """Begin to hear of what a round brings into memory of others, by its place: a word, or the letter of what has changed.
+        """Begin to hear of what a round brings into memory of others, by its place: a word, or the letter of what has
+        changed.
 
-        Before it can be sent: what is waited for comes at once; of what is not gloo asks first, and while we answer its thread spins.
+        Before it can be sent: what is waited for comes at once; of what is not gloo asks first, and while we answer its
+        thread spins.
         """
         return {
             (turn, place): self.post.hear(self._source(message), READY, len(message.pieces) if changes else 0)
@@ -135,7 +145,8 @@ class InboxReader:
         }
 
     def _expect(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
-        """Begin to receive what comes over sockets in a round: its bytes, or of changes the letters, which say how many bytes follow."""
+        """Begin to receive what comes over sockets in a round: its bytes, or of changes the letters, which say how many
+        bytes follow."""
         found = {
             (turn, place): self.post.hear(message.sender, READY, len(message.pieces))
             if changes
@@ -202,7 +213,8 @@ class InboxReader:
 
 
 def join(invitation: Invitation, rank: str, held: Holdings) -> InboxReader:
-    """Meet the others.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would come."""
+    """Meet the others.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would
+    come."""
     number, which = invitation.workers[rank]
     inbox, meeting = invitation.inboxes[which], invitation.meeting
     for tensor in inbox.tensors:

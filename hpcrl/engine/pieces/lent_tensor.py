@@ -4,8 +4,9 @@
     loan.add((slice(0, 4), slice(0, 8)), view)       # until there is a tile for every element
     load(LentTensor(loan)); loan.settle()            # what the loader has kept now has memory of its own
 
-Invariant: no plain tensor over the lent memory leaves this module.  A LentTensor can be narrowed, and copied into another tensor; for
-whatever else is done to it the loan is settled first, so what comes of that lies in memory of its own.
+Invariant: no plain tensor over the lent memory leaves this module.  A LentTensor can be narrowed, and copied into
+another tensor; for whatever else is done to it the loan is settled first, so what comes of that lies in memory of its
+own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Loan:
     """A part of `shape` (rows, columns), in tiles; take: gives uint8 [bytes] of memory of our own."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, take: Callable[[int], torch.Tensor]) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape = shape
+        self.dtype = dtype
         self._take = take
         self._tiles: list[tuple[Area, torch.Tensor]] = []
         self._own: torch.Tensor | None = None
@@ -44,7 +46,8 @@ class Loan:
             rows, columns = self.shape
             mine = self._take(rows * columns * self.dtype.itemsize).view(self.dtype).view(rows, columns)
             self.copy_to(mine, (0, rows, 0, columns))
-            self._own, self._tiles = mine, []
+            self._own = mine
+            self._tiles = []
         return self._own
 
     def copy_to(self, target: torch.Tensor, area: Area) -> None:
@@ -54,7 +57,10 @@ class Loan:
             copy(target, self._own[top:bottom, left:right])
             return
         for (first, last, begin, end), tile in self._tiles:
-            a, b, c, d = max(first, top), min(last, bottom), max(begin, left), min(end, right)
+            a = max(first, top)
+            b = min(last, bottom)
+            c = max(begin, left)
+            d = min(end, right)
             if a < b and c < d:
                 copy(target[a - top : b - top, c - left : d - left], tile[a - first : b - first, c - begin : d - begin])
 
@@ -71,7 +77,8 @@ class LentTensor(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (bottom - top, right - left), dtype=loan.dtype)  # type: ignore[return-value]
 
     def __init__(self, loan: Loan, area: Area | None = None) -> None:
-        self.loan, self.area = loan, area or (0, loan.shape[0], 0, loan.shape[1])
+        self.loan = loan
+        self.area = area or (0, loan.shape[0], 0, loan.shape[1])
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LentTensor({list(self.shape)}, {self.dtype})"
@@ -79,7 +86,12 @@ class LentTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and type(args[1]) is cls and type(args[0]) is not cls and args[0].shape == args[1].shape:
+        if (
+            func is aten.copy_.default
+            and type(args[1]) is cls
+            and type(args[0]) is not cls
+            and args[0].shape == args[1].shape
+        ):
             if not args[0].is_meta:
                 with torch._C.DisableTorchFunctionSubclass():
                     args[1].loan.copy_to(args[0], args[1].area)

@@ -1,7 +1,7 @@
 """A tensor of which only a part is there, for loaders that take their own part out of the whole.
 
-vLLM's loaders are given whole tensors and narrow them to what their worker holds.  A PartTensor has the shape of the whole and
-the numbers of that part alone; narrowed to (a part of) it, it is a plain tensor.
+vLLM's loaders are given whole tensors and narrow them to what their worker holds.  A PartTensor has the shape of the
+whole and the numbers of that part alone; narrowed to (a part of) it, it is a plain tensor.
 
 Invariant: an element that is not there is never made up: whatever needs one raises PartMissing.
 """
@@ -23,7 +23,8 @@ class PartMissing(RuntimeError):
 
 
 class PartTensor(torch.Tensor):
-    """`part` of a tensor of `shape`; spans: for each dimension what is there, in ascending order, one behind the other in `part`."""
+    """`part` of a tensor of `shape`; spans: for each dimension what is there, in ascending order, one behind the other
+    in `part`."""
 
     part: torch.Tensor
     spans: tuple[tuple[Span, ...], ...]
@@ -32,7 +33,8 @@ class PartTensor(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=part.dtype, device=part.device)  # type: ignore[return-value]
 
     def __init__(self, shape: Sequence[int], part: torch.Tensor, spans: Sequence[Sequence[Span]]) -> None:
-        self.part, self.spans = part, tuple(tuple((int(a), int(n)) for a, n in dimension) for dimension in spans)
+        self.part = part
+        self.spans = tuple(tuple((int(a), int(n)) for a, n in dimension) for dimension in spans)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PartTensor({list(self.shape)}, {self.spans})"
@@ -56,7 +58,9 @@ class PartTensor(torch.Tensor):
                 dim = args[1] if len(args) > 1 else 0
                 if _whole(found, dim):
                     return [_selected(found, dim, i) for i in range(found.shape[dim])]
-        raise PartMissing(f"{func} needs more of {found if isinstance(found, cls) else 'a tensor'} than this worker holds")
+        raise PartMissing(
+            f"{func} needs more of {found if isinstance(found, cls) else 'a tensor'} than this worker holds"
+        )
 
 
 def part_tensor(
@@ -91,13 +95,17 @@ def _whole(tensor: PartTensor, dim: int) -> bool:
     return _covers(tensor.spans[dim], tensor.shape[dim])
 
 
-def _narrowed(tensor: PartTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
+def _narrowed(
+    tensor: PartTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
     if step != 1:
         raise PartMissing(f"every {step}th of {tensor} was asked for")
     dim, size = dim % tensor.dim(), tensor.shape[dim]
     first, last, _ = slice(start, end).indices(size)
     shape = [*tensor.shape[:dim], max(0, last - first), *tensor.shape[dim + 1 :]]
-    kept, at, begin = [], 0, 0
+    kept = []
+    at = 0
+    begin = 0
     for offset, length in tensor.spans[dim]:
         low, high = max(first, offset), min(last, offset + length)
         if low < high:

@@ -1,4 +1,5 @@
-"""The receiving end of --weight-transfer disk: one update names a directory of safetensors on a file system that both sides have.
+"""The receiving end of --weight-transfer disk: one update names a directory of safetensors on a file system that both
+sides have.
 
 Invariant: names, shapes, dtypes and the digest of every file are checked before anything is loaded.
 """

@@ -40,7 +40,8 @@ class GlooUpdate(WeightTransferUpdateInfo):
 
 
 class GlooReceiver(Receiver):
-    """Takes part in the trainer's broadcasts.  Bytes are received before anything can be refused: others wait for us."""
+    """Takes part in the trainer's broadcasts.  Bytes are received before anything can be refused: others wait for
+    us."""
 
     init_info_cls, update_info_cls = GlooInit, GlooUpdate
     group: gloo_group.GlooGroup | None = None
@@ -49,7 +50,8 @@ class GlooReceiver(Receiver):
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         config = self.parallel_config
         rank = init_info.rank_offset + getattr(config, "data_parallel_index", 0) * config.world_size + config.rank
-        own, self.seconds = os.environ.get("VLLM_HOST_IP") or init_info.master_address, init_info.seconds
+        own = os.environ.get("VLLM_HOST_IP") or init_info.master_address
+        self.seconds = init_info.seconds
         keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
         self.group = gloo_group.join(
             init_info.master_address, init_info.master_port, keys, rank, init_info.world_size, own, init_info.seconds
@@ -59,7 +61,9 @@ class GlooReceiver(Receiver):
         if self.group is None:
             raise UpdateRejected("the group was not joined")
         bucket = Bucket.from_wire(update_info.bucket)
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)  # a new one each time: vLLM keeps views until a layer is complete
+        buffer = torch.empty(
+            bucket.nbytes, dtype=torch.uint8
+        )  # a new one each time: vLLM keeps views until a layer is complete
         gloo_group.broadcast(self.group, buffer, self.seconds)
         account = self._open_account()
         account.admit(bucket.slots)

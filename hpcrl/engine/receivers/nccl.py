@@ -1,4 +1,5 @@
-"""The receiving end of --weight-transfer nccl with --weight-update resharded: pieces alone, over `hpcrl/weights/pieces/nccl_wire.py`.
+"""The receiving end of --weight-transfer nccl with --weight-update resharded: pieces alone, over
+`hpcrl/weights/pieces/nccl_wire.py`.
 
 Whole tensors over NCCL go to vLLM's own backend.  NCCL's wire has run on no GPU yet.
 """

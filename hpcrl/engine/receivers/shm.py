@@ -1,4 +1,5 @@
-"""The receiving end of --weight-transfer shm: one update names all buckets of a model, which lie in memory shared with the trainer.
+"""The receiving end of --weight-transfer shm: one update names all buckets of a model, which lie in memory shared with
+the trainer.
 
 Invariant: everything is checked before anything is loaded.
 """

@@ -33,7 +33,9 @@ class ServedEngine(EngineSupervisor):
         try:
             return bound_socket(host, port)
         except OSError as error:
-            raise UsageError(f"--listen {self.listen}: {error.strerror or error}", "name a free port of this machine") from error
+            raise UsageError(
+                f"--listen {self.listen}: {error.strerror or error}", "name a free port of this machine"
+            ) from error
 
     def publish(self) -> None:
         super().publish()

@@ -1,14 +1,15 @@
 """What an engine on CPUs gives back while it sleeps: vLLM's own sleep frees nothing there.
 
-The pages of the KV cache, and at level 2 those of the weights, are handed back to the kernel (madvise, MADV_DONTNEED); the
-tensors stay where they are and read as zeros until something is written, when the kernel gives new pages.  So an engine that
-wakes has the memory again without asking for it: for the weights by the update, for the cache by the next requests.
+The pages of the KV cache, and at level 2 those of the weights, are handed back to the kernel (madvise, MADV_DONTNEED);
+the tensors stay where they are and read as zeros until something is written, when the kernel gives new pages.  So an
+engine that wakes has the memory again without asking for it: for the weights by the update, for the cache by the next
+requests.
 
-vLLM's CPU build multiplies with packed copies of its matrices, which the update makes anew: at level 2 they go too, and malloc
-is told to hand back what it has free then.
+vLLM's CPU build multiplies with packed copies of its matrices, which the update makes anew: at level 2 they go too, and
+malloc is told to hand back what it has free then.
 
-Invariants: only whole pages of our own anonymous memory go, the rest of a tensor is set to zero; buffers, which no update
-brings, stay; a layer whose packed copy is gone refuses to multiply.
+Invariants: only whole pages of our own anonymous memory go, the rest of a tensor is set to zero; buffers, which no
+update brings, stay; a layer whose packed copy is gone refuses to multiply.
 """
 
 from __future__ import annotations

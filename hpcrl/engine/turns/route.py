@@ -1,11 +1,13 @@
-"""The engine's side of the hand-over (`hpcrl.handover`): it sleeps and wakes when it is its turn, and answers nothing in between.
+"""The engine's side of the hand-over (`hpcrl.handover`): it sleeps and wakes when it is its turn, and answers nothing
+in between.
 
     POST /hpcrl/turn {"event": "sleep" | "take" | "wake-weights" | ...}   -> {"state": ..., "bytes": given back or taken}
 
 ASGI middleware between the guard of the run's key and vLLM's application.
 
-Invariants: an event out of turn is refused (409) and changes nothing; what would start work is refused while it is not the
-engines' turn, as vLLM would take it and answer when it wakes; vLLM's own routes for sleeping and pausing are closed.
+Invariants: an event out of turn is refused (409) and changes nothing; what would start work is refused while it is not
+the engines' turn, as vLLM would take it and answer when it wakes; vLLM's own routes for sleeping and pausing are
+closed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ DRAIN = 30.0  #: seconds that requests which have been answered may take to end
 OWNED = {"/sleep", "/wake_up", "/release_kv_cache_memory", "/pause", "/resume"}  #: the hand-over does that
 UPDATES = {"/start_weight_update", "/update_weights", "/finish_weight_update"}  #: with memory for the weights alone
 #: what neither computes nor needs memory
-ALWAYS = {"/collective_rpc", "/init_weight_transfer_engine", "/update_weight_version", "/inference/v1/abort_requests", ABORT}
+ALWAYS = {
+    "/collective_rpc",
+    "/init_weight_transfer_engine",
+    "/update_weight_version",
+    "/inference/v1/abort_requests",
+    ABORT,
+}
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -44,8 +52,10 @@ class Turns:
     """The middleware; one in each server."""
 
     def __init__(self, app: App) -> None:
-        self.app, self.mine = app, HandOver("the engine")
-        self.level, self.on_cpu = int(os.environ[SLEEP_LEVEL]), os.environ.get(ON_CPU) == "1"
+        self.app = app
+        self.mine = HandOver("the engine")
+        self.level = int(os.environ[SLEEP_LEVEL])
+        self.on_cpu = os.environ.get(ON_CPU) == "1"
         self._changing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,7 +136,8 @@ async def _body(receive: Receive) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ValueError("the client has gone")
-        body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = body + message.get("body", b"")
+        more = message.get("more_body", False)
     return body
 
 

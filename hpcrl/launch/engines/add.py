@@ -39,9 +39,18 @@ class Added:
 
 
 def add_here(rundir: RunDir, engines: int, first_slot: int) -> Added:
-    """Start so many `engines` on this machine, on the GPUs from `first_slot` on; they live as long as the attempt does."""
+    """Start so many `engines` on this machine, on the GPUs from `first_slot` on; they live as long as the attempt
+    does."""
     log = rundir.logs / f"join-{os.getpid()}.log"
-    words = [str(rundir.root), "--attempt", str(rundir.attempt), "--engines", str(engines), "--first-slot", str(first_slot)]
+    words = [
+        str(rundir.root),
+        "--attempt",
+        str(rundir.attempt),
+        "--engines",
+        str(engines),
+        "--first-slot",
+        str(first_slot),
+    ]
     host = ["--host", local_name(rundir)]
     env = {name: value for name, value in role_environment().items() if name != PARENT}
     with log.open("ab") as out:
@@ -62,7 +71,9 @@ def local_name(rundir: RunDir) -> str:
     ours = {"127.0.0.1", os.uname().nodename, os.uname().nodename.partition(".")[0]}
     if found := next((host for host in plan.hosts if host in ours), None):
         return found
-    raise UsageError(f"the run is on {', '.join(plan.hosts[:4])}, not on this machine", "add engines as a job: --site NAME")
+    raise UsageError(
+        f"the run is on {', '.join(plan.hosts[:4])}, not on this machine", "add engines as a job: --site NAME"
+    )
 
 
 def request_of(options: Options, site: Site, nodes: int, each: int) -> Request:

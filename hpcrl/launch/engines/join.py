@@ -2,9 +2,9 @@
 
     python -m hpcrl.launch.engines.join RUN --attempt N --engines K [--host NAME] [--first-slot S]
 
-Each is started, kept and ended as those of the plan are; the registry of the run gives it weights and requests.  Invariants: it ends
-with its attempt, whatever becomes of that; SIGTERM (a preemption, a time limit) has them finish what they have, as long as that may
-take; its end is never the run's.
+Each is started, kept and ended as those of the plan are; the registry of the run gives it weights and requests.
+Invariants: it ends with its attempt, whatever becomes of that; SIGTERM (a preemption, a time limit) has them finish
+what they have, as long as that may take; its end is never the run's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 
-SILENCE, LOOK = 90.0, 5.0  #: seconds without a word of the run until it counts as gone; between two looks
+#: seconds without a word of the run until it counts as gone; between two looks
+SILENCE = 90.0
+LOOK = 5.0
 LEAVE = 25.0  #: seconds that engines have to finish their requests once the job is told to end
 
 
@@ -49,15 +51,21 @@ def where(host: str, plan: Plan, interface: str | None, found: Report) -> tuple[
         return place.address, place.interface
     theirs = plan.rollout.at
     if theirs in ("127.0.0.1", "localhost", "::1"):
-        raise UsageError(f"the run is on {plan.rollout.host} alone, and listens nowhere but there", "add engines on that host")
+        raise UsageError(
+            f"the run is on {plan.rollout.host} alone, and listens nowhere but there", "add engines on that host"
+        )
     if interface:
         network = choose({host: found, "": found}, interface)[host]
         return network.address, network.interface
     names = {p.interface for p in (*plan.trainers, *plan.engines, plan.rollout) if p.interface}
-    ours = [n for n in found.networks if n.interface in names] or [n for n in found.networks if _same_net(n.subnet, theirs)]
+    ours = [n for n in found.networks if n.interface in names] or [
+        n for n in found.networks if _same_net(n.subnet, theirs)
+    ]
     if len(ours) != 1:
         have = ", ".join(f"{n.interface} {n.address}" for n in found.networks) or "none"
-        raise UsageError(f"host {host} is not on the run's network ({theirs}): it has {have}", "name it with --interface")
+        raise UsageError(
+            f"host {host} is not on the run's network ({theirs}): it has {have}", "name it with --interface"
+        )
     return ours[0].address, ours[0].interface
 
 
@@ -69,8 +77,11 @@ def _same_net(subnet: str, address: str) -> bool:
 
 
 def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
-    """Bring engines to the run, one for each list of slots, and keep them until it is over or they are told to leave."""
-    options, plan, looks = read_options(rundir), read_plan(rundir), Looks(rundir)
+    """Bring engines to the run, one for each list of slots, and keep them until it is over or they are told to
+    leave."""
+    options = read_options(rundir)
+    plan = read_plan(rundir)
+    looks = Looks(rundir)
     if looks.end() or looks.over(at_once=True):
         say(f"attempt {rundir.attempt} of {rundir.root} is over: there is nothing to join")
         return
@@ -99,7 +110,8 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
     try:
         with timeline.span(ROLES):
             roles += [begin("engine", index, command) for index, command in commands.items()]
-            # a response that goes on elsewhere goes on with other noise, so a run that repeats bit for bit begins it again
+            # a response that goes on elsewhere goes on with other noise, so a run that repeats bit for bit begins it
+            # again
             _keep(roles, keeper, turn, looks, rundir, told, finish=options.deterministic_mode)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
@@ -109,7 +121,8 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """What is started in here takes no notice of SIGUSR1: a scheduler sends its warning to every process that it finds."""
+    """What is started in here takes no notice of SIGUSR1: a scheduler sends its warning to every process that it
+    finds."""
     ours = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
@@ -118,7 +131,13 @@ def deaf() -> Iterator[None]:
 
 
 def _keep(
-    roles: list[Role], keeper: EngineKeeper, turn: Callable[[], None], looks: Looks, rundir: RunDir, told: Told, finish: bool
+    roles: list[Role],
+    keeper: EngineKeeper,
+    turn: Callable[[], None],
+    looks: Looks,
+    rundir: RunDir,
+    told: Told,
+    finish: bool,
 ) -> None:
     """finish: whether engines that are told to end are given time to finish their responses."""
     sign, leave_by = LifeSign(rundir), float("inf")
@@ -151,7 +170,9 @@ class LifeSign:
     """
 
     def __init__(self, rundir: RunDir) -> None:
-        self._rundir, self._said, self._since = rundir, 0.0, time.monotonic()
+        self._rundir = rundir
+        self._said = 0.0
+        self._since = time.monotonic()
         self._next = 0.0
 
     def lost(self) -> bool:
@@ -161,7 +182,8 @@ class LifeSign:
             self._next = now + LOOK
             views = read_views(self._rundir.here)
             if views is not None and views.time != self._said:
-                self._said, self._since = views.time, now
+                self._said = views.time
+                self._since = now
         return now - self._since > SILENCE
 
 

@@ -1,7 +1,7 @@
 """The engines of one host: what has ended is started again, as often as it may be.
 
-Invariants: an engine has one process at a time, and a life of its own for each; what is not started again stays among the host's
-roles, where it is taken for the failure that it is, unless the run has let it go.
+Invariants: an engine has one process at a time, and a life of its own for each; what is not started again stays among
+the host's roles, where it is taken for the failure that it is, unless the run has let it go.
 """
 
 from __future__ import annotations
@@ -41,10 +41,18 @@ class EngineKeeper:
     """
 
     def __init__(
-        self, rundir: RunDir, host: str, limit: int, commands: Mapping[int, list[str]], begin: Callable[[str, int, list[str]], R]
+        self,
+        rundir: RunDir,
+        host: str,
+        limit: int,
+        commands: Mapping[int, list[str]],
+        begin: Callable[[str, int, list[str]], R],
     ) -> None:
-        self.rundir, self.host = rundir, host
-        self._limit, self._commands, self._begin = limit, commands, begin
+        self.rundir = rundir
+        self.host = host
+        self._limit = limit
+        self._commands = commands
+        self._begin = begin
         self._lives = dict.fromkeys(commands, 0)
         self._due: dict[int, float] = {}  # engines between two lives, and when the next begins
         self._next_look = 0.0

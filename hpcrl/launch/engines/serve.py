@@ -1,10 +1,11 @@
-"""`hpcrl engines serve`: an engine that no run has started, for one run after another; and what a run borrows of its keys.
+"""`hpcrl engines serve`: an engine that no run has started, for one run after another; and what a run borrows of its
+keys.
 
     KEYS/http.key, KEYS/weights-*.json     keys (queue/auth.py), made by whoever serves first
     KEYS/engine-PORT-XXXXXXXX/             what one server is started with; gone when it ends
 
-Invariants: one run at a time has the engines of a directory of keys, or else two would mix their weights; an engine gets no key that
-opens another.
+Invariants: one run at a time has the engines of a directory of keys, or else two would mix their weights; an engine
+gets no key that opens another.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def prepare(options: Options, listen: str, keys: Path) -> RunDir:
 
 
 def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
-    """Keys of the engines that the run does not start, into the run's; what is returned is held open as long as it has them.
+    """Keys of the engines that the run does not start, into the run's; what is returned is held open as long as it has
+    them.
 
     UsageError if they cannot be read, or another run has these engines.
     """
@@ -117,13 +119,17 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
     try:
         lock = open_regular(folder / HTTP_KEY)
     except OSError as error:
-        raise UsageError(f"{KEYS} {folder}: {error.strerror}", "is it what hpcrl engines serve --keys was given?") from error
+        raise UsageError(
+            f"{KEYS} {folder}: {error.strerror}", "is it what hpcrl engines serve --keys was given?"
+        ) from error
     with contextlib.ExitStack() as stack:
         stack.callback(lock.close)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"another run has the engines of {KEYS} {folder}", "wait for its end, or serve others") from None
+            raise UsageError(
+                f"another run has the engines of {KEYS} {folder}", "wait for its end, or serve others"
+            ) from None
         borrow_keys(rundir, folder, plan.external, len(plan.engines))
         stack.pop_all()
     return lock

@@ -1,7 +1,8 @@
-"""A run as a chain of jobs, for sites that do not queue a job again: each starts when the one before has ended, however.
+"""A run as a chain of jobs, for sites that do not queue a job again: each starts when the one before has ended,
+however.
 
-Invariants: job.json names the jobs of the chain, and as the run's job the one that runs or is next; a job whose run is done, or
-was stopped or cancelled by its user, ends at once and starts nothing.
+Invariants: job.json names the jobs of the chain, and as the run's job the one that runs or is next; a job whose run is
+done, or was stopped or cancelled by its user, ends at once and starts nothing.
 """
 
 from __future__ import annotations

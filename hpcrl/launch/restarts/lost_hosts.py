@@ -1,7 +1,8 @@
-"""Hosts that the scheduler lost under an attempt: their names stand as its error, whatever those said first who were ended with them.
+"""Hosts that the scheduler lost under an attempt: their names stand as its error, whatever those said first who were
+ended with them.
 
-Invariant: a host is named only where the scheduler says that it failed while the attempt was at work, or so soon after the launcher's
-last word that it had not noticed yet.
+Invariant: a host is named only where the scheduler says that it failed while the attempt was at work, or so soon after
+the launcher's last word that it had not noticed yet.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def names(error: Failure, host: str) -> bool:
 
 
 def lost_hosts(rundir: RunDir | None, allocation: Allocation, until: float = float("inf")) -> dict[str, str]:
-    """host -> `host node1 was lost (what the scheduler says)`, of the hosts of an attempt that failed while it ran, or after it and
-    before `until` (unix time)."""
+    """host -> `host node1 was lost (what the scheduler says)`, of the hosts of an attempt that failed while it ran, or
+    after it and before `until` (unix time)."""
     if rundir is None:
         return {}
     file = rundir.here / HOSTS

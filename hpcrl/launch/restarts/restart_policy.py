@@ -1,8 +1,9 @@
-"""Whether a run gets on: how long its steps take, whether restarts have brought it anywhere, and which hosts broke under it.
+"""Whether a run gets on: how long its steps take, whether restarts have brought it anywhere, and which hosts broke
+under it.
 
-Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS attempts
-one after another without a new checkpoint is not started again by itself; a host is called broken only for words by which a driver or CUDA
-says that the hardware is.
+Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS
+attempts one after another without a new checkpoint is not started again by itself; a host is called broken only for
+words by which a driver or CUDA says that the hardware is.
 """
 
 from __future__ import annotations
@@ -45,14 +46,17 @@ def position(root: Path) -> list[str]:
     for path in sorted(root.glob("**/latest_checkpointed_iteration.txt")):
         with contextlib.suppress(OSError):
             found.append(f"{path.relative_to(root)} {read_regular(path).decode(errors='replace').strip()}")
-    summaries = [path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished]
+    summaries = [
+        path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished
+    ]
     return found + [str(path.relative_to(root)) for path in summaries]
 
 
 def check_headway(root: Path, restarts: int) -> None:
     """Note where the job stands at this start; HpcrlError if the last FRUITLESS restarts stood at the same place.
 
-    A start by hand (restarts 0) begins the count anew.  A count that cannot be read or kept never ends a run: it begins anew.
+    A start by hand (restarts 0) begins the count anew.  A count that cannot be read or kept never ends a run: it begins
+    anew.
     """
     here = position(root)
     seen = [*(_earlier_starts(root / HEADWAY) if restarts else []), here][-FRUITLESS - 1 :]
@@ -85,7 +89,8 @@ LOOKED_AT = 200  #: lines at the end of a log
 
 
 def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:
-    """(host, what was seen) of the role that failed first in an attempt, if its error or the end of its log tell of hardware."""
+    """(host, what was seen) of the role that failed first in an attempt, if its error or the end of its log tell of
+    hardware."""
     failure = rundir.failure()
     places = {"trainer": plan.trainers, "engine": plan.engines}.get(failure.role if failure else "", ())
     if failure is None or failure.index >= len(places):

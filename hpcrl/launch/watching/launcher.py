@@ -2,8 +2,8 @@
 
     python -m hpcrl.launch.watching.launcher RUN --attempt N --launcher PID --beats FOLDER --seconds S
 
-Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what it
-saw is the attempt's error.
+Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what
+it saw is the attempt's error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _last_word(rundir: RunDir, what: str) -> None:
     """What the launcher would have written of its end, in the run directory or, of a stage, in the one above."""
     for root in (rundir.root, rundir.root.parent):
         if (root / STATE).is_file():
-            write_state(root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname()))
+            write_state(
+                root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname())
+            )
             return
 
 

@@ -1,7 +1,8 @@
 """The report of a run: its numbers, curves, timeline, costs and samples, filled into page.html.j2.
 
-Invariants: it only reads; whatever a prompt, a response, an error or a name holds is shown as text, and control characters and those that
-turn the direction of text as visible signs; the size of the page does not grow with the length of the run.
+Invariants: it only reads; whatever a prompt, a response, an error or a name holds is shown as text, and control
+characters and those that turn the direction of text as visible signs; the size of the page does not grow with the
+length of the run.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ from hpcrl.report.timeline.names import DOES, EVALUATE, GENERATE, PAUSED, START,
 from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
 
-MOST_TRACKS, STEPS, SAMPLES = 40, 4, 3  #: tracks in a picture; steps in the closer one; samples of each kind
+#: tracks in a picture; steps in the closer one; samples of each kind
+MOST_TRACKS = 40
+STEPS = 4
+SAMPLES = 3
 LONGEST = 20_000  #: characters of a prompt or a response that are shown
 
 
 def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
     """The HTML of a run.  recipe: its text."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
     spent = spending(run, recorded)
     shown = views(recorded)
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
@@ -87,14 +93,17 @@ def charts(stage: StageFiles) -> list[Any]:
     shown = ((panel, series(found, panel.metrics)) for panel in panels(found))
     drawn = [chart(visible(panel.title), curves, panel.axis) for panel, curves in shown if curves]
     if tokens := tokens_by_version(found):
-        drawn.append(chart("tokens by the policy version that sampled them", {"": (list(tokens), list(tokens.values()))}, "zero"))
+        drawn.append(
+            chart("tokens by the policy version that sampled them", {"": (list(tokens), list(tokens.values()))}, "zero")
+        )
     return drawn
 
 
 def tokens_by_version(found: Sequence[dict[str, Any]]) -> dict[float, float]:
     """How many tokens were trained on that each policy version had sampled; {} where all are the trainer's own.
 
-    A record has them by age, counted from the version before its step: a step raises the version by as much as from one record to the next.
+    A record has them by age, counted from the version before its step: a step raises the version by as much as from one
+    record to the next.
     """
     steps = [row for row in found if isinstance(row.get("policy_version"), int | float)]
     sums: dict[float, float] = {}
@@ -103,7 +112,9 @@ def tokens_by_version(found: Sequence[dict[str, Any]]) -> dict[float, float]:
         before = row["policy_version"] - (abs(row["policy_version"] - near["policy_version"]) or 1)
         for name, count in row.items():
             age = name.removeprefix("staleness/tokens/")
-            if age != name and age.isdigit() and isinstance(count, int | float):  # of what is older it is not known by how much
+            if (
+                age != name and age.isdigit() and isinstance(count, int | float)
+            ):  # of what is older it is not known by how much
                 sums[before - int(age)] = sums.get(before - int(age), 0.0) + count
     return dict(sorted(sums.items()))
 
@@ -115,7 +126,11 @@ def bill_note(spent: Sequence[Spent]) -> str:
     kept = [attempt for one in spent for attempt in one.attempts]
     lost = sum(attempt.lost is not None for attempt in kept)
     words = f"{len(spent)} starts of the run, {len(kept)} attempts"
-    return f"{words}, of which {lost} lost work: what came after the last checkpoint." if lost else f"{words}; nothing was lost."
+    return (
+        f"{words}, of which {lost} lost work: what came after the last checkpoint."
+        if lost
+        else f"{words}; nothing was lost."
+    )
 
 
 # ---- the timeline
@@ -126,7 +141,8 @@ def views(recorded: Recorded) -> list[dict[str, Any]]:
     if not recorded.tracks:
         return []
     tracks = bars(recorded.tracks)
-    begin, end = min(track.begin for track in recorded.tracks), max(track.end for track in recorded.tracks)
+    begin = min(track.begin for track in recorded.tracks)
+    end = max(track.end for track in recorded.tracks)
     found = [{"title": f"The whole run: {clock((end - begin) / 1e6)}", "picture": timeline(tracks, begin, end)}]
     for tracks_of in reversed(list(recorded.stages.values())):
         last = max((track.attempt or 0 for track in tracks_of), default=0)
@@ -146,7 +162,9 @@ def bars(tracks: Sequence[Track]) -> list[tuple[str, list[Bar]]]:
     for track in tracks:
         for span in track.spans:
             if span.name == GENERATE:
-                found.setdefault(f"engine-{span.more.get('engine')}", []).append(Bar(span.begin, span.end, "generating"))
+                found.setdefault(f"engine-{span.more.get('engine')}", []).append(
+                    Bar(span.begin, span.end, "generating")
+                )
             elif span.name in (kinds := DOES.get(track.role, {}) | {START: "starting"}) and track.role in DOES:
                 found[track.name].append(Bar(span.begin, span.end, kinds[span.name]))
             if span.name == PAUSED:
@@ -161,7 +179,8 @@ def bars(tracks: Sequence[Track]) -> list[tuple[str, list[Bar]]]:
 
 
 def samples(run: Run) -> Iterator[dict[str, Any]]:
-    """The best, the worst and some of the last step that there are samples of, and the worst of each last evaluation."""
+    """The best, the worst and some of the last step that there are samples of, and the worst of each last
+    evaluation."""
     for stage in reversed(run.stages):
         numbers = steps_of(stage.root)
         if not numbers:

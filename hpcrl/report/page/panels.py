@@ -1,4 +1,5 @@
-"""What the report draws of a stage: the panels of curves.png, more of hpcrl's own metrics, and whatever else the run has logged.
+"""What the report draws of a stage: the panels of curves.png, more of hpcrl's own metrics, and whatever else the run
+has logged.
 
 Invariant: pure functions of the records; a metric of the user's own is drawn, whatever its name, up to MOST of them.
 """
@@ -43,7 +44,9 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     found = [*PANELS, Panel("parts of the reward", {"*": "rollout/reward/*"}), *_of_sets(names), *MORE]
     if failing:
         found.append(
-            Panel("failed gradings", {name.replace("/reward_", " "): metric for name, metric in failing.items()}, "zero")
+            Panel(
+                "failed gradings", {name.replace("/reward_", " "): metric for name, metric in failing.items()}, "zero"
+            )
         )
     return found + [Panel(name, {"": name}) for name in own_metrics(names)[:MOST]]
 
@@ -65,5 +68,7 @@ def _of_sets(names: Sequence[str]) -> list[Panel]:
     for held_out in dict.fromkeys(name.split("/")[1] for name in names if name.startswith("eval/")):
         found.append(Panel(f"{held_out}: parts of the reward", {"*": f"eval/{held_out}/reward/*"}))
         rates = [name for name in names if re.fullmatch(rf"eval/{re.escape(held_out)}/(?:pass|majority)@\d+", name)]
-        found.append(Panel(f"{held_out}: pass@k, majority@n", {name.rpartition("/")[2]: name for name in rates}, "share"))
+        found.append(
+            Panel(f"{held_out}: pass@k, majority@n", {name.rpartition("/")[2]: name for name in rates}, "share")
+        )
     return found

@@ -1,7 +1,7 @@
 """Curves and timelines as inline SVG.
 
-Invariants: pure; every text is escaped; what is drawn does not grow with the length of the run: a curve has POINTS points at most, a
-track of a timeline COLUMNS pieces.
+Invariants: pure; every text is escaped; what is drawn does not grow with the length of the run: a curve has POINTS
+points at most, a track of a timeline COLUMNS pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from markupsafe import Markup, escape
 from hpcrl.report.curves import COLOURS, MANY, Curves, smooth
 
 WIDTH, HEIGHT = 330, 190  #: of a chart, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 24, 22  #: its margins
+#: its margins
+LEFT = 46
+RIGHT = 8
+TOP = 24
+BOTTOM = 22
 POINTS, COLUMNS = 400, 1000
 ROW, NAMES = 16, 130  #: pixels: height of a track, width of its name
 #: what a slot does -> colour
@@ -63,12 +67,16 @@ def chart(title: str, curves: Curves, axis: str = "") -> Markup:
         _, y = at(first, 10**tick if log else tick)
         word = f"1e{tick:.0f}" if log else f"{tick:.4g}"
         parts.append(Markup('<path d="M{} {:.1f}H{}" class="grid"/>').format(LEFT, y, WIDTH - RIGHT))
-        parts.append(Markup('<text x="{}" y="{:.1f}" class="tick" text-anchor="end">{}</text>').format(LEFT - 4, y + 3, word))
+        parts.append(
+            Markup('<text x="{}" y="{:.1f}" class="tick" text-anchor="end">{}</text>').format(LEFT - 4, y + 3, word)
+        )
     for tick in ticks(first, last, 5):
         if tick == int(tick):
             x, _ = at(tick, 10**low if log else low)
             parts.append(
-                Markup('<text x="{:.1f}" y="{}" class="tick" text-anchor="middle">{:.0f}</text>').format(x, HEIGHT - 6, tick)
+                Markup('<text x="{:.1f}" y="{}" class="tick" text-anchor="middle">{:.0f}</text>').format(
+                    x, HEIGHT - 6, tick
+                )
             )
     for colour, (label, (x, y)) in zip(COLOURS * len(thin), thin.items(), strict=False):
         parts += _curve(list(map(at, x, y)), colour, label, y[-1])
@@ -149,14 +157,18 @@ def timeline(tracks: Sequence[tuple[str, Sequence[Bar]]], begin: int, end: int) 
     parts = []
     for row, (name, bars) in enumerate(tracks):
         y = ROW * row
-        parts.append(Markup('<text x="{}" y="{}" class="tick" text-anchor="end">{}</text>').format(NAMES - 6, y + 11, name))
+        parts.append(
+            Markup('<text x="{}" y="{}" class="tick" text-anchor="end">{}</text>').format(NAMES - 6, y + 11, name)
+        )
         parts.append(_box(0, COLUMNS, y, "waiting"))
         parts += [_box(first, last, y, kind) for first, last, kind in raster(bars, begin, end) if kind != "waiting"]
     for tick in ticks(0, max(end - begin, 1) / 1e6, 8):
         x = NAMES + tick * 1e6 * scale
         parts.append(Markup('<path d="M{:.1f} 0V{}" class="grid"/>').format(x, ROW * len(tracks)))
         parts.append(
-            Markup('<text x="{:.1f}" y="{}" class="tick" text-anchor="middle">{}</text>').format(x, height - 8, clock(tick))
+            Markup('<text x="{:.1f}" y="{}" class="tick" text-anchor="middle">{}</text>').format(
+                x, height - 8, clock(tick)
+            )
         )
     return _svg(width, height, parts, "timeline")
 
@@ -172,11 +184,14 @@ def raster(bars: Iterable[Bar], begin: int, end: int) -> list[tuple[int, int, st
     width = max(end - begin, 1) / COLUMNS
     filled: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
     for bar in bars:
-        first, last = max(bar.begin, begin) - begin, min(bar.end, end) - begin
+        first = max(bar.begin, begin) - begin
+        last = min(bar.end, end) - begin
         for column in range(int(first / width), min(COLUMNS, math.ceil(last / width))) if last > first else ():
             part = min(last, (column + 1) * width) - max(first, column * width)
             filled[column][bar.kind] = filled[column].get(bar.kind, 0.0) + part
-    shown = [max(column, key=lambda kind: column[kind]) if sum(column.values()) > width / 2 else "" for column in filled]
+    shown = [
+        max(column, key=lambda kind: column[kind]) if sum(column.values()) > width / 2 else "" for column in filled
+    ]
     at, found = 0, []
     for kind, group in groupby(shown):
         size = len(list(group))
@@ -196,5 +211,7 @@ def clock(seconds: float) -> str:
 
 
 def _svg(width: int, height: int, parts: Iterable[Markup], name: str) -> Markup:
-    head = f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(name)}">'
+    head = (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(name)}">'
+    )
     return Markup(head) + Markup("").join(parts) + Markup("</svg>")

@@ -1,11 +1,12 @@
 """What an allocation's node-hours went into.  Pure: spans and nodes in, numbers out.
 
-A node's hour is divided over its slots (GPUs); at each moment a slot does what the busiest of its owners does (`PRECEDENCE`), and
-waits where none does anything.  Before an attempt's trainer is ready, and outside of attempts, all nodes are starting (or ending).
-Of an attempt, everything from the first step that a later one had to repeat is lost; where nothing was kept, all of it.
+A node's hour is divided over its slots (GPUs); at each moment a slot does what the busiest of its owners does
+(`PRECEDENCE`), and waits where none does anything.  Before an attempt's trainer is ready, and outside of attempts, all
+nodes are starting (or ending). Of an attempt, everything from the first step that a later one had to repeat is lost;
+where nothing was kept, all of it.
 
-Invariant: the costs of an allocation add up to its nodes times its length, exactly: whole microseconds are counted, and divided
-as fractions.
+Invariant: the costs of an allocation add up to its nodes times its length, exactly: whole microseconds are counted, and
+divided as fractions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HOUR = 3_600_000_000  #: microseconds
 
 @dataclass(frozen=True)
 class Owner:
-    """A process on a node.  slots: those that it owns there; work: (begin, end, what it does), in microseconds, in any order."""
+    """A process on a node.  slots: those that it owns there; work: (begin, end, what it does), in microseconds, in any
+    order."""
 
     node: str
     slots: tuple[int, ...]
@@ -33,7 +35,8 @@ class Owner:
 class AttemptSpent:
     """An attempt, in microseconds.
 
-    ready: when its trainer could work, None if it never could; lost: from when on its work came to nothing, None if all was kept.
+    ready: when its trainer could work, None if it never could; lost: from when on its work came to nothing, None if all
+    was kept.
     """
 
     begin: int
@@ -45,7 +48,8 @@ class AttemptSpent:
 
 @dataclass(frozen=True)
 class Spent:
-    """Nodes that were held from `begin` to `end` (microseconds).  nodes: slots of each; attempts: in order, one after another."""
+    """Nodes that were held from `begin` to `end` (microseconds).  nodes: slots of each; attempts: in order, one after
+    another."""
 
     begin: int
     end: int
@@ -87,7 +91,8 @@ def _node(allocation: Spent, node: str, slots: int) -> dict[Cost, Fraction]:
 
 
 def _shares(owners: Sequence[Owner], node: str, slots: int, begin: int, end: int) -> dict[Cost, Fraction]:
-    """Microseconds of a node from `begin` to `end`, by cost: the mean of its slots; of a node without any, its processes'."""
+    """Microseconds of a node from `begin` to `end`, by cost: the mean of its slots; of a node without any, its
+    processes'."""
     here = [owner for owner in owners if owner.node == node]
     used = {slot for owner in here for slot in owner.slots}
     number = max(slots, len(used))
@@ -107,7 +112,8 @@ def _shares(owners: Sequence[Owner], node: str, slots: int, begin: int, end: int
 
 
 def divide(work: Iterable[tuple[int, int, Cost]], begin: int, end: int) -> dict[Cost, int]:
-    """How long from `begin` to `end` each cost is the first of PRECEDENCE at work; the rest is waiting.  It adds up to the whole."""
+    """How long from `begin` to `end` each cost is the first of PRECEDENCE at work; the rest is waiting.  It adds up to
+    the whole."""
     changes: list[tuple[int, int, int]] = []
     for start, stop, cost in work:
         start, stop = max(start, begin), min(stop, end)

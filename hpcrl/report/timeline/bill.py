@@ -68,4 +68,6 @@ def text(lines: Sequence[Row]) -> str:
     """The bill as a table of plain text."""
     head = Row("", "NODE-HOURS", "SHARE")
     wide = max(len(row.hours) for row in [head, *lines])
-    return "\n".join(f"{row.name:12}{row.hours:>{wide}}  {row.share:>8}  {row.means}".rstrip() for row in [head, *lines])
+    return "\n".join(
+        f"{row.name:12}{row.hours:>{wide}}  {row.share:>8}  {row.means}".rstrip() for row in [head, *lines]
+    )

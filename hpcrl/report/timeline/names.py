@@ -9,7 +9,9 @@ import re
 from typing import Literal
 
 #: launcher: the recipe's prepare commands; one attempt of a stage, and that it begins
-PREPARE, ATTEMPT, BEGINS = "prepare", "attempt", "attempt begins"
+PREPARE = "prepare"
+ATTEMPT = "attempt"
+BEGINS = "attempt begins"
 #: any role: from its first line until it can work
 START = "start up"
 #: the process of a host: its roles, from the first start to the last end
@@ -17,18 +19,21 @@ ROLES = "roles"
 #: whoever brings engines to a run that is under way: which, as {number: slots} in `engines`; and when it is gone
 JOINS, ENDS = "joins", "ends"
 #: trainer.  READY and SAVED are moments, with rollout_id: where the run goes on, and up to where it is on disk
-READY, SAVED, STEP = "ready", "saved", "step"
-WAIT, TRAIN, LOGPROBS, UPDATE, PAUSED, SAVE, EVALUATE = (
-    "wait for data",
-    "train",
-    "forward log-probs",
-    "update weights",
-    "engines pause",
-    "save",
-    "evaluate",
-)
-#: rollout process: the making of a rollout; an engine that has requests, with its number as `engine`; requests in flight (a counter)
-MAKE, GENERATE, REQUESTS = "make rollout", "generate", "#requests in flight"
+READY = "ready"
+SAVED = "saved"
+STEP = "step"
+WAIT = "wait for data"
+TRAIN = "train"
+LOGPROBS = "forward log-probs"
+UPDATE = "update weights"
+PAUSED = "engines pause"
+SAVE = "save"
+EVALUATE = "evaluate"
+#: rollout process: the making of a rollout; an engine that has requests, with its number as `engine`; requests in
+#: flight (a counter)
+MAKE = "make rollout"
+GENERATE = "generate"
+REQUESTS = "#requests in flight"
 
 Cost = Literal["training", "generating", "waiting", "updating", "saving", "starting", "lost"]
 COSTS: tuple[Cost, ...] = ("training", "generating", "updating", "saving", "waiting", "starting", "lost")

@@ -2,10 +2,10 @@
 
 Invariants: it only reads; a line that is torn or damaged is left out; within a track nothing is reordered by the clock.
 
-The clocks of hosts are aligned through the file system that holds the run directory: whoever makes a file learns from its time of
-change how far the file system's clock is from its own, within the time that the call took.  Where the difference may be 0 (the
-clocks agree, or the file system takes the time from its clients, as Lustre does) nothing is moved: then it is as good as the hosts'
-own synchronisation, usually some milliseconds.
+The clocks of hosts are aligned through the file system that holds the run directory: whoever makes a file learns from
+its time of change how far the file system's clock is from its own, within the time that the call took.  Where the
+difference may be 0 (the clocks agree, or the file system takes the time from its clients, as Lustre does) nothing is
+moved: then it is as good as the hosts' own synchronisation, usually some milliseconds.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def read_tracks(path: Path, attempt: int | None) -> list[Track]:
 
 def _rows(path: Path) -> Iterator[Header | Span]:
     header = msgspec.json.Decoder(Header).decode
-    short, long = (msgspec.json.Decoder(kind).decode for kind in (tuple[str, int, int], tuple[str, int, int, dict[str, Any]]))
+    short, long = (
+        msgspec.json.Decoder(kind).decode for kind in (tuple[str, int, int], tuple[str, int, int, dict[str, Any]])
+    )
     try:
         lines = read_regular(path).split(b"\n")
     except OSError:
@@ -122,8 +124,8 @@ def _rows(path: Path) -> Iterator[Header | Span]:
 def offsets(headers: Iterable[Header]) -> dict[str, int]:
     """Microseconds by which the file system's clock is ahead of each host's; 0 where it may be so.
 
-    Each file that was made on a host bounds the difference on both sides; all of them together leave an interval, whose middle counts.
-    Where they leave none (a clock was set meanwhile), the host's clock is left alone.
+    Each file that was made on a host bounds the difference on both sides; all of them together leave an interval, whose
+    middle counts. Where they leave none (a clock was set meanwhile), the host's clock is left alone.
     """
     bounds: dict[str, tuple[int, int]] = {}
     for header in headers:
@@ -141,4 +143,6 @@ def align(tracks: list[Track]) -> list[Track]:
 
 def _moved(track: Track, by: int) -> Track:
     header = msgspec.structs.replace(track.header, opened=track.header.opened + by)
-    return Track(header, track.attempt, [span._replace(begin=span.begin + by, end=span.end + by) for span in track.spans])
+    return Track(
+        header, track.attempt, [span._replace(begin=span.begin + by, end=span.end + by) for span in track.spans]
+    )

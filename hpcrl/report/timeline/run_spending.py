@@ -1,7 +1,9 @@
-"""From a run directory to what its allocations were spent on: which attempt ran where and when, and what of it was kept.
+"""From a run directory to what its allocations were spent on: which attempt ran where and when, and what of it was
+kept.
 
-Invariants: it only reads; a process that has left no timeline (on a host that does not share the run directory) is taken to have
-done what its nearest kin did; what a killed process had not finished counts as waiting, and is mostly lost anyway.
+Invariants: it only reads; a process that has left no timeline (on a host that does not share the run directory) is
+taken to have done what its nearest kin did; what a killed process had not finished counts as waiting, and is mostly
+lost anyway.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Recorded:
 
 def read_run(run: Run) -> Recorded:
     """All timelines of a run."""
-    launchers, by_stage = read_launchers(run.root), {stage.name: read_stage(stage.root) for stage in run.stages}
+    launchers = read_launchers(run.root)
+    by_stage = {stage.name: read_stage(stage.root) for stage in run.stages}
     aligned = iter(align([*launchers, *(track for tracks in by_stage.values() for track in tracks)]))
     return Recorded(
         [next(aligned) for _ in launchers], {name: [next(aligned) for _ in tracks] for name, tracks in by_stage.items()}
@@ -66,7 +69,8 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
         more: list[Spent] = []
         attempts, end = [], max(launcher.end, beat)
         for mark in launcher.named(BEGINS):
-            name, attempt = str(mark.more.get("stage", "")), int(mark.more.get("attempt", 0))
+            name = str(mark.more.get("stage", ""))
+            attempt = int(mark.more.get("attempt", 0))
             if (stage := stages.get(name)) is None:
                 continue
             tracks = recorded.stages.get(name, [])
@@ -77,7 +81,9 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
             plan = load_json(stage.root / "attempts" / str(attempt) / "plan.json", Plan, run.notes)
             for host, slots in hosts_of(stage, attempt, plan):
                 nodes[host] = max(slots, nodes.get(host, 0))
-            live = over is None and last and run.state is not None and run.state.phase in ("running", "saving", "starting")
+            live = (
+                over is None and last and run.state is not None and run.state.phase in ("running", "saving", "starting")
+            )
             status = "going on" if live else str(over.more.get("status", "")) if over else "killed"
             spent = spent_by(mark.begin, until, status, plan, own, _next_start(tracks, attempt))
             here, elsewhere = joined(own, spent, set(nodes))
@@ -88,10 +94,13 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
 
 
 def joined(tracks: Sequence[Track], spent: AttemptSpent, nodes: set[str]) -> tuple[list[Owner], list[Spent]]:
-    """(engines that joined an attempt on hosts that it had, those that brought a host with them: an allocation each)."""
+    """(engines that joined an attempt on hosts that it had, those that brought a host with them: an allocation
+    each)."""
     here, elsewhere = list[Owner](), list[Spent]()
     for track in (track for track in tracks if track.role == "joined"):
-        engines = {int(index): slots for mark in track.named(JOINS) for index, slots in mark.more.get("engines", {}).items()}
+        engines = {
+            int(index): slots for mark in track.named(JOINS) for index, slots in mark.more.get("engines", {}).items()
+        }
         host, count = track.header.host, sum(map(len, engines.values()))
         owners = [Owner(host, tuple(slots), engine_work(tracks, index, 1)) for index, slots in engines.items()]
         if host in nodes:
@@ -158,7 +167,11 @@ def lost_from(crank: Track | None, next_start: int | None) -> int | None:
 
 def _next_start(tracks: Sequence[Track], attempt: int) -> int | None:
     """The rollout with which the first attempt after this one went on, that came so far."""
-    later = [track for track in tracks if track.role == "trainer" and track.header.index == 0 and (track.attempt or 0) > attempt]
+    later = [
+        track
+        for track in tracks
+        if track.role == "trainer" and track.header.index == 0 and (track.attempt or 0) > attempt
+    ]
     for track in sorted(later, key=lambda track: track.attempt or 0):
         if ready := track.named(READY):
             return int(ready[0].more.get("rollout_id", 0))
@@ -209,7 +222,9 @@ def does(track: Track, role: str = "", *names: str) -> Work:
 
 def generating(track: Track, engine: int, engines: int) -> Work:
     """When an engine had requests, as the rollout process saw it."""
-    found: Work = [(span.begin, span.end, "generating") for span in track.named(GENERATE) if span.more.get("engine") == engine]
+    found: Work = [
+        (span.begin, span.end, "generating") for span in track.named(GENERATE) if span.more.get("engine") == engine
+    ]
     if (earlier := track.header.earlier.get(GENERATE, 0)) and track.header.since is not None:
         found.append((track.header.since, track.header.since + earlier // engines, "generating"))
     return found

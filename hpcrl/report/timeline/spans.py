@@ -3,12 +3,13 @@
     STAGE/timeline/attempt-N/ROLE-I.jsonl   of a role, or of the process of a host
     RUN/timeline/launcher-K.jsonl           of the launcher, at its K-th start
 
-The first line is a `Header`, every other one `[name, begin, end, {more}]`: integer microseconds of unix time by this host's clock.
-A moment has no length; a name that begins with # is a counter, whose values are in `more`.
+The first line is a `Header`, every other one `[name, begin, end, {more}]`: integer microseconds of unix time by this
+host's clock. A moment has no length; a name that begins with # is a counter, whose values are in `more`.
 
-Invariants: a line goes out with one call, so that a crash loses the line that was being written and no more; within a process time
-never goes back; a file holds MOST bytes at most: then it is put aside as .old, in place of what was there, and the next header says
-how long each name has taken before; what cannot be written is left out, since no run shall end for want of a picture of it.
+Invariants: a line goes out with one call, so that a crash loses the line that was being written and no more; within a
+process time never goes back; a file holds MOST bytes at most: then it is put aside as .old, in place of what was there,
+and the next header says how long each name has taken before; what cannot be written is left out, since no run shall end
+for want of a picture of it.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ FOLDER = "timeline"  #: in a stage's directory, and in the run's for its launche
 MOST = 16 << 20  #: bytes of a file: some 200,000 spans
 MANY = 64  #: trainer ranks
 SECOND = 1_000_000  #: microseconds
-ALIVE, EVERY = "alive", 60 * SECOND  #: what says that a process is still there; microseconds between two
+#: what says that a process is still there; microseconds between two
+ALIVE = "alive"
+EVERY = 60 * SECOND
 TICK = 10_000  #: microseconds by which a kernel's time of a file may lag behind its clock
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Who writes.  opened: when, in microseconds.
 
-    least, most: the clock of the file system that holds the file was so many microseconds ahead of the host's (negative: behind it), between the two,
-    when the file was made; None where it was there already.  earlier: microseconds by name of what is no longer in the files, which
-    began at `since`.  part: how many files of this process have been full before.
+    least, most: the clock of the file system that holds the file was so many microseconds ahead of the host's
+    (negative: behind it), between the two, when the file was made; None where it was there already.  earlier:
+    microseconds by name of what is no longer in the files, which began at `since`.  part: how many files of this
+    process have been full before.
     """
 
     role: str
@@ -60,15 +64,19 @@ class Timeline:
     """One process's.  path: None to record nothing."""
 
     def __init__(self, path: Path | None, role: str = "", index: int = 0, host: str = "", most: int = MOST) -> None:
-        self._path, self._who, self._most = path, (role, index, host), most
+        self._path = path
+        self._who = (role, index, host)
+        self._most = most
         self._offset = time.time_ns() // 1000 - time.monotonic_ns() // 1000
         self._file: int | None = None
-        self._size, self._alive = 0, 0
+        self._size = 0
+        self._alive = 0
         self._totals: dict[str, int] = {}  # of the file that is being written
         self._before: dict[str, int] = {}  # of the one that was put aside
         self._earlier: dict[str, int] = {}  # of what is gone
         self._counted: dict[str, tuple[int, dict[str, float]]] = {}
-        self._since, self._part = self.now(), 0
+        self._since = self.now()
+        self._part = 0
         if path is not None:
             self._open()
 
@@ -95,7 +103,8 @@ class Timeline:
         self.add(START, int(psutil.Process().create_time() * 1e6), self.now())
 
     def count(self, name: str, **values: float) -> None:
-        """A counter's values from now on; cheap to call often: at most one a second is recorded, and only if something has changed."""
+        """A counter's values from now on; cheap to call often: at most one a second is recorded, and only if something
+        has changed."""
         now, (at, known) = self.now(), self._counted.get(name, (0, {}))
         if values != known and now - at >= SECOND:
             self._counted[name] = (now, values)
@@ -126,7 +135,10 @@ class Timeline:
 
     def _open(self) -> None:
         assert self._path is not None
-        flags, before, least, most = os.O_WRONLY | os.O_CREAT | os.O_APPEND, self.now(), None, None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        before = self.now()
+        least = None
+        most = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
@@ -144,7 +156,8 @@ class Timeline:
         about = {"least": least, "most": most, "earlier": self._earlier, "since": self._since, "part": self._part}
         line = b"\n" if self._size else b""  # after a line that a crash has torn
         self._write(
-            line + msgspec.json.encode(Header(role=role, index=index, host=host, pid=os.getpid(), opened=before, **about))
+            line
+            + msgspec.json.encode(Header(role=role, index=index, host=host, pid=os.getpid(), opened=before, **about))
         )
 
     def _write(self, line: bytes) -> None:

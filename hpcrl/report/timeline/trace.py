@@ -1,7 +1,7 @@
 """A run's timeline in the trace event format, for https://ui.perfetto.dev or chrome://tracing: one process a track.
 
-Invariants: pure; what an engine was asked to do, which the rollout process alone sees, is shown on the engine's track; events of one
-thread of a track nest, as the format demands: what overlaps otherwise gets another thread.
+Invariants: pure; what an engine was asked to do, which the rollout process alone sees, is shown on the engine's track;
+events of one thread of a track nest, as the format demands: what overlaps otherwise gets another thread.
 
 Source of the format: "Trace Event Format" (Chromium), events X (complete), i (instant), C (counter), M (metadata).
 """
@@ -60,7 +60,8 @@ def _events(spans: Iterable[Span], process: int, first: int) -> Iterator[dict[st
 
 
 def lanes(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """(thread, span), threads from 1: each span on the first where it lies within what is open there, or after it; by begin."""
+    """(thread, span), threads from 1: each span on the first where it lies within what is open there, or after it; by
+    begin."""
     open_: list[list[int]] = []  # of each thread, the ends of what is open, the outermost first
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         for number, ends in enumerate(open_):

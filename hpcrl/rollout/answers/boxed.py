@@ -30,7 +30,8 @@ def boxed(text: str) -> str | None:
         elif token == "}" and opened:
             begin, is_boxed = opened.pop()
             if is_boxed and begin > start:
-                start, content = begin, text[begin : found.start()].strip()
+                start = begin
+                content = text[begin : found.start()].strip()
     return content
 
 

@@ -1,7 +1,7 @@
 r"""Sums, products, integrals and limits: what our own grammar does not read, math-verify does.
 
-Invariants: only LaTeX is parsed, by math-verify's grammar (its parser of plain expressions is never used: that one ends in
-Python's eval); a pair that math-verify cannot read is not equal.
+Invariants: only LaTeX is parsed, by math-verify's grammar (its parser of plain expressions is never used: that one ends
+in Python's eval); a pair that math-verify cannot read is not equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Whether two answers are the same: one text is the label, the other what a response holds.
 
-A label without a name, unit or brackets leaves the answer free to add them; what both say must agree.  Invariant: pure and
-symmetric but for multiple choice; what is not understood is the same only as text.
+A label without a name, unit or brackets leaves the answer free to add them; what both say must agree.  Invariant: pure
+and symmetric but for multiple choice; what is not understood is the same only as text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _chosen(answer: str, letter: str, wrapped: bool) -> bool:
     found = _CHOICE.fullmatch(plain)
     if found is None or re.search(r"(?<![A-Za-z\\])\(?[A-Z]\)?(?![A-Za-z])", found[4]):
         return False
-    return found[2] == letter or (found[2].upper() == letter and (letter in "ABCDE" or wrapped or bool(found[1] or found[3])))
+    return found[2] == letter or (
+        found[2].upper() == letter and (letter in "ABCDE" or wrapped or bool(found[1] or found[3]))
+    )
 
 
 def match(a: Shape, b: Shape) -> bool:
@@ -197,7 +199,8 @@ def _interval(relation: Shape) -> Items | None:
         parts, ops = (*parts, "\\infty"), (*ops, "<")
     if len(parts) != 3 or not name_of(parts[1]):
         return None
-    left, right = ("(" if ops[0] == "<" else "["), (")" if ops[1] == "<" else "]")
+    left = "(" if ops[0] == "<" else "["
+    right = ")" if ops[1] == "<" else "]"
     return Items("tuple", (read(parts[0]), read(parts[2])), left, right)
 
 

@@ -3,11 +3,11 @@ r"""An expression as a tree, by a grammar of our own: no text is ever evaluated 
     expr    = term (("+" | "-") term)*          term   = factor (("*" | "/" | nothing) factor)*
     factor  = ("+" | "-") factor | power        power  = atom ("!" | "%" | "^\circ")* ("^" argument)?
 
-A tree is a tuple: ("num", Fraction), ("sym", name), ("pi",), ("e",), ("i",), ("neg", a), ("deg", a), (op, a, b) with op one of
-+ - * / ^, ("root", a, n), ("abs", a), or ("fn", name, a) and ("fn", name, a, b).
+A tree is a tuple: ("num", Fraction), ("sym", name), ("pi",), ("e",), ("i",), ("neg", a), ("deg", a), (op, a, b) with op
+one of + - * / ^, ("root", a, n), ("abs", a), or ("fn", name, a) and ("fn", name, a, b).
 
-Invariant: reading takes time linear in the length (at most LONGEST characters, DEEPEST brackets, MOST operations); what the grammar does not
-know raises Unknown.
+Invariant: reading takes time linear in the length (at most LONGEST characters, DEEPEST brackets, MOST operations); what
+the grammar does not know raises Unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ GREEK = _words(
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\d.^])|\d+\.?\d*|\.\d+")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_MIXED = re.compile(r"(\d+)(?:\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+))(?![\d.])")
+_MIXED = re.compile(
+    r"(\d+)(?:\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+))(?![\d.])"
+)
 _COMMAND = re.compile(r"\\([a-zA-Z]+) ?")
 _SUBSCRIPT = re.compile(r"\s*_\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))")
 _LETTER_TEXT = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
@@ -57,10 +59,15 @@ def parse(text: str) -> Tree:
 
 
 class _Parser:
-    """Recursive descent over one text.  at: the position; bars: how many |...| are open; depth: brackets that are open."""
+    """Recursive descent over one text.  at: the position; bars: how many |...| are open; depth: brackets that are
+    open."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at, self.bars, self.depth, self.operations = text, 0, 0, 0, 0
+        self.text = text
+        self.at = 0
+        self.bars = 0
+        self.depth = 0
+        self.operations = 0
 
     def count(self) -> None:
         self.operations += 1
@@ -172,7 +179,8 @@ class _Parser:
 
     def group(self, opening: str) -> Tree:
         self.need(opening)
-        bars, self.bars = self.bars, 0
+        bars = self.bars
+        self.bars = 0
         tree = self.expr()
         self.need(_CLOSING[opening])
         self.bars = bars
@@ -210,7 +218,9 @@ class _Parser:
 
     def number(self) -> Tree:
         if found := self.match(_REPEATING):
-            whole, fixed, repeated = found[1], found[2], found[3] or found[4]
+            whole = found[1]
+            fixed = found[2]
+            repeated = found[3] or found[4]
             digits = Fraction(int(fixed + repeated) - int(fixed or 0), 10 ** len(fixed) * (10 ** len(repeated) - 1))
             return ("num", int(whole or 0) + digits)
         start = self.at
@@ -282,7 +292,11 @@ class _Parser:
             inner = self.group(self.peek())
         else:
             inner = self.power()
-            while self._begins_atom(self.peek()) and self.peek().removeprefix("\\") not in FUNCTIONS | {"cdot", "times", "div"}:
+            while self._begins_atom(self.peek()) and self.peek().removeprefix("\\") not in FUNCTIONS | {
+                "cdot",
+                "times",
+                "div",
+            }:
                 inner = ("*", inner, self.power())
         if base is not None and name != "log":
             raise Unknown(f"{name} with a base")

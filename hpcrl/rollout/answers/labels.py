@@ -1,7 +1,7 @@
 r"""What a label says the right answers are.
 
-A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \boxed{...}, that is
-the answer.
+A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \boxed{...},
+that is the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def right_answers(label: Any) -> list[str]:
     if isinstance(label, int | float):
         return [repr(label)]
     if not isinstance(label, str):
-        raise DataError(f"the label is {'null' if label is None else type(label).__name__}, not an answer", "see --label-key")
+        raise DataError(
+            f"the label is {'null' if label is None else type(label).__name__}, not an answer", "see --label-key"
+        )
     return [boxed(label) or label]
 
 

@@ -1,7 +1,8 @@
 r"""One spelling for the many that LaTeX, Unicode and keyboards allow.
 
-`normalise` gives text in which every command has one name (`\dfrac` is `\frac`), sizes and spacing are gone, words stand
-in `\text{...}`, and Unicode symbols are commands.  Invariant: time linear in the length of the text; the meaning stays.
+`normalise` gives text in which every command has one name (`\dfrac` is `\frac`), sizes and spacing are gone, words
+stand in `\text{...}`, and Unicode symbols are commands.  Invariant: time linear in the length of the text; the meaning
+stays.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ _PHANTOM = re.compile(r"\\[hv]?phantom ?\{[^{}]*\}")
 _MONEY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{\s*\\dollar\s*\}")
 _SPACES = re.compile(r"\s+")
 _ENDING = re.compile(r"[\s.,;:]+$")
-_BASE_WORD = re.compile(r"_\s*\{?\s*\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}\s*\}?")
+_BASE_WORD = re.compile(
+    r"_\s*\{?\s*\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}\s*\}?"
+)
 _BASES = {
     "two": 2,
     "three": 3,
@@ -84,7 +87,9 @@ def normalise(text: str) -> str:
     text = _RAISED_RUN.sub(lambda m: "^{" + "".join(_RAISED[c] for c in m[0]) + "}", text)
     text = _LOWERED_RUN.sub(lambda m: "_{" + "".join(_LOWERED[c] for c in m[0]) + "}", text)
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).translate(_TRANSLATION)
-    text = text.replace("\\$", "\\dollar ").replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ")
+    text = (
+        text.replace("\\$", "\\dollar ").replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ")
+    )
     if "\\begin" not in text:
         text = text.replace("\\\\", "\\")  # written twice where somebody escaped it; only the rows of a matrix end so
     text = text.replace("$", " ").replace("\\%", "%")
@@ -125,7 +130,9 @@ def encloses(text: str, left: str, right: str) -> bool:
     """Whether `text` is one group between `left` and `right`, the latter closing the former."""
     if not (text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right)):
         return False
-    depth, position, last = 0, 0, len(text) - len(right)
+    depth = 0
+    position = 0
+    last = len(text) - len(right)
     while position < len(text):
         if text.startswith(left, position):
             depth, position = depth + 1, position + len(left)
@@ -146,7 +153,11 @@ def split(text: str, separators: tuple[str, ...]) -> list[str]:
 
 def cut(text: str, separators: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """(parts as of `split`, the separators between them).  Of several that fit, the first given is taken."""
-    parts, found, depth, begin, position = [], [], 0, 0, 0
+    parts = []
+    found = []
+    depth = 0
+    begin = 0
+    position = 0
     while position < len(text):
         sign = text[position]
         hit = next((s for s in separators if text.startswith(s, position)), None) if depth <= 0 else None

@@ -39,4 +39,6 @@ def check() -> None:
 
 
 def _broken(what: str) -> UsageError:
-    return UsageError(f"the packages that compare answers {what}", f"installed are {calculus.versions()}; see docs/rewards.md")
+    return UsageError(
+        f"the packages that compare answers {what}", f"installed are {calculus.versions()}; see docs/rewards.md"
+    )

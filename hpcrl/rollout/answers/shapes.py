@@ -46,7 +46,8 @@ class Numeral:
 
 @dataclass(frozen=True)
 class Items:
-    """Several answers.  kind: list (no brackets), set, tuple (with its brackets: points, intervals), union, matrix (of rows)."""
+    """Several answers.  kind: list (no brackets), set, tuple (with its brackets: points, intervals), union, matrix (of
+    rows)."""
 
     kind: str
     items: tuple[Shape, ...]
@@ -87,7 +88,8 @@ _OPS = ("\\leq ", "\\geq ", "\\neq ", "\\in ", "\\approx ", "\\equiv ", "\\to ",
 _ASCENDING = {"<": "<", "\\leq ": "<=", ">": "<", "\\geq ": "<=", "\\neq ": "!="}
 _NUMERAL = re.compile(r"(?:\(\s*)?([0-9A-Za-z]+)(?:\s*\))?\s*_\s*\{?\s*(\d{1,2})\s*\}?")
 _MATRIX = re.compile(
-    r"\\begin ?\{(p|b|B|small)?(?:matrix|array)\}(?:\s*\{[lcr| ]*\})?(.*)\\end ?\{(?:[pbB]|small)?(?:matrix|array)\}", re.DOTALL
+    r"\\begin ?\{(p|b|B|small)?(?:matrix|array)\}(?:\s*\{[lcr| ]*\})?(.*)\\end ?\{(?:[pbB]|small)?(?:matrix|array)\}",
+    re.DOTALL,
 )
 _LETTERS = re.compile(r"[A-Za-z]+")
 _NAME = re.compile(
@@ -107,7 +109,9 @@ def read(text: str, depth: int = 0) -> Shape:
         return _text(text[6:-1], depth)
     if text in ("\\mathbb {R}", "\\R"):
         return read("(-\\infty,\\infty)", depth + 1)
-    text = _REVERSED.sub(lambda m: f"{'(' if m[1] == ']' else '['}{m[2]}{')' if m[3] == '[' else ']'}", _OR.sub(",", text))
+    text = _REVERSED.sub(
+        lambda m: f"{'(' if m[1] == ']' else '['}{m[2]}{')' if m[3] == '[' else ']'}", _OR.sub(",", text)
+    )
     bare = _join_thousands(text)
     parts = [part for part in split(bare, (",", ";", " or ", " and ")) if part]
     if len(parts) > 1:
@@ -272,7 +276,9 @@ def _quantity(text: str) -> Shape:
         if _is_wording(plain) and "\\" not in re.sub(r"\\text\b", "", text):
             if not any(set(compact) <= letters for letters in _PRODUCTS):
                 return Words(plain, canonical(text), is_text=True)
-        elif any(len(run) > 2 and not set(run.lower()) <= set("abcxyz") for run in _LETTERS.findall(_without_commands(head))):
+        elif any(
+            len(run) > 2 and not set(run.lower()) <= set("abcxyz") for run in _LETTERS.findall(_without_commands(head))
+        ):
             return _opaque(text)
     return Quantity(head, unit, scale)
 

@@ -1,7 +1,8 @@
 r"""Units behind a number: percent, money, degrees, lengths, and any other word.
 
-A unit may be left out or added: 12 and 12 cm are the same answer, as are 12 and 12 %.  Two units that are both there must
-agree, after conversion: 120 cm is 1.2 m and not 120 m.  A number between 0 and 1 may be a percentage's value: 0.5 is 50 %.
+A unit may be left out or added: 12 and 12 cm are the same answer, as are 12 and 12 %.  Two units that are both there
+must agree, after conversion: 120 cm is 1.2 m and not 120 m.  A number between 0 and 1 may be a percentage's value: 0.5
+is 50 %.
 
 Invariant: pure; a unit that is not in the table is a word, equal to itself only.
 """
@@ -17,7 +18,12 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_LENGTH, _MASS, _TIME, _VOLUME, _MONEY, _ANGLE = "length", "mass", "time", "volume", "money", "angle"
+_LENGTH = "length"
+_MASS = "mass"
+_TIME = "time"
+_VOLUME = "volume"
+_MONEY = "money"
+_ANGLE = "angle"
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
@@ -56,7 +62,8 @@ _WORD = re.compile(r"([A-Za-z]+)\.?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?|(/)|(%)")
 
 @dataclass(frozen=True)
 class Unit:
-    """What stands behind a number.  dimension: ((name, power), ...) sorted, or (words, 1) if unknown; factor: to its first unit."""
+    """What stands behind a number.  dimension: ((name, power), ...) sorted, or (words, 1) if unknown; factor: to its
+    first unit."""
 
     dimension: tuple[tuple[str, int], ...]
     factor: Fraction
@@ -125,9 +132,12 @@ def _with_words(head: str, words: str, power: str | None, text: str) -> tuple[st
 
 
 def read_unit(words: str, power: int = 1) -> Unit:
-    """The unit that words stand for: `cm`, `square meters`, `km/h`, `miles per hour`; power: of the whole, behind it."""
+    """The unit that words stand for: `cm`, `square meters`, `km/h`, `miles per hour`; power: of the whole, behind
+    it."""
     dimension: dict[str, int] = {}
-    factor, sign, square = Fraction(1), 1, 1
+    factor = Fraction(1)
+    sign = 1
+    square = 1
     special = {"mph": "miles per hour", "kph": "km per h", "sq": "square", "cu": "cubic"}
     words = " ".join(
         special.get(word, word) for word in words.lower().replace(".", " ").replace("(", "").replace(")", "").split()

@@ -1,11 +1,11 @@
 """The value of an expression, and whether two expressions are equal.
 
-Rational numbers are computed exactly, everything else to DIGITS digits.  Expressions with variables are compared at fixed
-points, positive and negative ones: polynomials and rational functions that agree there are equal up to a chance that no
-written answer has (Schwartz, J. ACM 27, 1980).
+Rational numbers are computed exactly, everything else to DIGITS digits.  Expressions with variables are compared at
+fixed points, positive and negative ones: polynomials and rational functions that agree there are equal up to a chance
+that no written answer has (Schwartz, J. ACM 27, 1980).
 
-Invariants: no module state that a comparison changes; what would take long or much memory (towers of powers, factorials of
-large numbers) raises Unknown before it is computed.
+Invariants: no module state that a comparison changes; what would take long or much memory (towers of powers, factorials
+of large numbers) raises Unknown before it is computed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def _power(a: Value, b: Value) -> Value:
                 return Fraction(1)
             raise Undefined("division by zero")
         if isinstance(a, Fraction):
-            if max(a.numerator.bit_length(), a.denominator.bit_length(), 1) * abs(b.numerator) > BITS and abs(a) not in (0, 1):
+            if max(a.numerator.bit_length(), a.denominator.bit_length(), 1) * abs(b.numerator) > BITS and abs(
+                a
+            ) not in (0, 1):
                 raise Unknown("too large")
             return a ** int(b % 2 if abs(a) == 1 else b)
     if isinstance(a, Fraction) and isinstance(b, Fraction) and a >= 0 and b.denominator < 100:
@@ -183,7 +185,8 @@ def _root(a: Value, n: Value) -> Value:
             root = _root(-a, n)
             return -root
         if a >= 0:
-            top, bottom = _whole_root(a.numerator, int(n)), _whole_root(a.denominator, int(n))
+            top = _whole_root(a.numerator, int(n))
+            bottom = _whole_root(a.denominator, int(n))
             if top is not None and bottom is not None:
                 return Fraction(top, bottom)
     if n == 2:

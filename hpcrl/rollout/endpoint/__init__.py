@@ -1,1 +1,2 @@
-"""The OpenAI-compatible endpoint of the rollout process: agents ask here, and what they are answered becomes samples."""
+"""The OpenAI-compatible endpoint of the rollout process: agents ask here, and what they are answered becomes
+samples."""

@@ -1,8 +1,8 @@
 """Conversations of askers that know messages and text alone: which request goes on with which, and what it adds.
 
-Invariants: a request goes on with a conversation if it begins with all of that one's messages (or its whole text, or tokens); then
-only what is new is encoded, and the policy's turns keep the tokens that were sampled.  Any other request begins a conversation of
-its own, whose earlier turns, if it has some, are prompt: not learned from.
+Invariants: a request goes on with a conversation if it begins with all of that one's messages (or its whole text, or
+tokens); then only what is new is encoded, and the policy's turns keep the tokens that were sampled.  Any other request
+begins a conversation of its own, whose earlier turns, if it has some, are prompt: not learned from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclass
 class Dialogue:
-    """One conversation.  messages: normal forms, of a chat; text: all of it, of completions; busy: a turn is being made."""
+    """One conversation.  messages: normal forms, of a chat; text: all of it, of completions; busy: a turn is being
+    made."""
 
     trajectory: Trajectory
     messages: list[Any] = field(default_factory=list)
@@ -71,14 +72,17 @@ def find_chat(dialogues: Iterable[Dialogue], messages: Sequence[Any], tools: str
 
 def begin_chat(tokenizer: Tokenizer, messages: Messages, tools: Messages | None, version: int) -> Dialogue:
     """A new conversation.  ValueError with the template's words."""
-    return Dialogue(Trajectory(opening(tokenizer, for_template(messages), tools).tolist(), version), tools=spelled(tools))
+    return Dialogue(
+        Trajectory(opening(tokenizer, for_template(messages), tools).tolist(), version), tools=spelled(tools)
+    )
 
 
 def new_tokens(tokenizer: Tokenizer, dialogue: Dialogue, messages: Messages, tools: Messages | None) -> list[int]:
     """What is told to the policy before its next turn in a conversation that goes on."""
     if not dialogue.messages:
         return []
-    before, after = messages[: len(dialogue.messages) - 1], messages[len(dialogue.messages) :]
+    before = messages[: len(dialogue.messages) - 1]
+    after = messages[len(dialogue.messages) :]
     last = dialogue.trajectory.tokens[-1]
     return continuation(tokenizer, for_template(before), for_template(after), last, tools).tolist()
 
@@ -107,7 +111,9 @@ def spelled(tools: Any) -> str:
     return json.dumps(tools, sort_keys=True) if tools else ""
 
 
-def find_text(dialogues: Iterable[Dialogue], prompt: str | Sequence[int]) -> tuple[Dialogue, str | Sequence[int]] | None:
+def find_text(
+    dialogues: Iterable[Dialogue], prompt: str | Sequence[int]
+) -> tuple[Dialogue, str | Sequence[int]] | None:
     """(the conversation that a prompt of text, or of tokens, goes on with, what is new in it)."""
     found = None
     for dialogue in dialogues:
@@ -123,7 +129,8 @@ def find_text(dialogues: Iterable[Dialogue], prompt: str | Sequence[int]) -> tup
 
 
 def calls_in(text: str, at: int) -> tuple[str, list[dict[str, Any]]]:
-    """(the text before the first call, the calls) of a turn that calls tools as Hermes' and Qwen's templates ask for; at: for ids."""
+    """(the text before the first call, the calls) of a turn that calls tools as Hermes' and Qwen's templates ask for;
+    at: for ids."""
     calls = []
     for found in _CALL.finditer(text):
         try:
@@ -133,7 +140,9 @@ def calls_in(text: str, at: int) -> tuple[str, list[dict[str, Any]]]:
             continue
         if isinstance(name, str):
             said = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            calls.append({"id": f"call_{at}_{len(calls)}", "type": "function", "function": {"name": name, "arguments": said}})
+            calls.append(
+                {"id": f"call_{at}_{len(calls)}", "type": "function", "function": {"name": name, "arguments": said}}
+            )
     return (text[: text.index("<tool_call>")].rstrip() if calls else text), calls
 
 
@@ -147,8 +156,8 @@ def until(text: str, params: dict[str, Any]) -> str:
 def answer(text: str, whole: str, tools: bool, at: int) -> dict[str, Any]:
     """The assistant's message of a turn.
 
-    text: of the turn without special tokens; whole: with them, which the marks of a call are for some models; at: tokens of the
-    conversation before it, of which the ids of its calls are made.
+    text: of the turn without special tokens; whole: with them, which the marks of a call are for some models; at:
+    tokens of the conversation before it, of which the ids of its calls are made.
     """
     calls: list[dict[str, Any]] = []
     if tools:

@@ -1,7 +1,8 @@
-"""What the fields of a request mean here: those that are honoured, and those that may stand there because they change nothing.
+"""What the fields of a request mean here: those that are honoured, and those that may stand there because they change
+nothing.
 
-Invariants: a field that is not honoured is an error that names it, never ignored; how tokens are sampled is the run's choice, so that
-they can be trained on.
+Invariants: a field that is not honoured is an error that names it, never ignored; how tokens are sampled is the run's
+choice, so that they can be trained on.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def chat_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> dict[str, Any] | None:
-    """What a chat's choice has under logprobs: every sampled token, what ended the turn included; None if not asked for."""
+    """What a chat's choice has under logprobs: every sampled token, what ended the turn included; None if not asked
+    for."""
     if not body.get("logprobs"):
         return None
     rows = [
@@ -99,7 +101,8 @@ def chat_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> 
 
 
 def completion_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> dict[str, Any] | None:
-    """What a completion's choice has under logprobs; None if not asked for.  BadRequest for others than the sampled tokens'."""
+    """What a completion's choice has under logprobs; None if not asked for.  BadRequest for others than the sampled
+    tokens'."""
     asked = body.get("logprobs")
     if asked is None or asked is False:
         return None
@@ -109,7 +112,8 @@ def completion_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Tur
 
 
 def check_logprobs(body: Mapping[str, Any], chat: bool) -> None:
-    """BadRequest unless log-probs are asked for as they are served: a switch of a chat, 0 alternatives of a completion."""
+    """BadRequest unless log-probs are asked for as they are served: a switch of a chat, 0 alternatives of a
+    completion."""
     asked = body.get("logprobs")
     if chat and not isinstance(asked, bool | None):
         raise BadRequest(f"logprobs {asked!r} is neither true nor false")

@@ -4,8 +4,9 @@
     POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens, log-probs, versions
     GET  /v1/models                              the one model
 
-Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it listens on
-the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, and every wait has a deadline.
+Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it
+listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, and every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Endpoint:
     """The server; `open` gives a response its key, `close` takes it back."""
 
     def __init__(self, host: str) -> None:
-        self._host, self._sessions = host, dict[str, Session]()
+        self._host = host
+        self._sessions = dict[str, Session]()
         self._runner: web.AppRunner | None = None
         self.base_url = ""
 
@@ -66,14 +68,16 @@ class Endpoint:
                 f"rollout: the endpoint of custom functions cannot listen on {self._host}: {error.strerror}",
                 "is this the host that the plan names?",
             ) from error
-        self._runner, port = runner, runner.addresses[0][1]
+        self._runner = runner
+        port = runner.addresses[0][1]
         self.base_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}/v1"
 
     async def stop(self) -> None:
         """Listen no more, and end what is being answered."""
         self._sessions.clear()
         if self._runner is not None:
-            runner, self._runner = self._runner, None
+            runner = self._runner
+            self._runner = None
             await runner.cleanup()
 
     def open(self, session: Session) -> str:
@@ -105,7 +109,9 @@ class Endpoint:
                 body = msgspec.json.decode(data) if data else {}
                 if not isinstance(body, dict):
                     raise BadRequest("the body is no JSON object")
-                return web.Response(body=msgspec.json.encode(await work(session, body)), content_type="application/json")
+                return web.Response(
+                    body=msgspec.json.encode(await work(session, body)), content_type="application/json"
+                )
             except BadRequest as error:
                 return _error(_STATUS.get(error.code, 400), str(error), error.code)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -117,7 +123,9 @@ class Endpoint:
 
 
 def _error(status: int, message: str, code: str) -> web.Response:
-    body = {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "code": code}}
+    body = {
+        "error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "code": code}
+    }
     return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
 
@@ -133,7 +141,8 @@ async def _models(session: Session, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _tokens(session: Session, body: dict[str, Any]) -> dict[str, Any]:
-    tokens, params = body.get("tokens"), body.get("sampling_params") or {}
+    tokens = body.get("tokens")
+    params = body.get("sampling_params") or {}
     if not isinstance(tokens, list) or not isinstance(params, dict):
         raise BadRequest("tokens is no list, or sampling_params no object")
     turn = await session.ask(tokens, params)
@@ -145,7 +154,8 @@ async def _chat(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     messages, tools = body.get("messages"), body.get("tools") or None
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages is no list of messages")
-    params, tokenizer = read_fields(body, CHAT, session.making.sampling), session.tokenizer
+    params = read_fields(body, CHAT, session.making.sampling)
+    tokenizer = session.tokenizer
     check_logprobs(body, chat=True)
     try:
         forms = [chat.normal(message) for message in messages]
@@ -168,7 +178,11 @@ async def _complete(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if not isinstance(prompt, str | list) or not prompt or (isinstance(prompt, list) and not isinstance(prompt[0], int)):
+    if (
+        not isinstance(prompt, str | list)
+        or not prompt
+        or (isinstance(prompt, list) and not isinstance(prompt[0], int))
+    ):
         raise BadRequest("prompt is neither one text nor one list of token ids")
     params = read_fields(body, COMPLETION, session.making.sampling)
     check_logprobs(body, chat=False)
@@ -189,7 +203,8 @@ async def _complete(session: Session, body: dict[str, Any]) -> dict[str, Any]:
 
 async def _turn(session: Session, dialogue: Dialogue, told: list[int], params: dict[str, Any], logprobs: bool) -> Turn:
     """The next turn of a conversation, which has it afterwards."""
-    trajectory, known = dialogue.trajectory, any(dialogue is other for other in session.dialogues)
+    trajectory = dialogue.trajectory
+    known = any(dialogue is other for other in session.dialogues)
     if not known and len(session.dialogues) >= DIALOGUES:
         raise BadRequest(f"more than {DIALOGUES} conversations in one response", "rate_limit_exceeded")
     room = session.making.room - trajectory.response_length - len(told)

@@ -1,11 +1,12 @@
 """One response in the making: who holds its key may ask the engines, and nobody else.
 
-Invariants: every token is sampled as the run samples (temperature, top-p and their like are the run's, whatever is asked for), so
-that it can be trained on; the noise of a request depends on the response and on the tokens asked with, not on the order in which
-requests come; an engine's failure is kept and ends the run, a bad request is the asker's error alone.
+Invariants: every token is sampled as the run samples (temperature, top-p and their like are the run's, whatever is
+asked for), so that it can be trained on; the noise of a request depends on the response and on the tokens asked with,
+not on the order in which requests come; an engine's failure is kept and ends the run, a bad request is the asker's
+error alone.
 
-A response that was ended early is gone on with by asking again: whoever asks the same as before gets the answer that there was, without an
-engine, and what an engine had begun is gone on with from its exact tokens.
+A response that was ended early is gone on with by asking again: whoever asks the same as before gets the answer that
+there was, without an engine, and what an engine had begun is gone on with from its exact tokens.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ class Asked(NamedTuple):
 class Session:
     """The engines, for one response.
 
-    broken: the error of ours that ends the run; ended: the run ended the response early; in_flight: requests that engines work on.
-    earlier: what an earlier session of the response was answered, in order; turns: the same of this one, empty once it is more than
-    KEPT tokens.
+    broken: the error of ours that ends the run; ended: the run ended the response early; in_flight: requests that
+    engines work on.
+    earlier: what an earlier session of the response was answered, in order; turns: the same of this one, empty once it
+    is more than KEPT tokens.
     """
 
     making: Making
@@ -88,16 +90,20 @@ class Session:
     async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
 
-        logprobs: whether the asker wants them; a training sample has them anyway.  BadRequest if they are no tokens of the model, or leave no room for an answer.  HpcrlError: an engine failed.
+        logprobs: whether the asker wants them; a training sample has them anyway.  BadRequest if they are no tokens of
+        the model, or leave no room for an answer.  HpcrlError: an engine failed.
         """
         ids = self._checked(tokens)
         sampling = _changed(self.making.sampling, params)
         sampling = replace(sampling, logprobs=sampling.logprobs or logprobs)
         if (context := self.context()) is not None and len(ids) >= context:
-            raise BadRequest(f"{len(ids)} tokens leave no room in the model's context of {context}", "context_length_exceeded")
+            raise BadRequest(
+                f"{len(ids)} tokens leave no room in the model's context of {context}", "context_length_exceeded"
+            )
         if self.in_flight >= SIDE_BY_SIDE or self.requests >= REQUESTS:
             raise BadRequest(
-                f"more than {SIDE_BY_SIDE} requests at once, or {REQUESTS} in all, for one response", "rate_limit_exceeded"
+                f"more than {SIDE_BY_SIDE} requests at once, or {REQUESTS} in all, for one response",
+                "rate_limit_exceeded",
             )
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
         begun = self._answered(ids, self._asked[digest], sampling.max_tokens)
@@ -109,7 +115,9 @@ class Session:
         try:
             found = begun
             if begun is None or begun.status == ABORTED:
-                affinity = "/".join(map(str, self.making.seed))  # all turns to the engine that has their beginning in its cache
+                affinity = "/".join(
+                    map(str, self.making.seed)
+                )  # all turns to the engine that has their beginning in its cache
                 found = await self.generator.complete(ids, sampling, seed, self.making.version, begun, affinity)
         except HpcrlError as error:
             self.broken = self.broken or error
@@ -124,7 +132,8 @@ class Session:
         return Turn(found.tokens, found.logprobs, found.versions, finish, self.text(found.tokens))
 
     def _answered(self, ids: np.ndarray, times: int, most: int) -> Completion | None:
-        """What was said earlier when these tokens were asked with for the `times`-th time (from 0), if it is `most` tokens at most."""
+        """What was said earlier when these tokens were asked with for the `times`-th time (from 0), if it is `most`
+        tokens at most."""
         alike = [asked.answer for asked in self.earlier if np.array_equal(asked.tokens, ids)]
         return alike[times] if times < len(alike) and len(alike[times].tokens) <= most else None
 

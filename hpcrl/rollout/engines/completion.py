@@ -1,7 +1,7 @@
 """What an engine answered to one request for a response, checked.
 
-Invariant: every token of a completion is within the vocabulary, has a finite log-prob where log-probs were asked for, and
-knows the policy version that it was sampled under; an engine that answers anything else is named in the error.
+Invariant: every token of a completion is within the vocabulary, has a finite log-prob where log-probs were asked for,
+and knows the policy version that it was sampled under; an engine that answers anything else is named in the error.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite, or tha
 class Completion:
     """One response.  tokens: int32, logprobs: float32 (zeros if not asked for), versions: int32, all [response].
 
-    status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly nothing.
-    experts: uint8 [prompt + response - 1, layers, bytes] (see `sample.OPTIONAL`), which the engine chose for every token that it
-    read; None where they were not asked for, or there is no response.
+    status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly
+    nothing.
+    experts: uint8 [prompt + response - 1, layers, bytes] (see `sample.OPTIONAL`), which the engine chose for every
+    token that it read; None where they were not asked for, or there is no response.
     """
 
     tokens: np.ndarray
@@ -50,7 +51,9 @@ class Completion:
             return self
         both = ((begun.tokens, self.tokens), (begun.logprobs, self.logprobs), (begun.versions, self.versions))
         experts = begun.experts
-        if experts is not None and self.experts is not None:  # what was read before keeps the choice that its log-probs had
+        if (
+            experts is not None and self.experts is not None
+        ):  # what was read before keeps the choice that its log-probs had
             experts = np.concatenate([experts, self.experts[len(experts) :]])
         return Completion(*(np.concatenate(parts) for parts in both), self.status, experts)
 
@@ -69,7 +72,9 @@ class Completion:
             response=response,
             label=prompt.label,
             metadata=prompt.metadata,
-            extra={} if self.experts is None else {"routed_experts": np.concatenate([self.experts, 0 * self.experts[:1]])},
+            extra={}
+            if self.experts is None
+            else {"routed_experts": np.concatenate([self.experts, 0 * self.experts[:1]])},
         )
 
 
@@ -88,8 +93,8 @@ def completion_of(sample: Sample) -> Completion:
 class Wanted(NamedTuple):
     """What an answer must agree with.
 
-    max_tokens: asked for; version: of the weights when it was asked for; exact: whether the limit is the only reason for which
-    the engine may end a response as too long (False where the engine's context is not known).
+    max_tokens: asked for; version: of the weights when it was asked for; exact: whether the limit is the only reason
+    for which the engine may end a response as too long (False where the engine's context is not known).
     """
 
     vocab_size: int
@@ -109,7 +114,8 @@ def check(
 ) -> Completion:
     """A completion of an engine's answer, or PeerError that names the engine.
 
-    tokens: integers [n]; logprobs: floats [n] or None; spans: (version, start, end) of the output, empty if it says nothing.
+    tokens: integers [n]; logprobs: floats [n] or None; spans: (version, start, end) of the output, empty if it says
+    nothing.
     """
     status, count = STATUS.get(reason), len(tokens)
     if status is None:
@@ -150,7 +156,9 @@ def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, 
     return versions
 
 
-def read_experts(engine: PooledEngine, data: bytes, shape: tuple[int, int], tokens: int, routing: Routing) -> np.ndarray:
+def read_experts(
+    engine: PooledEngine, data: bytes, shape: tuple[int, int], tokens: int, routing: Routing
+) -> np.ndarray:
     """`Completion.experts` of `tokens` that were read, or PeerError that names the engine.
 
     shape: layers, all or those with experts, and bytes of each.

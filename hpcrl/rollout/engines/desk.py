@@ -4,8 +4,8 @@
     engines_updated         those that now hold a version
     engines_lost            those that an update was finished without
 
-Invariant: the registry changes in this process's event loop alone; who is in doubt is asked again until its supervisor, or itself,
-has said how it is.
+Invariant: the registry changes in this process's event loop alone; who is in doubt is asked again until its supervisor,
+or itself, has said how it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class EngineDesk:
     """Of one attempt; `keep` runs as long as the rollout process does."""
 
     def __init__(self, rundir: RunDir, pool: EnginePool) -> None:
-        self._rundir, self._pool = rundir, pool
+        self._rundir = rundir
+        self._pool = pool
         self._written: tuple[float, list[EngineView]] = (0.0, [])
         self._asked = 0.0
         self._wished: set[int] = set()
@@ -47,8 +48,8 @@ class EngineDesk:
     # ---- what the trainer calls
 
     async def engines(self) -> dict[str, Any]:
-        """update: [index, life, host, port] of all that the next update goes to; waiting: of those that wait for one; starting: those
-        that have not come up yet, by name; published: the version that the others hold."""
+        """update: [index, life, host, port] of all that the next update goes to; waiting: of those that wait for one;
+        starting: those that have not come up yet, by name; published: the version that the others hold."""
         self._pool.look()
         registry = self._registry
         return {

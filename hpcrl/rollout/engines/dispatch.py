@@ -1,8 +1,8 @@
 """From the samples that are asked for to requests at engines, and back.
 
-Invariants: what is asked for in one turn of the event loop about one prompt goes out together; who asked first is served first;
-a request whose engine dies is sent again elsewhere, a bounded number of times; a sample that nobody waits for any more is ended
-at its engine; every sample gets one answer.
+Invariants: what is asked for in one turn of the event loop about one prompt goes out together; who asked first is
+served first; a request whose engine dies is sent again elsewhere, a bounded number of times; a sample that nobody waits
+for any more is ended at its engine; every sample gets one answer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ class Dispatcher:
     """Gathers, sends, sends again, ends."""
 
     def __init__(self, pool: EnginePool, vocab_size: int) -> None:
-        self._pool, self._vocab_size = pool, vocab_size
+        self._pool = pool
+        self._vocab_size = vocab_size
         self._gathering: dict[Hashable, Request] = {}
         self._waiting: deque[Request] = deque()
         self._queued = 0  # calls in `_waiting`, those that nobody waits for any more included
         self._sent: dict[asyncio.Task[None], Request] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = False
-        pool.changed, pool.hand_back = self._wake, self.hand_back
+        pool.changed = self._wake
+        pool.hand_back = self.hand_back
 
     def submit(self, key: Hashable, seed: int | None, make: Callable[[list[Call]], Request]) -> Call:
-        """One sample of the request that `make` builds, together with all that are submitted under `key` in this turn."""
+        """One sample of the request that `make` builds, together with all that are submitted under `key` in this
+        turn."""
         call = Call(seed, asyncio.get_running_loop().create_future())
         request = self._gathering.get(key)
         if request is None:
@@ -87,7 +90,8 @@ class Dispatcher:
                         self._put_back(request)
                         return
                     engine, count = found
-                    part, request.calls = request.part(request.calls[:count]), request.calls[count:]
+                    part = request.part(request.calls[:count])
+                    request.calls = request.calls[count:]
                     self._send(engine, part)
             except PeerError as error:  # no engine will ever serve: nobody else need wait for one
                 _fail(request, error)
@@ -100,7 +104,10 @@ class Dispatcher:
         for part in [request] if engine.lean else [request.part([call]) for call in request.calls]:
             part.task = asyncio.create_task(self._serve(engine, part))
             for call in part.calls:
-                call.engine, call.request, call.flying, call.moved = engine, part, True, False
+                call.engine = engine
+                call.request = part
+                call.flying = True
+                call.moved = False
             self._sent[part.task] = part
             part.task.add_done_callback(self._sent.pop)
 
@@ -110,7 +117,9 @@ class Dispatcher:
         try:
             trouble = await self._try(engine, request)
             if trouble:
-                await self._pool.examine(engine, trouble)  # before it is given back: nobody else should run into it meanwhile
+                await self._pool.examine(
+                    engine, trouble
+                )  # before it is given back: nobody else should run into it meanwhile
         except Exception as error:  # noqa: BLE001  (whoever asked is to hear of it)
             _fail(request, error)
         finally:
@@ -120,7 +129,8 @@ class Dispatcher:
             await self._again(engine, request, trouble)
 
     async def _try(self, engine: PooledEngine, request: Request) -> str:
-        """What went wrong, if that says nothing about the request.  HpcrlError if it was refused, or answered by garbage."""
+        """What went wrong, if that says nothing about the request.  HpcrlError if it was refused, or answered by
+        garbage."""
         limit = self._pool.request_timeout
         wanted = Wanted(self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact)
         try:
@@ -136,10 +146,13 @@ class Dispatcher:
         return ""
 
     async def _again(self, engine: PooledEngine, request: Request, trouble: str) -> None:
-        """Let what is unanswered wait for another try, after a pause: a server that answered 500 closes its connections first."""
+        """Let what is unanswered wait for another try, after a pause: a server that answered 500 closes its connections
+        first."""
         tries = request.tries + 1
         if tries >= ATTEMPTS:
-            _fail(request, PeerError(f"{engine} failed a request {tries} times, last with {trouble}", f"see {engine.log}"))
+            _fail(
+                request, PeerError(f"{engine} failed a request {tries} times, last with {trouble}", f"see {engine.log}")
+            )
             return
         for call in request.open():
             if call.ended:
@@ -159,7 +172,9 @@ class Dispatcher:
     def _release(self, call: Call) -> None:
         """`call` is in flight no more."""
         if call.flying and call.engine is not None:
-            call.flying, call.request = False, None  # or else each would hold the other until a collection
+            # or else each would hold the other until a collection
+            call.flying = False
+            call.request = None
             self._pool.give_back(call.engine)
             if self._waiting:
                 self._wake()

@@ -1,8 +1,8 @@
 """The engines, seen from the rollout process: HTTP servers that answer generation requests.
 
-Invariants: no engine ever has more than --rollout-server-concurrency samples in flight, and none but those that the registry calls
-serving get any; what it costs to find an engine does not grow with their number; every wait has a deadline that names the engine
-and its host.
+Invariants: no engine ever has more than --rollout-server-concurrency samples in flight, and none but those that the
+registry calls serving get any; what it costs to find an engine does not grow with their number; every wait has a
+deadline that names the engine and its host.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ PROBE = 5.0  #: seconds that an engine has to say that it lives
 CONNECT = 10.0  #: seconds for a TCP connection
 DRAIN = 10.0  #: seconds that requests which were ended with their rollout may take before the engines sleep
 HOMES = 65536  #: keys whose engine is remembered
-SLACK, RATIO = 10, 1.2  #: a key stays where it is until its engine has so many more in flight than the least loaded
+#: a key stays where it is until its engine has so many more in flight than the least loaded
+SLACK = 10
+RATIO = 1.2
 WHOLE = 8  #: so many samples of a group are never cut into parts: an engine computes them nearly as fast as one
 PARTS = 8  #: an engine without room for all of a group is given a part of it if it has this share of its limit free
 
 
 @dataclass(eq=False)
 class PooledEngine:
-    """One engine in one of its lives: where it is, and how busy.  number: ours alone; lean: whether it has our own route."""
+    """One engine in one of its lives: where it is, and how busy.  number: ours alone; lean: whether it has our own
+    route."""
 
     index: int
     host: str
@@ -67,7 +70,8 @@ class PooledEngine:
         return f"engine-{self.index} on {self.host}"
 
     async def alive(self, path: str = "/health") -> bool:
-        """Whether it answers `path` with 200, on a connection of its own: those that are kept may have been closed meanwhile."""
+        """Whether it answers `path` with 200, on a connection of its own: those that are kept may have been closed
+        meanwhile."""
         timeout = aiohttp.ClientTimeout(total=PROBE)
         try:
             async with (
@@ -82,19 +86,26 @@ class PooledEngine:
 class EnginePool:
     """All engines of the run, and which of them is asked next.
 
-    A group goes whole to the least loaded engine, where its prompt is computed once, as long as it is no more than an engine's
-    fair share of what is in flight and waiting, or than WHOLE; else it is cut into parts of that size.  So engines differ by one
-    group at most.  What brings an affinity key (a conversation, whose earlier turns lie in one engine's prefix cache) goes where that key
-    went before, until that engine has both SLACK and RATIO more in flight than the least loaded, is full, or dies; then the key
-    moves.
+    A group goes whole to the least loaded engine, where its prompt is computed once, as long as it is no more than an
+    engine's fair share of what is in flight and waiting, or than WHOLE; else it is cut into parts of that size.  So
+    engines differ by one group at most.  What brings an affinity key (a conversation, whose earlier turns lie in one
+    engine's prefix cache) goes where that key went before, until that engine has both SLACK and RATIO more in flight
+    than the least loaded, is full, or dies; then the key moves.
     """
 
     def __init__(
-        self, rundir: RunDir, plan: Plan, options: Options, timeline: Timeline = NOWHERE, registry: Registry | None = None
+        self,
+        rundir: RunDir,
+        plan: Plan,
+        options: Options,
+        timeline: Timeline = NOWHERE,
+        registry: Registry | None = None,
     ) -> None:
         """registry: the run's; without one, an engine serves as soon as it is up."""
-        self._rundir, self._plan = rundir, plan
-        self._patience, self.request_timeout = options.engine_start_timeout, options.request_timeout
+        self._rundir = rundir
+        self._plan = plan
+        self._patience = options.engine_start_timeout
+        self.request_timeout = options.request_timeout
         self._limit = options.rollout_server_concurrency
         self._indexes: dict[int, int] = {}  # of every engine that ever served, by its number
 
@@ -199,9 +210,11 @@ class EnginePool:
 
     def engine(self, index: int) -> PooledEngine:
         """An engine as it is reached in its last life."""
-        peer, self._count = self.peers[index], self._count + 1
+        peer = self.peers[index]
+        self._count = self._count + 1
         self._clients.append(self._session(index, peer.life))
-        host, url = self.registry.members[index].host, f"http://{_bracket(peer.host)}:{peer.port}"
+        host = self.registry.members[index].host
+        url = f"http://{_bracket(peer.host)}:{peer.port}"
         log, life = self._log(index), peer.life
         return PooledEngine(index, host, url, self._clients[-1], log, peer.model_len, peer.lean, life, self._count)
 
@@ -220,7 +233,8 @@ class EnginePool:
         return str(self._rundir.logs / f"engine-{index}.log")
 
     async def turn(self, event: Event) -> None:
-        """The trainer says what happens on the GPUs that it shares with the engines.  OutOfTurn if requests are under way."""
+        """The trainer says what happens on the GPUs that it shares with the engines.  OutOfTurn if requests are under
+        way."""
         if self.turns is None:
             raise OutOfTurn(f"{event}: trainer and engines share no GPUs")
         deadline = time.monotonic() + DRAIN
@@ -231,14 +245,18 @@ class EnginePool:
     def __str__(self) -> str:
         """Who is alive and how busy, for a message."""
         busy = {e.index: f"{e.in_flight} requests in flight" for e in self.engines}
-        return ", ".join(f"{m}: {busy.get(m.index) or m.state} {m.why}".rstrip() for m in self.registry.members.values())
+        return ", ".join(
+            f"{m}: {busy.get(m.index) or m.state} {m.why}".rstrip() for m in self.registry.members.values()
+        )
 
     # ---- who is next
 
     def take(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
-        """An engine and how many of `count` samples of one group it has been given; None while all are full, or none serves.
+        """An engine and how many of `count` samples of one group it has been given; None while all are full, or none
+        serves.
 
-        waiting: samples that wait for an engine, these included.  PeerError if none will ever serve, or it is the trainer's turn.
+        waiting: samples that wait for an engine, these included.  PeerError if none will ever serve, or it is the
+        trainer's turn.
         """
         if self.turns is not None and not self.turns.answers:
             raise OutOfTurn(f"a request out of turn: {self.turns.at}", "ask while a rollout or an evaluation is made")

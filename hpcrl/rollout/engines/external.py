@@ -1,11 +1,11 @@
 """Engines that the run has not started (--rollout-external-engine-addrs): found at their addresses, and watched.
 
-For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engines/lives.py`): it is up, it has ended.
-Nobody here can start it again; but once it answers again, within --engine-restarts, that is another life of it, and it gets the weights
-before it is asked.
+For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engines/lives.py`): it is
+up, it has ended. Nobody here can start it again; but once it answers again, within --engine-restarts, that is another
+life of it, and it gets the weights before it is asked.
 
-Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has ended, for which
-nobody waits.
+Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has
+ended, for which nobody waits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ExternalEngine:
     """One of them.  address: HOST:PORT, as the user gave it."""
 
     def __init__(self, context: RoleContext, index: int, address: str) -> None:
-        self._rundir, self._options = context.rundir, context.options
+        self._rundir = context.rundir
+        self._options = context.options
         self._index, self._address, (self._host, self._port) = index, address, split_address(address)
         self._name = f"engine-{index} at {address}"
 
@@ -68,11 +69,14 @@ class ExternalEngine:
                 tell_end(self._rundir, self._index, end)
 
     async def _come_up(self, session: aiohttp.ClientSession, life: int) -> EnginePeer:
-        begun, limit = time.monotonic(), self._options.engine_start_timeout
+        begun = time.monotonic()
+        limit = self._options.engine_start_timeout
         while True:
             status, _ = await self._ask(session, "/health", POLL * 5)
             if status == 401:
-                raise UsageError(f"{self._name} does not take the keys of {KEYS}", "give the directory that it was served with")
+                raise UsageError(
+                    f"{self._name} does not take the keys of {KEYS}", "give the directory that it was served with"
+                )
             if status == 200:
                 break
             if not life and time.monotonic() > begun + limit:
@@ -87,13 +91,15 @@ class ExternalEngine:
             length = int(model["max_model_len"])
         except (TypeError, KeyError, StopIteration, ValueError):
             raise UsageError(
-                f"{ADDRS}: {self._name} is no engine of hpcrl: it does not serve {NAME!r}", "start it with hpcrl engines serve"
+                f"{ADDRS}: {self._name} is no engine of hpcrl: it does not serve {NAME!r}",
+                "start it with hpcrl engines serve",
             ) from None
         return EnginePeer(host=self._host, port=self._port, model_len=length, lean=True, life=life)
 
     async def _watch(self, session: aiohttp.ClientSession) -> str | None:
         """Why this life has ended; None if the run lets the engine go."""
-        patience, heard = self._options.engine_hang_timeout, time.monotonic()
+        patience = self._options.engine_hang_timeout
+        heard = time.monotonic()
         while not leaves(self._rundir, [self._index]):
             health, _ = await self._ask(session, "/health", POLL * 5)
             if health not in (200, None):

@@ -1,7 +1,7 @@
 """Responses of the policy: a prompt's token ids in, token ids with log-probs and policy versions out.
 
-Invariants: a response depends on prompt, sampling, seed and weights, not on what else is asked for; a response that was ended
-early goes on from its exact tokens, each with the log-prob and the version that it was sampled under.
+Invariants: a response depends on prompt, sampling, seed and weights, not on what else is asked for; a response that was
+ended early goes on from its exact tokens, each with the log-prob and the version that it was sampled under.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Generator:
     """Samples responses from the engines."""
 
     def __init__(self, pool: EnginePool, vocab_size: int) -> None:
-        self._pool, self._dispatcher = pool, Dispatcher(pool, vocab_size)
+        self._pool = pool
+        self._dispatcher = Dispatcher(pool, vocab_size)
 
     async def complete(
         self,
@@ -41,17 +42,20 @@ class Generator:
     ) -> Completion:
         """One response to `prompt` (int32 token ids), asked for under policy `version`.
 
-        begun: an earlier part of it, which the response goes on from and holds in full, its log-probs and versions as they were; the
-        noise of what follows is made of `seed` and the length of that part.  affinity: what shares a key is asked of the same
-        engine where load allows (`EnginePool`), as are, without one, samples of one prompt that are asked for at once.
+        begun: an earlier part of it, which the response goes on from and holds in full, its log-probs and versions as
+        they were; the noise of what follows is made of `seed` and the length of that part.  affinity: what shares a key
+        is asked of the same engine where load allows (`EnginePool`), as are, without one, samples of one prompt that
+        are asked for at once.
 
-        The answer's status is ABORTED if `abort` ended it; it then holds what was there.  A stop string that begins in `begun` and
-        ends behind it is not seen.
+        The answer's status is ABORTED if `abort` ended it; it then holds what was there.  A stop string that begins in
+        `begun` and ends behind it is not seen.
 
-        PeerError names the engine whose answer is none, or that ends a request unasked again and again; DataError if the engine's
-        context leaves no room for a response.
+        PeerError names the engine whose answer is none, or that ends a request unasked again and again; DataError if
+        the engine's context leaves no room for a response.
         """
-        whole, noise, there = prompt, seed, 0 if begun is None else len(begun.tokens)
+        whole = prompt
+        noise = seed
+        there = 0 if begun is None else len(begun.tokens)
         room = None if self._pool.model_len is None else self._pool.model_len - len(prompt)
         if room is not None and room < 1:
             raise DataError(
@@ -84,9 +88,10 @@ class Generator:
         raise PeerError(f"{where} aborted one request {ABORTS} times", f"see {where.log}" if where else "")
 
     async def abort(self) -> None:
-        """End every response in flight early, but for an evaluation's: their `complete` returns what was there, ABORTED.
+        """End every response in flight early, but for an evaluation's: their `complete` returns what was there,
+        ABORTED.
 
-        All of them have returned, or are about to, when this does; what is asked for afterwards is not touched.  DeadlineError
-        names an engine that does not end them within --request-timeout.
+        All of them have returned, or are about to, when this does; what is asked for afterwards is not touched.
+        DeadlineError names an engine that does not end them within --request-timeout.
         """
         await self._dispatcher.abort()

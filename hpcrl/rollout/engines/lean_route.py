@@ -1,7 +1,7 @@
 """Our own route to an engine (`hpcrl.token_frames`): samples of one prompt in one request, delivered as they finish.
 
-Invariant: what comes back is checked before it is delivered; a refusal, and bytes that are no answer, are errors that name the
-engine.
+Invariant: what comes back is checked before it is delivered; a refusal, and bytes that are no answer, are errors that
+name the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
                 raise garbage(engine, f"what is no completion: {type(error).__name__}: {error}") from error
             for one in found:
                 if not 0 <= one.index < len(calls) or there[one.index]:
-                    raise garbage(engine, f"sample {one.index} of {len(calls)}, which was not asked for or had come before")
+                    raise garbage(
+                        engine, f"sample {one.index} of {len(calls)}, which was not asked for or had come before"
+                    )
                 there[one.index] = True
                 _deliver(engine, request, one, wanted, deliver)
     if reader.rest or not all(there):

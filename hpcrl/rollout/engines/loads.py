@@ -60,7 +60,8 @@ class Loads:
             self._occupancy.set(member, load)
 
     def least(self) -> int:
-        """The engine with fewest in flight; of several, the one that has been there longest.  LookupError without any."""
+        """The engine with fewest in flight; of several, the one that has been there longest.  LookupError without
+        any."""
         if not self._of:
             raise LookupError("no engine")
         while not self._at.get(self._least):

@@ -1,26 +1,35 @@
 """How busy the engines are, as the rollout process sees it: how many requests each has, over time.
 
-Invariants: pure but for the clock it is given; what a change costs does not grow with the number of engines; all sums are of integers,
-so that nothing drifts in a long run.
+Invariants: pure but for the clock it is given; what a change costs does not grow with the number of engines; all sums
+are of integers, so that nothing drifts in a long run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-SAME = 100_000  #: microseconds: an engine that has requests again within this time was busy throughout, for the timeline
+SAME = (
+    100_000  #: microseconds: an engine that has requests again within this time was busy throughout, for the timeline
+)
 
 
 class Occupancy:
     """Of engines that may have `limit` requests each.
 
-    clock: microseconds that never go back; busy: is told (engine, begin, end) of each time in which an engine had requests.
+    clock: microseconds that never go back; busy: is told (engine, begin, end) of each time in which an engine had
+    requests.
     """
 
-    def __init__(self, limit: int, clock: Callable[[], int], busy: Callable[[int, int, int], None] = lambda *_: None) -> None:
-        self._limit, self._clock, self._busy = limit, clock, busy
+    def __init__(
+        self, limit: int, clock: Callable[[], int], busy: Callable[[int, int, int], None] = lambda *_: None
+    ) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._busy = busy
         self._load: dict[int, int] = {}
-        self._spell: dict[int, tuple[int, int | None]] = {}  # (begin, end) of the last busy time; end None while it lasts
+        self._spell: dict[
+            int, tuple[int, int | None]
+        ] = {}  # (begin, end) of the last busy time; end None while it lasts
         self._working = 0  # engines with requests
         self.in_flight = 0
         self._begin_window()
@@ -65,7 +74,8 @@ class Occupancy:
     def _account(self) -> int:
         """Bring the integrals up to now."""
         now = self._clock()
-        passed, self._at = now - self._at, now
+        passed = now - self._at
+        self._at = now
         self._idle += passed * (len(self._load) - self._working)
         self._held += passed * self.in_flight
         self._engines += passed * len(self._load)
@@ -77,8 +87,8 @@ class Occupancy:
             self._busy(engine, begin, end)
 
     def measures(self) -> dict[str, float]:
-        """Since the last call: the share of the engines' time without any request, their requests as a share of what they may have, and requests
-        in flight; nothing where there was no engine.  Busy times are told up to now.
+        """Since the last call: the share of the engines' time without any request, their requests as a share of what
+        they may have, and requests in flight; nothing where there was no engine.  Busy times are told up to now.
         """
         now = self._account()
         for engine, (begin, end) in list(self._spell.items()):

@@ -12,7 +12,8 @@ The law:
 3. An engine comes to serve in one way alone: up (joining), then a weight update that names this life of it (serving).
 4. Whoever was in doubt (suspect) comes back as joining unless it holds the published version.
 
-Pure: numbers and events in, decisions out; no clock, no socket.  Where nobody sends weights (`trusting`), an engine that is up serves.
+Pure: numbers and events in, decisions out; no clock, no socket.  Where nobody sends weights (`trusting`), an engine
+that is up serves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FAILED_UPDATES = 3
 
 @dataclass
 class Member:
-    """One engine.  life: as `run/engines/lives.py` counts; version: that it holds, None: not one of ours; why: it is not well;
+    """One engine.  life: as `run/engines/lives.py` counts; version: that it holds, None: not one of ours; why: it is
+    not well;
     planned: whether the run waits for it before it begins."""
 
     index: int
@@ -61,7 +63,8 @@ class Registry:
     # ---- events
 
     def expect(self, index: int, host: str) -> None:
-        """An engine of the plan, or, once weights were published, one that joins; ValueError if there was one of this number."""
+        """An engine of the plan, or, once weights were published, one that joins; ValueError if there was one of this
+        number."""
         if index in self.members:
             raise ValueError(f"there is an engine {index} already")
         self.members[index] = Member(index, host, planned=self.published is None)
@@ -71,13 +74,18 @@ class Registry:
         member = self._of(index, life)
         if member is None or (life == member.life and member.state != "starting"):
             return
-        member.life, member.version, member.why, member.failed_updates = life, None, "", 0
+        member.life = life
+        member.version = None
+        member.why = ""
+        member.failed_updates = 0
         member.state = "serving" if self.trusting else "joining"
 
     def ended(self, index: int, life: int, why: str, again: bool) -> None:
         """Its supervisor, or whoever keeps that, says that this life is over; again: another follows."""
         if (member := self._of(index, life)) is not None:
-            member.life, member.version, member.why = life, None, why
+            member.life = life
+            member.version = None
+            member.why = why
             member.state = "ended" if again and member.state != "draining" else "gone"
 
     def suspect(self, index: int, life: int, why: str) -> None:
@@ -100,13 +108,15 @@ class Registry:
         there = set(who)
         for member in self.members.values():
             if (member.index, member.life) in there and member.state in ("joining", "serving", "draining", "suspect"):
-                member.version, member.failed_updates = version, 0
+                member.version = version
+                member.failed_updates = 0
                 if member.state == "joining":
                     member.state = "serving"
             elif member.state == "serving" and not self._current(member):
                 member.state = "joining"
             elif member.state == "draining" and not self._current(member):
-                member.state, member.why = "gone", "it missed an update while it was drained"
+                member.state = "gone"
+                member.why = "it missed an update while it was drained"
 
     def joined(self, who: Iterable[tuple[int, int]], version: int) -> None:
         """(index, life) of those that were given `version` by themselves, which is what the others hold, or newer."""
@@ -116,7 +126,8 @@ class Registry:
             if member is None or life != member.life or version < self.published:
                 continue
             if member.state in ("joining", "serving", "suspect"):
-                member.version, member.failed_updates = version, 0
+                member.version = version
+                member.failed_updates = 0
                 if member.state == "joining":
                     member.state = "serving"
 
@@ -125,7 +136,8 @@ class Registry:
         member = self._of(index, life)
         if member is None or life != member.life or member.state in ("starting", "ended", "gone"):
             return
-        member.version, member.why = None, why
+        member.version = None
+        member.why = why
         member.failed_updates += 1
         beyond_help = member.failed_updates >= FAILED_UPDATES and not member.planned
         member.state = "gone" if member.state == "draining" or self.limit == 0 or beyond_help else "suspect"

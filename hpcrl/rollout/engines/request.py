@@ -1,7 +1,7 @@
 """What is asked of an engine: some samples of one prompt.
 
-Invariant: every sample asked for gets exactly one answer, a completion or an error, however often it was sent; a request is a
-pure function of its body, so sending it twice is safe.
+Invariant: every sample asked for gets exactly one answer, a completion or an error, however often it was sent; a
+request is a pure function of its body, so sending it twice is safe.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NUMBERS = itertools.count()
 class Call:
     """One sample that somebody waits for.
 
-    ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight there; ended: somebody asked for
-    its early end; moved: it was ended to go on at another engine.
+    ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight
+    there; ended: somebody asked for its early end; moved: it was ended to go on at another engine.
     """
 
     seed: int | None
@@ -43,8 +43,8 @@ class Call:
 class Request:
     """Samples of one prompt (int32 [n]) under one way of sampling.
 
-    begun: tokens at the end of `prompt` that are the response's own; max_tokens: that may still come; exact: whether nothing
-    else bounds the response; tries: how often it was sent before; task: that serves it.
+    begun: tokens at the end of `prompt` that are the response's own; max_tokens: that may still come; exact: whether
+    nothing else bounds the response; tries: how often it was sent before; task: that serves it.
     """
 
     prompt: np.ndarray
@@ -62,7 +62,15 @@ class Request:
         """The same, for some of its calls."""
         tries = self.tries if tries is None else tries
         return Request(
-            self.prompt, self.sampling, self.begun, self.max_tokens, self.exact, self.version, self.affinity, calls, tries
+            self.prompt,
+            self.sampling,
+            self.begun,
+            self.max_tokens,
+            self.exact,
+            self.version,
+            self.affinity,
+            calls,
+            tries,
         )
 
     def open(self) -> list[Call]:

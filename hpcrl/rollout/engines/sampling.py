@@ -1,8 +1,8 @@
 """How responses are sampled: what the options ask for, and the noise of each sample.
 
-Invariant: where log-probs are wanted they are those that the trainer computes: of the whole distribution at the sampling
-temperature.  top-p, top-k and min-p cut what is sampled from, not what the log-probs are of (`config/rules/sampling_rules.py`
-refuses what no engine can answer so).
+Invariant: where log-probs are wanted they are those that the trainer computes: of the whole distribution at the
+sampling temperature.  top-p, top-k and min-p cut what is sampled from, not what the log-probs are of
+(`config/rules/sampling_rules.py` refuses what no engine can answer so).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from hpcrl.token_frames import EXPERTS
 class Sampling:
     """How to sample.
 
-    max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted; top_p in
-    (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all; skip_special_tokens: leave
-    special tokens out of the text (that stop strings are looked for in, and that rewards read); evaluation: its requests
-    are not ended by `Generator.abort`; routing: of a model whose choice of experts is wanted.
+    max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted;
+    top_p in (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all;
+    skip_special_tokens: leave special tokens out of the text (that stop strings are looked for in, and that rewards
+    read); evaluation: its requests are not ended by `Generator.abort`; routing: of a model whose choice of experts is
+    wanted.
     """
 
     temperature: float

@@ -1,8 +1,9 @@
-"""How many samples to have in flight, by what the engines themselves say: requests that wait, and how full their KV cache is.
+"""How many samples to have in flight, by what the engines themselves say: requests that wait, and how full their KV
+cache is.
 
-What waits in an engine's queue has been promised and is not begun: it only grows old.  So as soon as requests wait, or caches are
-nearly full (an engine then throws out what it has begun), no more are sent than the engines work on, and one group each; while nothing
-waits, the limit grows.
+What waits in an engine's queue has been promised and is not begun: it only grows old.  So as soon as requests wait, or
+caches are nearly full (an engine then throws out what it has begun), no more are sent than the engines work on, and one
+group each; while nothing waits, the limit grows.
 
 Invariant: without any reading there is no limit but the pool's own; with one it never is below one group an engine.
 """
@@ -22,7 +23,9 @@ PATH = "/metrics"
 SECONDS = 5.0  #: that an engine has to answer
 FULL = 0.95  #: share of a KV cache from which on it counts as full
 #: vLLM's names of what is read
-RUNNING, WAITING, CACHE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+CACHE = "vllm:kv_cache_usage_perc"
 
 
 class Reading(NamedTuple):
@@ -74,7 +77,8 @@ def parse(text: str) -> Reading | None:
 
 
 async def look(pool: EnginePool) -> list[Reading]:
-    """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong there."""
+    """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong
+    there."""
     found = await asyncio.gather(*(_ask(engine) for engine in pool.engines))
     return [reading for reading in found if reading is not None]
 

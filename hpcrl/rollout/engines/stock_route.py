@@ -57,11 +57,18 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
     """
     (call,) = request.calls
     if request.sampling.routing is not None:
-        raise PeerError(f"{engine} has no route for the experts that --use-rollout-routing-replay asks for", f"see {engine.log}")
+        raise PeerError(
+            f"{engine} has no route for the experts that --use-rollout-routing-replay asks for", f"see {engine.log}"
+        )
     params = request.sampling.params(request.max_tokens, request.begun)
     if call.seed is not None:
         params["seed"] = call.seed
-    body = {"model": "policy", "token_ids": request.prompt.tolist(), "sampling_params": params, "request_id": call.ident}
+    body = {
+        "model": "policy",
+        "token_ids": request.prompt.tolist(),
+        "sampling_params": params,
+        "request_id": call.ident,
+    }
     async with engine.session.post(engine.at(PATH), data=msgspec.json.encode(body), headers=_JSON) as answer:
         status, data = answer.status, await answer.read()
     refuse(engine, PATH, status, data)

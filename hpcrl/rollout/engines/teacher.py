@@ -1,8 +1,9 @@
 """A teacher behind an address: what it says of the tokens that the student sampled (--opd-type vllm).
 
-It is any vLLM server: POST /v1/completions with the token ids of prompt and response and `prompt_logprobs`, which gives the log-prob
-of each of them at temperature 1.  Invariants: ids go out and are compared with what comes back, text never; a teacher whose
-tokens are others is refused before anything is sampled; every wait has a deadline that names the address.
+It is any vLLM server: POST /v1/completions with the token ids of prompt and response and `prompt_logprobs`, which gives
+the log-prob of each of them at temperature 1.  Invariants: ids go out and are compared with what comes back, text
+never; a teacher whose tokens are others is refused before anything is sampled; every wait has a deadline that names the
+address.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ class Teacher:
     """Asks the server; keeps its connections."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
-        self._options, self._tokenizer = options, tokenizer
+        self._options = options
+        self._tokenizer = tokenizer
         self._url = str(options.opd_teacher_url).rstrip("/").removesuffix("/v1")
         self._model = options.opd_teacher_model
-        self._size, self._each = options.samples_per_rollout, options.n_samples_per_prompt
+        self._size = options.samples_per_rollout
+        self._each = options.n_samples_per_prompt
         self._session: aiohttp.ClientSession | None = None
         self._tallies: dict[int, Tally] = {}
         self._bad_prompts: set[str] = set()
@@ -82,7 +85,8 @@ class Teacher:
     async def check(self) -> None:
         """See that the server is there, serves the model and has the student's tokens.
 
-        PeerError if it does not answer; UsageError if it does not serve --opd-teacher-model; DataError if a token is another.
+        PeerError if it does not answer; UsageError if it does not serve --opd-teacher-model; DataError if a token is
+        another.
         """
         key = os.environ.get(KEY)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -91,7 +95,9 @@ class Teacher:
         if self._model is None:
             self._model = known[0] if known else ""
         if self._model not in known:
-            raise UsageError(f"{self} does not serve {self._model or 'any model'}", f"it serves: {', '.join(known) or 'none'}")
+            raise UsageError(
+                f"{self} does not serve {self._model or 'any model'}", f"it serves: {', '.join(known) or 'none'}"
+            )
         await self._compare_tokens()
 
     async def _compare_tokens(self) -> None:
@@ -104,10 +110,14 @@ class Teacher:
             body = {"model": self._model, "prompt": text, "add_special_tokens": False}
             theirs = msgspec.convert(await self._ask("/tokenize", body), _Tokens).tokens
         except aiohttp.ClientResponseError as error:
-            say(f"{self} has no /tokenize (HTTP {error.status}): whether its tokens are the student's could not be compared")
+            say(
+                f"{self} has no /tokenize (HTTP {error.status}): whether its tokens are the student's could not be compared"
+            )
             return
         if theirs != own.tolist():
-            at = next(i for i, pair in enumerate(zip([*theirs, -1], [*own.tolist(), -1], strict=False)) if pair[0] != pair[1])
+            at = next(
+                i for i, pair in enumerate(zip([*theirs, -1], [*own.tolist(), -1], strict=False)) if pair[0] != pair[1]
+            )
             said = f"{theirs[at] if at < len(theirs) else 'nothing'}, --hf-checkpoint's {own[at] if at < len(own) else 'nothing'}"
             raise DataError(
                 f"{self} has another vocabulary: of one text its token {at} is {said}",
@@ -120,7 +130,8 @@ class Teacher:
         """Set the sample's log-probs under the teacher (`Sample.extra`), float32 [response].
 
         where: the prompt's file and line.  If the teacher gives none they are the sample's own, which pull nowhere, and
-        `Sample.teacher_error` says why; HpcrlError once that has happened to more of a rollout than --reward-max-failed allows.
+        `Sample.teacher_error` says why; HpcrlError once that has happened to more of a rollout than --reward-max-failed
+        allows.
         """
         try:
             sample.extra[NAME] = await self._logprobs(sample)
@@ -131,7 +142,8 @@ class Teacher:
                 say(text)
             if rollout_id not in self._tallies:
                 self._tallies = dict(list(self._tallies.items())[-8:])
-                limit, what = self._options.reward_max_failed, f"rollout {rollout_id} by the teacher"
+                limit = self._options.reward_max_failed
+                what = f"rollout {rollout_id} by the teacher"
                 self._tallies[rollout_id] = Tally(what, self._size, self._each, limit, self._bad_prompts)
             self._tallies[rollout_id].fail(where, text)
 
@@ -148,7 +160,9 @@ class Teacher:
             raise PeerError(f"{self} gave log-probs of {len(given)} tokens for a prompt of {len(tokens)}")
         first = len(tokens) - sample.response_length
         pairs = list(zip(tokens[first:], given[first:], strict=True))
-        found = np.asarray([entry[str(token)].logprob if entry and str(token) in entry else np.nan for token, entry in pairs])
+        found = np.asarray(
+            [entry[str(token)].logprob if entry and str(token) in entry else np.nan for token, entry in pairs]
+        )
         bad = ~(np.abs(found) < -CLAMPED)
         if bad.any():
             at = int(bad.argmax())
@@ -159,7 +173,9 @@ class Teacher:
 
     async def _patiently(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer, asked for again with growing pauses within --reward-timeout."""
-        deadline, trouble, attempt = time.monotonic() + 0.95 * self._options.reward_timeout, "nothing", 0
+        deadline = time.monotonic() + 0.95 * self._options.reward_timeout
+        trouble = "nothing"
+        attempt = 0
         for attempt in range(ATTEMPTS):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -172,16 +188,22 @@ class Teacher:
                     break
             except PeerError as error:
                 trouble = error.what
-            spread = hashlib.blake2b(str(body["prompt"]).encode(), digest_size=1).digest()[0] / 256  # so that not all ask at once
+            spread = (
+                hashlib.blake2b(str(body["prompt"]).encode(), digest_size=1).digest()[0] / 256
+            )  # so that not all ask at once
             await asyncio.sleep(min(2.0**attempt + spread - 1, LONGEST_PAUSE, max(0.0, deadline - time.monotonic())))
         raise PeerError(f"got no answer from {self} in {attempt + 1} attempts; the last: {trouble}")
 
     async def _ask(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = 60.0) -> Any:
-        """JSON of a GET, or with a body of a POST.  PeerError if there is none; ClientResponseError for another status than 200."""
+        """JSON of a GET, or with a body of a POST.  PeerError if there is none; ClientResponseError for another status
+        than 200."""
         assert self._session is not None, "check() comes first"
-        timeout, data = aiohttp.ClientTimeout(total=seconds), None if body is None else msgspec.json.encode(body)
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        data = None if body is None else msgspec.json.encode(body)
         try:
-            async with self._session.request("POST" if data else "GET", self._url + path, data=data, timeout=timeout) as answer:
+            async with self._session.request(
+                "POST" if data else "GET", self._url + path, data=data, timeout=timeout
+            ) as answer:
                 text = await answer.read()
                 if answer.status != 200:
                     said = text[:300].decode(errors="replace")
@@ -192,4 +214,6 @@ class Teacher:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise PeerError(f"{self} did not answer {path}: {type(error).__name__}: {error}".rstrip(": ")) from error
         except msgspec.DecodeError as error:
-            raise PeerError(f"{self} answered {path} with what is no JSON: {text[:100].decode(errors='replace')!r}") from error
+            raise PeerError(
+                f"{self} answered {path} with what is no JSON: {text[:100].decode(errors='replace')!r}"
+            ) from error

@@ -1,8 +1,8 @@
 """The evaluations of a run: begun when the trainer asks, and asked for again until they are done.
 
-Invariants: one at a time; none has an answer of weights that are older than those it is of; where training goes on beside one, so that
-newer weights may reach it, what it says of itself tells which policy versions have answered; an error in it ends the role at once,
-whether or not anybody asks just then.
+Invariants: one at a time; none has an answer of weights that are older than those it is of; where training goes on
+beside one, so that newer weights may reach it, what it says of itself tells which policy versions have answered; an
+error in it ends the role at once, whether or not anybody asks just then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ class Evaluations:
         in_time: InTime,
         failed: Callable[[asyncio.Task[Any]], None],
     ) -> None:
-        self._options, self._work, self._pool, self._samples = options, work, pool, samples
-        self._timeline, self._in_time, self._failed = timeline, in_time, failed
+        self._options = options
+        self._work = work
+        self._pool = pool
+        self._samples = samples
+        self._timeline = timeline
+        self._in_time = in_time
+        self._failed = failed
         self._evaluator: Evaluator | None = None
         self._own: OwnEvaluator | None = None
         if work.held_out:
@@ -63,8 +68,8 @@ class Evaluations:
     ) -> dict[str, Any]:
         """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
 
-        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.  beside: the trainer goes on
-        meanwhile, and publishes weights.
+        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.  beside: the
+        trainer goes on meanwhile, and publishes weights.
         """
         if self._task is None:
             last = rollout_id + 1 >= self._work.total
@@ -77,7 +82,8 @@ class Evaluations:
         done, _ = await asyncio.wait([self._task], timeout=patience)
         if not done:
             return {UNFINISHED: {}}
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         return {} if task.cancelled() else task.result()
 
     async def stop(self) -> None:

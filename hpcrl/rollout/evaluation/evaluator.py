@@ -3,8 +3,9 @@
 Invariant: the seed of every response depends on the set, the line and the index alone, so evaluating the same weights
 again gives the same numbers; nothing of an evaluation reaches the trainer's data.
 
-Whoever calls `Evaluator.samples` decides what else goes on meanwhile: the synchronous loop waits for it.  A loop that goes on
-sampling may await it as a task beside its own, as long as no weights are published before it is done (`version` is checked).
+Whoever calls `Evaluator.samples` decides what else goes on meanwhile: the synchronous loop waits for it.  A loop that
+goes on sampling may await it as a task beside its own, as long as no weights are published before it is done (`version`
+is checked).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
     drop = options.overlong_prompts == "drop"
     return [
         HeldOut(
-            held, read_prompts(held.word, Reading.of_set(held, tokenizer, drop), tokenizer.given(held.apply_chat_template_kwargs))
+            held,
+            read_prompts(
+                held.word, Reading.of_set(held, tokenizer, drop), tokenizer.given(held.apply_chat_template_kwargs)
+            ),
         )
         for held in eval_sets(options)
     ]
@@ -86,8 +90,11 @@ class Evaluator:
     ) -> None:
         """custom: makes the responses where the training's are made by the user's function."""
         assert grading is not None or custom is not None
-        self._options, self._tokenizer, self._generator = options, tokenizer, generator
-        self._grading, self._custom = grading, custom
+        self._options = options
+        self._tokenizer = tokenizer
+        self._generator = generator
+        self._grading = grading
+        self._custom = custom
 
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """The graded responses to every prompt of a set, in the order of the file."""
@@ -108,7 +115,10 @@ class Evaluator:
     async def one(self, held: HeldOut, asked: Asked) -> Sample:
         """A graded response of a set."""
         assert asked.held_out is not None
-        number, prompt, index, sampling = asked.group.number, asked.group.prompt, asked.index, asked.held_out.sampling
+        number = asked.group.number
+        prompt = asked.group.prompt
+        index = asked.index
+        sampling = asked.held_out.sampling
         if (context := held.of.max_context_len) is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - len(prompt.tokens)))
         if self._custom is not None:
@@ -118,9 +128,15 @@ class Evaluator:
         assert self._grading is not None
         what = f"evaluation {held.name} of policy version {asked.version}"
         tally = self._grading.tally(what, asked.held_out.size, asked.held_out.each)
-        seed = seed_of("evaluate", self._options.rollout_seed, held.name, number, index) if sampling.temperature > 0 else None
+        seed = (
+            seed_of("evaluate", self._options.rollout_seed, held.name, number, index)
+            if sampling.temperature > 0
+            else None
+        )
         completion = await self._generator.complete(prompt.tokens, sampling, seed, asked.version)
-        response = self._tokenizer.decode(completion.tokens, frozenset(sampling.stop_token_ids), sampling.skip_special_tokens)
+        response = self._tokenizer.decode(
+            completion.tokens, frozenset(sampling.stop_token_ids), sampling.skip_special_tokens
+        )
         sample = completion.sample(number, index, prompt, response)
         await self._grading.grade(sample, prompt.where, tally, asked.held_out.by)
         return sample

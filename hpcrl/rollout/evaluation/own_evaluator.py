@@ -4,8 +4,9 @@
         groups = await data_source.get_samples(name)       # of every prompt of the set: samples that wait for their response
         done = await data_source.generate_group(groups[0])  # sampled and graded as the set says
 
-Invariants: what is returned is checked against what was given: of each set all responses, finished and with a reward, or numbers;
-what it raises is one error that names the option; it can change what a sample says, never which prompts a set has.
+Invariants: what is returned is checked against what was given: of each set all responses, finished and with a reward,
+or numbers; what it raises is one error that names the option; it can change what a sample says, never which prompts a
+set has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class HeldOutSource:
     """What the function is given as data_source, for one evaluation.  Groups are numbered on from set to set."""
 
     def __init__(self, evaluator: Evaluator, sets: Sequence[HeldOut], version: int) -> None:
-        self._evaluator, self._version = evaluator, version
+        self._evaluator = evaluator
+        self._version = version
         self.sets = {held.name: held for held in sets}
         ends = np.cumsum([0, *(len(held.file) for held in sets)]).tolist()
         self.first = dict(zip(self.sets, ends, strict=False))  #: set -> the number of its first group
@@ -44,7 +46,8 @@ class HeldOutSource:
         return list(self.sets)
 
     async def get_samples(self, name: str | None = None) -> list[list[Sample]]:
-        """A group for each prompt of a set, with as many pending samples as the set has responses; without a name: of the only set."""
+        """A group for each prompt of a set, with as many pending samples as the set has responses; without a name: of
+        the only set."""
         name = self.names[0] if name is None and len(self.sets) == 1 else name
         if name not in self.sets:
             raise ValueError(f"get_samples({name!r}): there are the sets {', '.join(self.names)}")
@@ -57,7 +60,8 @@ class HeldOutSource:
         return list(groups.values())
 
     async def generate(self, sample: Sample) -> list[Sample]:
-        """The set's own way from a pending sample to a finished one, reward included; a finished one comes back as it is."""
+        """The set's own way from a pending sample to a finished one, reward included; a finished one comes back as it
+        is."""
         if sample.status != PENDING:
             return [sample]
         if (sample.group, sample.index) not in self._asked:
@@ -72,7 +76,8 @@ class HeldOutSource:
 
 
 class Evaluated(NamedTuple):
-    """samples: of the sets that samples were returned of, in the order of the file; numbers: by set, to be logged besides."""
+    """samples: of the sets that samples were returned of, in the order of the file; numbers: by set, to be logged
+    besides."""
 
     samples: dict[str, list[Sample]]
     numbers: dict[str, dict[str, float]]
@@ -81,12 +86,18 @@ class Evaluated(NamedTuple):
 class OwnEvaluator:
     """Evaluates by the function of --eval-function-path."""
 
-    def __init__(self, options: Options, evaluator: Evaluator, sets: Sequence[HeldOut], function: Callable[..., Any]) -> None:
-        self._options, self._evaluator, self._sets, self._function = options, evaluator, sets, function
+    def __init__(
+        self, options: Options, evaluator: Evaluator, sets: Sequence[HeldOut], function: Callable[..., Any]
+    ) -> None:
+        self._options = options
+        self._evaluator = evaluator
+        self._sets = sets
+        self._function = function
         self._shown = f"--eval-function-path {options.eval_function_path}"
 
     async def make(self, rollout_id: int, version: int) -> Evaluated:
-        """All sets of the weights after `rollout_id`.  HpcrlError if the function raises, or returns something else than is wanted."""
+        """All sets of the weights after `rollout_id`.  HpcrlError if the function raises, or returns something else
+        than is wanted."""
         source = HeldOutSource(self._evaluator, self._sets, version)
         with named(self._shown):
             found = await settled(self._function(self._options, rollout_id, source, evaluation=True))
@@ -94,7 +105,9 @@ class OwnEvaluator:
         if isinstance(rows, list) and len(source.sets) == 1:
             rows = {source.names[0]: rows}
         if not isinstance(rows, Mapping) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in rows):
-            raise HpcrlError(f"{self._shown} returned {short(rows)}, samples or numbers by the name of the set are wanted")
+            raise HpcrlError(
+                f"{self._shown} returned {short(rows)}, samples or numbers by the name of the set are wanted"
+            )
         if missing := [name for name in source.sets if name not in rows]:
             raise HpcrlError(
                 f"{self._shown} returned nothing of the set {missing[0]}", f"it returned {', '.join(rows) or 'no set'}"
@@ -125,21 +138,28 @@ class OwnEvaluator:
         flat = _flat(samples)
         values = self._floats(name, "rewards", rewards)
         if len(values) != len(flat) or not all(isinstance(sample, Sample) for sample in flat):
-            raise HpcrlError(f"{self._shown} returned {len(values)} rewards beside {len(flat)} samples of the set {name}")
+            raise HpcrlError(
+                f"{self._shown} returned {len(values)} rewards beside {len(flat)} samples of the set {name}"
+            )
         return [replace(sample, reward=value) for sample, value in zip(flat, values, strict=True)]
 
     def _samples(self, source: HeldOutSource, name: str, row: list[Any]) -> list[Sample]:
         """The samples of a set, one a response, in the order of the file.  HpcrlError unless they are all there."""
         if name not in source.sets:
             raise HpcrlError(
-                f"{self._shown} returned samples of {name}, which is no held-out set", f"there are {', '.join(source.sets)}"
+                f"{self._shown} returned samples of {name}, which is no held-out set",
+                f"there are {', '.join(source.sets)}",
             )
         held, first = source.sets[name], source.first[name]
         found: dict[tuple[int, int], list[Sample]] = {}
         for sample in _flat(row):
             if not isinstance(sample, Sample) or not 0 <= sample.group - first < len(held.file):
                 raise HpcrlError(f"{self._shown} returned what is no sample of the set {name}: {short(sample)}")
-            if sample.status not in (COMPLETED, TRUNCATED) or not math.isfinite(sample.reward) or not len(sample.versions):
+            if (
+                sample.status not in (COMPLETED, TRUNCATED)
+                or not math.isfinite(sample.reward)
+                or not len(sample.versions)
+            ):
                 state = f"{sample.status}, with {len(sample.versions)} tokens and reward {sample.reward:g}"
                 raise HpcrlError(
                     f"{self._shown} returned sample {sample.index} of group {sample.group} ({name}) {state}: it must be finished"
@@ -198,7 +218,9 @@ class OwnEvaluator:
         for name, value in metrics.items():
             held, _, key = str(name).removeprefix("eval/").partition("/")
             if not key or held not in {*made.samples, *made.numbers}:
-                raise HpcrlError(f"{self._shown} returned the metric {name!r}, SET/NAME of a set that it returned is wanted")
+                raise HpcrlError(
+                    f"{self._shown} returned the metric {name!r}, SET/NAME of a set that it returned is wanted"
+                )
             made.numbers.setdefault(held, {}).update(self._numbers(held, {key: value}))
 
 

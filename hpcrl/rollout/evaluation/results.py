@@ -1,7 +1,7 @@
 """The numbers of an evaluation: pure functions of rewards, answers and lengths.
 
-Invariant: responses to one prompt are not independent of one another, and nothing here takes them to be: an interval counts prompts,
-and pass@k and the majority are means over prompts.
+Invariant: responses to one prompt are not independent of one another, and nothing here takes them to be: an interval
+counts prompts, and pass@k and the majority are means over prompts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ RIGHT = 1.0  #: a response with this reward, or more, passes (slime: exactly thi
 def results(samples: Sequence[Sample], each: int, passrate: bool = False, dropped: int = 0) -> dict[str, Any]:
     """What is logged of a set.  samples: `each` responses to every prompt, those to one prompt one after another.
 
-    accuracy: mean reward, ci_low and ci_high: its interval of 95 % (`interval`); response_len: mean tokens; truncated_ratio;
-    n: responses; dropped: prompts that were too long; majority@n: mean reward of the answer that most of a prompt's `each` responses
-    give, where any is boxed; pass@k, with `passrate`; and `grading_metrics`.
+    accuracy: mean reward, ci_low and ci_high: its interval of 95 % (`interval`); response_len: mean tokens;
+    truncated_ratio;
+    n: responses; dropped: prompts that were too long; majority@n: mean reward of the answer that most of a prompt's
+    `each` responses give, where any is boxed; pass@k, with `passrate`; and `grading_metrics`.
     """
     rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
     low, high = interval(rewards)
@@ -63,7 +64,8 @@ def answered_by(samples: Sequence[Sample], version: int) -> dict[str, float]:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that of k responses, drawn without replacement from n of which c are right, one at least is right.
 
-    1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), as a product, so that nothing overflows.
+    1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), as a product, so that
+    nothing overflows.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {c} right among {n}")
@@ -83,8 +85,8 @@ def pass_rates(rewards: np.ndarray) -> dict[str, float]:
 def majority(samples: Sequence[Sample], rewards: np.ndarray) -> float | None:
     """The mean over prompts of the reward of the answer that most responses give; None where no response is boxed.
 
-    An answer is the content of the last box, white space aside; two spellings of one number are two answers.  Of two answers with as
-    many votes the one that came first counts.  A prompt without an answer counts 0.
+    An answer is the content of the last box, white space aside; two spellings of one number are two answers.  Of two
+    answers with as many votes the one that came first counts.  A prompt without an answer counts 0.
     """
     answers = [_answer(sample.response) for sample in samples]
     if not any(answers):
@@ -106,8 +108,9 @@ def _answer(response: str) -> str:
 def interval(rewards: np.ndarray) -> tuple[float, float]:
     """The interval of 95 % of the mean reward.  rewards: float64 [prompts, responses].
 
-    Rewards in [0, 1]: Wilson's interval, for as many independent responses as have the variance that is seen between the prompts'
-    means, at least one a prompt and at most all.  Others: the mean and 1.96 standard errors of the prompts' means, NaN for one prompt.
+    Rewards in [0, 1]: Wilson's interval, for as many independent responses as have the variance that is seen between
+    the prompts' means, at least one a prompt and at most all.  Others: the mean and 1.96 standard errors of the
+    prompts' means, NaN for one prompt.
     """
     prompts, each = rewards.shape
     mean = float(rewards.mean())

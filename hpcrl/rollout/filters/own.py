@@ -1,7 +1,8 @@
 """The filters of a run: built-ins by name, own ones by dotted path, called so that none of them can end it by chance.
 
-Invariants: a dynamic filter that fails on a group costs that group, dropped for `filter_error`, and ends the run only when most groups
-of a rollout cost it; a buffer filter that fails is replaced by the front of the buffer, this once; each failure is in the log.
+Invariants: a dynamic filter that fails on a group costs that group, dropped for `filter_error`, and ends the run only
+when most groups of a rollout cost it; a buffer filter that fails is replaced by the front of the buffer, this once;
+each failure is in the log.
 """
 
 from __future__ import annotations
@@ -38,14 +39,20 @@ class DynamicFilter:
 
     def __init__(self, options: Options) -> None:
         """UsageError for an own one that cannot be used."""
-        self._options, self._shown = options, f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
+        self._options = options
+        self._shown = f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
         self._keep = _load(options, "dynamic_sampling_filter_path", "dynamic", "keep")
-        self._rollout, self._judged, self._failed, self._said = -1, 0, 0, 0
+        self._rollout = -1
+        self._judged = 0
+        self._failed = 0
+        self._said = 0
 
     async def judge(self, rollout_id: int, number: int, samples: Sequence[Sample]) -> Verdict:
         """What it says of a finished group.  HpcrlError once it has failed on most groups of a rollout."""
         if rollout_id != self._rollout:
-            self._rollout, self._judged, self._failed = rollout_id, 0, 0
+            self._rollout = rollout_id
+            self._judged = 0
+            self._failed = 0
         self._judged += 1
         try:
             return read_verdict(await settled(self._keep(self._options, list(samples))))
@@ -69,12 +76,14 @@ class BufferFilter:
 
     def __init__(self, options: Options) -> None:
         """UsageError for an own one that cannot be used."""
-        self._options, self._shown = options, f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
+        self._options = options
+        self._shown = f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
         self._choose = _load(options, "buffer_filter_path", "buffer", "choose")
         self.failed = 0
 
     async def choose(self, rollout_id: int, waiting: Sequence[Held], count: int) -> tuple[list[Held], list[Held]]:
-        """(at most `count` groups to go on with, groups to drop: those that it took out of the list and did not return)."""
+        """(at most `count` groups to go on with, groups to drop: those that it took out of the list and did not
+        return)."""
         samples = [held.all_samples() for held in waiting]
         held_of = {id(group): held for group, held in zip(samples, waiting, strict=True)}
         buffer = list(samples)

@@ -14,7 +14,8 @@ REASON = 60  #: characters of a reason that are kept: it becomes the name of a m
 
 @dataclass(frozen=True)
 class Verdict:
-    """keep: into the batch; reason: why not; keep_when_insufficient: into the batch all the same where there are too few."""
+    """keep: into the batch; reason: why not; keep_when_insufficient: into the batch all the same where there are too
+    few."""
 
     keep: bool
     reason: str = "filter"

@@ -7,6 +7,6 @@
     frames.py     what the two say to each other
     tally.py      how many gradings failed, and when those are too many
 
-Invariant: no response and no reward can block, crash or exhaust the rollout process; a grading that fails is a 0 that is
-counted, logged and written with its sample, and never one that nobody notices.
+Invariant: no response and no reward can block, crash or exhaust the rollout process; a grading that fails is a 0 that
+is counted, logged and written with its sample, and never one that nobody notices.
 """

@@ -1,4 +1,5 @@
-"""What the rollout process and a grading process say to each other: MessagePack, a frame a message (see `worker_process.py`).
+"""What the rollout process and a grading process say to each other: MessagePack, a frame a message (see
+`worker_process.py`).
 
 Invariant: plain data alone, decoded into these types; nothing is unpickled.
 """
@@ -18,7 +19,8 @@ TIMEOUT, ERROR = "timeout", "error"  #: how a grading fails
 
 
 class Setup(msgspec.Struct):
-    """The first frame, to the process.  options: as JSON; words: the rewards to load; memory: bytes beyond the start."""
+    """The first frame, to the process.  options: as JSON; words: the rewards to load; memory: bytes beyond the
+    start."""
 
     options: bytes
     words: list[str]
@@ -62,7 +64,8 @@ class Task(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """What came of one sample.  parts: {reward, or key of its object: value}; failure: "", TIMEOUT or ERROR, with its text."""
+    """What came of one sample.  parts: {reward, or key of its object: value}; failure: "", TIMEOUT or ERROR, with its
+    text."""
 
     values: dict[str, float] = {}
     parts: dict[str, float] = {}
@@ -80,7 +83,9 @@ class Reply(msgspec.Struct):
 
 def send_sample(sample: Sample, arrays: bool) -> SentSample:
     """A sample as it is sent, with its token arrays or without."""
-    columns = {name: np.asarray(getattr(sample, name), kind).tobytes() for name, kind in _ARRAYS.items()} if arrays else {}
+    columns = (
+        {name: np.asarray(getattr(sample, name), kind).tobytes() for name, kind in _ARRAYS.items()} if arrays else {}
+    )
     return SentSample(
         sample.group,
         sample.index,

@@ -21,7 +21,8 @@ from hpcrl.rollout.worker_process import WorkerProcess
 class Job:
     """A grading on its way.
 
-    shares: it may run beside others in one process; alone: it must not any more, as the process that it shared was lost;
+    shares: it may run beside others in one process; alone: it must not any more, as the process that it shared was
+    lost;
     attempt: how often it failed; waited: seconds since it began, cpu: the process's CPU seconds then.
     """
 
@@ -40,7 +41,8 @@ class GradingProcess(WorkerProcess):
     def __init__(self, setup: Setup) -> None:
         super().__init__("hpcrl.rollout.grading.worker", setup, {"PYTHONHASHSEED": "0"})
         self.jobs: dict[int, Job] = {}
-        self.ready, self.starting = False, 0.0
+        self.ready = False
+        self.starting = 0.0
         self.base = 0  # bytes resident at its start
         self._seen = psutil.Process(self.pid)
 
@@ -69,7 +71,8 @@ class GradingProcess(WorkerProcess):
         return job
 
     def _begin(self, job: Job) -> None:
-        job.waited, job.cpu = 0.0, self.cpu_seconds()
+        job.waited = 0.0
+        job.cpu = self.cpu_seconds()
 
     @property
     def working_on(self) -> list[Job]:

@@ -1,7 +1,7 @@
 """In a grading process: a reward by its name or path, its call, and numbers out of what it returns.
 
-Invariant: what is wrong with a reward itself (its name, its module, its signature, its self-check) is a UsageError at the
-start; what is wrong with one grading is that grading's outcome, with the traceback of the user's code.
+Invariant: what is wrong with a reward itself (its name, its module, its signature, its self-check) is a UsageError at
+the start; what is wrong with one grading is that grading's outcome, with the traceback of the user's code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class NoReward(Exception):
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward that can be called.  boxed: makes the response of the boxed part of one, None where the whole response counts."""
+    """A reward that can be called.  boxed: makes the response of the boxed part of one, None where the whole response
+    counts."""
 
     word: str
     function: Callable[..., Any]
@@ -104,7 +105,9 @@ async def grade(
             if isinstance(error, asyncio.CancelledError):
                 raise
             if isinstance(error, TimeoutError) and deadline.expired():
-                failed = Outcome(failure=TIMEOUT, text=f"reward {reward.word} took more than --reward-timeout {seconds:g} s")
+                failed = Outcome(
+                    failure=TIMEOUT, text=f"reward {reward.word} took more than --reward-timeout {seconds:g} s"
+                )
             else:
                 failed = _failed(reward.word, error)
             return [failed for _ in samples]
@@ -121,12 +124,15 @@ def _failed(word: str, error: BaseException) -> Outcome:
 
 
 def _number(result: Any, key: str | None, parts: dict[str, float]) -> float:
-    """The reward in what a function returned; of an object also its other numbers, into `parts`.  NoReward if it is none."""
+    """The reward in what a function returned; of an object also its other numbers, into `parts`.  NoReward if it is
+    none."""
     if isinstance(result, Mapping):
         if key is None:
             raise NoReward(f"returned an object with {', '.join(map(str, result))}: give --reward-key")
         if key not in result:
-            raise NoReward(f"returned an object with {', '.join(map(str, result)) or 'nothing'}, --reward-key {key} is not in it")
+            raise NoReward(
+                f"returned an object with {', '.join(map(str, result)) or 'nothing'}, --reward-key {key} is not in it"
+            )
         for name, value in result.items():
             if isinstance(value, bool | int | float | np.number) and math.isfinite(value) and abs(value) <= LARGEST:
                 parts[str(name)] = float(value)

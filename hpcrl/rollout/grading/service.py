@@ -1,8 +1,9 @@
 """Grading: samples out to the grading processes, rewards back into them.
 
-Invariants: the event loop is never blocked; no grading takes more than its limits, and what a process had on its hands when
-it had to be killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic mode a
-grading that fails is repeated alone with four times the limits before it counts, so that load cannot change a reward.
+Invariants: the event loop is never blocked; no grading takes more than its limits, and what a process had on its hands
+when it had to be killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic
+mode a grading that fails is repeated alone with four times the limits before it counts, so that load cannot change a
+reward.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class _Group:
 
 @dataclass(frozen=True)
 class GradedBy:
-    """What grades a held-out sample.  own_types: its metadata may name another reward; key: of the reward, where one is an object."""
+    """What grades a held-out sample.  own_types: its metadata may name another reward; key: of the reward, where one is
+    an object."""
 
     words: tuple[RewardWord, ...]
     own_types: bool = True
@@ -60,8 +62,8 @@ class Grading(ProcessPool[GradingProcess, Job]):
         more: Iterable[RewardWord] = (),
         hooks: RolloutHooks | None = None,
     ) -> None:
-        """files: the prompts, whose metadata may name rewards of their own; more: rewards of held-out sets; hooks: which see each
-        sample before its reward.
+        """files: the prompts, whose metadata may name rewards of their own; more: rewards of held-out sets; hooks:
+        which see each sample before its reward.
 
         UsageError and DataError name what is wrong.
         """
@@ -99,8 +101,8 @@ class Grading(ProcessPool[GradingProcess, Job]):
     async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
         """Set the sample's reward, or say in it why there is none (then the reward is 0).
 
-        where: the prompt's file and line; by: what grades a held-out set's.  HpcrlError once too many gradings of the batch have
-        failed.
+        where: the prompt's file and line; by: what grades a held-out set's.  HpcrlError once too many gradings of the
+        batch have failed.
         """
         outcome = await self._before(sample, evaluation=by is not None)
         by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
@@ -115,10 +117,15 @@ class Grading(ProcessPool[GradingProcess, Job]):
         if not outcome.failure:
             total = math.fsum(item.weight * outcome.values[item.word] for item in words)
             sample.reward = total
-            sample.rewards = {item.name: outcome.values[item.word] for item in words} if len(words) > 1 else outcome.parts
+            sample.rewards = (
+                {item.name: outcome.values[item.word] for item in words} if len(words) > 1 else outcome.parts
+            )
             return
         text = f"{outcome.text} on response {sample.index} of group {sample.group} ({where})"
-        sample.reward, sample.rewards, sample.grading, sample.grading_error = 0.0, {}, outcome.failure, outcome.text
+        sample.reward = 0.0
+        sample.rewards = {}
+        sample.grading = outcome.failure
+        sample.grading_error = outcome.text
         if self._said.first(outcome.text):
             say(f"failed grading: {text}")
             if outcome.trace:
@@ -153,7 +160,9 @@ class Grading(ProcessPool[GradingProcess, Job]):
         if len(group.samples) == tally.each:
             del self._groups[key]
             order = sorted(range(tally.each), key=lambda i: group.samples[i].index)
-            outcomes = await self._submit([group.samples[i] for i in order], [item.word for item in self._words], reward_key)
+            outcomes = await self._submit(
+                [group.samples[i] for i in order], [item.word for item in self._words], reward_key
+            )
             for position, outcome in zip(order, outcomes, strict=True):
                 if not group.futures[position].done():
                     group.futures[position].set_result(outcome)
@@ -202,7 +211,8 @@ class Grading(ProcessPool[GradingProcess, Job]):
         if job.future.done():
             return
         if self._options.deterministic_mode and not job.attempt and any(outcome.failure for outcome in outcomes):
-            job.attempt, job.alone = 1, True
+            job.attempt = 1
+            job.alone = True
             job.task.seconds *= MORE
             self._waiting.appendleft(job)
         else:
@@ -216,10 +226,14 @@ class Grading(ProcessPool[GradingProcess, Job]):
 
     def _charge(self, process: GradingProcess, how: str, failure: str = ERROR, text: str = "") -> None:
         """A process has ended, or was killed: what becomes of its gradings, and another in its place."""
-        running, jobs, process.jobs = process.working_on, list(process.jobs.values()), {}
+        running = process.working_on
+        jobs = list(process.jobs.values())
+        process.jobs = {}
         if self._remove(process, at_once=bool(text)):
             words = " ".join(self._setup.words)
-            self._break(HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log"))
+            self._break(
+                HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log")
+            )
             return
         for job in reversed([job for job in jobs if job not in running]):  # they had not begun
             self._waiting.appendleft(job)

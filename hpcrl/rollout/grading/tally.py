@@ -47,7 +47,8 @@ class Tally:
 
 @dataclass
 class Said:
-    """Which failures have been logged: each kind of text a few times, so that thousands of them leave a log that can be read."""
+    """Which failures have been logged: each kind of text a few times, so that thousands of them leave a log that can be
+    read."""
 
     most: int = 3
     _seen: dict[str, int] = field(default_factory=dict)
@@ -58,7 +59,8 @@ class Said:
 
 
 def grading_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """reward_timeouts and reward_errors: failed gradings; reward/NAME: the mean of each part of the reward, if it has several."""
+    """reward_timeouts and reward_errors: failed gradings; reward/NAME: the mean of each part of the reward, if it has
+    several."""
     found = {f"reward_{kind}s": float(sum(sample.grading == kind for sample in samples)) for kind in (TIMEOUT, ERROR)}
     for name in sorted({name for sample in samples for name in sample.rewards}):
         found[f"reward/{name}"] = float(np.mean([sample.rewards[name] for sample in samples if name in sample.rewards]))

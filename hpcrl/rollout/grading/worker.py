@@ -2,9 +2,9 @@
 
     python -m hpcrl.rollout.grading.worker FD        (started by process.py; FD is its end of a socket pair)
 
-Invariants: it dies with the rollout process; after its start it cannot take more than a bounded amount of memory; what a
-reward prints goes to the rollout's log and never into the protocol.  A plain function has the process to itself, async
-ones run side by side.
+Invariants: it dies with the rollout process; after its start it cannot take more than a bounded amount of memory; what
+a reward prints goes to the rollout's log and never into the protocol.  A plain function has the process to itself,
+async ones run side by side.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ async def serve(fd: int) -> None:
     try:
         rewards = {word: load_reward(word, options) for word in setup.words}
     except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
-        what, hint = (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
+        what, hint = (
+            (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
+        )
         cause = error.__cause__
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
         writer.write(frame(Ready(error=what, hint=hint, trace=trace)))

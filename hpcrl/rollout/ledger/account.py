@@ -1,8 +1,9 @@
 """The account of a run: from what its attempts wrote down, what became of every group.  Pure.
 
-Each attempt writes a line when it begins, one for every rollout that it hands over, and one when that rollout is trained.  An attempt
-that begins at rollout r makes again what earlier ones did from r on: their lines of those rollouts count no more.  What is left is
-one history, and in it every number below `following` is trained once, dropped once, or alive at the end.
+Each attempt writes a line when it begins, one for every rollout that it hands over, and one when that rollout is
+trained.  An attempt that begins at rollout r makes again what earlier ones did from r on: their lines of those rollouts
+count no more.  What is left is one history, and in it every number below `following` is trained once, dropped once, or
+alive at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ Ranges = list[list[int]]
 
 
 class Begun(msgspec.Struct, tag="begun", tag_field="event"):
-    """An attempt goes on at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after the checkpoint
-    of which there was something on disk that could still be used; again: of how many groups it could not."""
+    """An attempt goes on at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after
+    the checkpoint of which there was something on disk that could still be used; again: of how many groups it could
+    not."""
 
     attempt: int
     rollout: int
@@ -34,8 +36,8 @@ class Begun(msgspec.Struct, tag="begun", tag_field="event"):
 
 
 class HandedOver(msgspec.Struct, tag="rollout", tag_field="event"):
-    """`batch` was given to the trainer as `rollout`; the rest as it stood then: what is in flight as buffer, bank without the batches of
-    earlier rollouts."""
+    """`batch` was given to the trainer as `rollout`; the rest as it stood then: what is in flight as buffer, bank
+    without the batches of earlier rollouts."""
 
     rollout: int
     following: int
@@ -63,8 +65,10 @@ def read_lines(data: bytes) -> list[Line]:
 
 @dataclass
 class Account:
-    """following: groups issued; trained, dropped, buffer, bank: where they are (bank includes what was handed over and not trained);
-    again: groups that an earlier attempt had trained or dropped and that a restart made again; wrong: what does not add up."""
+    """following: groups issued; trained, dropped, buffer, bank: where they are (bank includes what was handed over and
+    not trained);
+    again: groups that an earlier attempt had trained or dropped and that a restart made again; wrong: what does not add
+    up."""
 
     following: int = 0
     trained: int = 0
@@ -97,7 +101,9 @@ def account_of(attempts: Iterable[Iterable[Line]]) -> Account:
                     found.wrong += _agrees(line, history)
                 case HandedOver():
                     if history and line.rollout <= history[-1].rollout:
-                        found.wrong.append(f"rollout {line.rollout} was handed over after rollout {history[-1].rollout}")
+                        found.wrong.append(
+                            f"rollout {line.rollout} was handed over after rollout {history[-1].rollout}"
+                        )
                     history.append(line)
                 case Trained():
                     trained.add(line.rollout)
@@ -121,16 +127,20 @@ def _agrees(begun: Begun, history: list[HandedOver]) -> list[str]:
 def _close(found: Account, history: list[HandedOver], trained: set[int], base: Begun | None) -> Account:
     """Every number counted; what is not in exactly one place is named.
 
-    base: where the run's first attempt began, if not at the start: from a checkpoint of another run, whose counts are believed.
+    base: where the run's first attempt began, if not at the start: from a checkpoint of another run, whose counts are
+    believed.
     """
     places: Counter[int] = Counter()
     if base is not None:
         alive = {*numbers_in(base.buffer), *numbers_in(base.bank)}
         places.update(set(range(base.following)) - alive)
-        found.following, found.trained, found.dropped = base.following, base.trained, dict(base.dropped)
+        found.following = base.following
+        found.trained = base.trained
+        found.dropped = dict(base.dropped)
         if not history:
             places.update(alive)
-            found.buffer, found.bank = len(numbers_in(base.buffer)), len(numbers_in(base.bank))
+            found.buffer = len(numbers_in(base.buffer))
+            found.bank = len(numbers_in(base.bank))
     for event in history:
         batch = numbers_in(event.batch)
         places.update(batch)
@@ -142,7 +152,8 @@ def _close(found: Account, history: list[HandedOver], trained: set[int], base: B
             found.dropped[reason] = found.dropped.get(reason, 0) + len(numbers)
     if history:
         last, batch = history[-1], set(numbers_in(history[-1].batch))
-        buffer, bank = numbers_in(last.buffer), [number for number in numbers_in(last.bank) if number not in batch]
+        buffer = numbers_in(last.buffer)
+        bank = [number for number in numbers_in(last.bank) if number not in batch]
         places.update(buffer + bank)
         found.following, found.buffer, found.bank = last.following, len(buffer), found.bank + len(bank)
     for number, times in sorted(places.items()):

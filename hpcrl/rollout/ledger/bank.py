@@ -2,12 +2,13 @@
 
     length of the index (4 bytes, little-endian) | index: msgpack, [number of the group, bytes of it] each | the groups (`packed.py`)
 
-What comes while a file is being written goes into the next one: an fsync costs about as much for one group as for many.  A group that is
-written again stands in two files; the newer counts.  A file is removed with the last group that stands in no newer one.
+What comes while a file is being written goes into the next one: an fsync costs about as much for one group as for many.
+A group that is written again stands in two files; the newer counts.  A file is removed with the last group that stands
+in no newer one.
 
-Invariants: a file is whole or absent (written beside, flushed, renamed); a group that is damaged, or of another prompt, counts as absent,
-and is made again; the maps are changed under their lock, as groups are written in one thread and removed in another; nothing is
-being written once everybody who called `keep` has returned or was cancelled.
+Invariants: a file is whole or absent (written beside, flushed, renamed); a group that is damaged, or of another prompt,
+counts as absent, and is made again; the maps are changed under their lock, as groups are written in one thread and
+removed in another; nothing is being written once everybody who called `keep` has returned or was cancelled.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Bank:
         self._spent: list[int] = []  # files that are of no use; whoever only looks removes none
         self._next = -1  # number of the next file; -1: nobody has looked yet
         self._maps = threading.Lock()
-        self._coming, self._writing = _Together(), asyncio.Lock()
+        self._coming = _Together()
+        self._writing = asyncio.Lock()
         self._unwritable: set[str] = set()  # said once each
 
     def path(self, number: int) -> Path:
@@ -94,7 +96,8 @@ class Bank:
             raise mine.error
 
     def _settle(self, together: _Together) -> None:
-        """Write them; how that ended is told to everybody whose group it was, also where one of them does not wait any more."""
+        """Write them; how that ended is told to everybody whose group it was, also where one of them does not wait any
+        more."""
         try:
             self.write(together.groups)
         except Exception as error:  # noqa: BLE001
@@ -102,14 +105,15 @@ class Bank:
         together.done = True
 
     def write(self, groups: Iterable[Held]) -> list[int]:
-        """Have groups on disk, in one file; the numbers of those that could be written (an own sampler's metadata may be anything).
-        HpcrlError if the disk does not take it."""
+        """Have groups on disk, in one file; the numbers of those that could be written (an own sampler's metadata may
+        be anything). HpcrlError if the disk does not take it."""
         packed = {held.number: data for held in groups if (data := self._encode(held)) is not None}
         if not packed:
             return []
         self._look()
         with self._maps:
-            file, self._next = self._next, self._next + 1
+            file = self._next
+            self._next = self._next + 1
         sizes = [(number, len(data)) for number, data in packed.items()]
         index = msgspec.msgpack.encode(sizes)
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -153,7 +157,8 @@ class Bank:
 
     def _sweep(self) -> None:
         with self._maps:
-            spent, self._spent = self._spent, []
+            spent = self._spent
+            self._spent = []
         for file in spent:
             self._file(file).unlink(missing_ok=True)
 
@@ -182,7 +187,9 @@ class Bank:
         """Groups stand in `file` now, behind an index of so many bytes; the files that are of no use any more."""
         begins = accumulate((size for _, size in sizes), initial=_LENGTH.size + index)
         spent = [old for number, _ in sizes if (old := self._leave(number)) is not None]
-        self._places |= {number: _Place(file, begin, size) for (number, size), begin in zip(sizes, begins, strict=False)}
+        self._places |= {
+            number: _Place(file, begin, size) for (number, size), begin in zip(sizes, begins, strict=False)
+        }
         self._alive[file] = {number for number, _ in sizes}
         return spent
 

@@ -1,7 +1,7 @@
 """What is held of a group: its finished responses, and what there is of the others.  Pure.
 
-Invariant: `fit` leaves nothing that a trainer at `version` may not consume: no token of a later policy (the run has gone back to an
-older checkpoint), none older than the bound.
+Invariant: `fit` leaves nothing that a trainer at `version` may not consume: no token of a later policy (the run has
+gone back to an older checkpoint), none older than the bound.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from hpcrl.sample import ABORTED, OPTIONAL, Sample
 
 @dataclass
 class Held:
-    """finished: index of a response -> its graded samples; begun: index -> samples of one to be gone on with: unfinished (ABORTED), or
-    finished and not graded.  baseline: the reward of the greedy response, NaN if there is none yet."""
+    """finished: index of a response -> its graded samples; begun: index -> samples of one to be gone on with:
+    unfinished (ABORTED), or finished and not graded.  baseline: the reward of the greedy response, NaN if there is none
+    yet."""
 
     group: Group
     finished: dict[int, list[Sample]] = field(default_factory=dict)
@@ -53,13 +54,16 @@ class Held:
 
 
 def fit(held: Held, version: int, bound: int | None, parts: bool) -> tuple[Held, int]:
-    """(what a trainer at `version` may consume of it, how many responses have to be made again, from their start or from a cut).
+    """(what a trainer at `version` may consume of it, how many responses have to be made again, from their start or
+    from a cut).
 
-    bound: versions that a token may lag behind, None: any; parts: whether a response that lost its end is gone on with.  A response
-    with a token that is too old is made again, since its later tokens follow from it; of one with tokens of a later policy the
-    part before them stays.
+    bound: versions that a token may lag behind, None: any; parts: whether a response that lost its end is gone on with.
+    A response with a token that is too old is made again, since its later tokens follow from it; of one with tokens of
+    a later policy the part before them stays.
     """
-    finished, begun, lost = {}, {}, 0
+    finished = {}
+    begun = {}
+    lost = 0
     for index, samples in held.finished.items():
         if all(_fits(sample, version, bound) for sample in samples):
             finished[index] = samples
@@ -86,7 +90,8 @@ def _fits(sample: Sample, version: int, bound: int | None) -> bool:
 
 
 def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | None:
-    """The part of a plain response (one sample, all of its tokens the policy's) up to the first token of a later policy."""
+    """The part of a plain response (one sample, all of its tokens the policy's) up to the first token of a later
+    policy."""
     if len(samples) != 1 or not samples[0].loss_mask.all():
         return None
     (sample,) = samples

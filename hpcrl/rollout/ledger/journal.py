@@ -1,6 +1,8 @@
-"""What a run writes down of its groups: RUN/ledger/attempt-N.jsonl, a line for each event, and RUN/ledger.json, how it stands.
+"""What a run writes down of its groups: RUN/ledger/attempt-N.jsonl, a line for each event, and RUN/ledger.json, how it
+stands.
 
-Invariant: a line is written before what it tells of can be seen outside; `account` reads all attempts and says whether they add up.
+Invariant: a line is written before what it tells of can be seen outside; `account` reads all attempts and says whether
+they add up.
 """
 
 from __future__ import annotations

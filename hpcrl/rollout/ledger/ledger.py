@@ -1,7 +1,7 @@
 """The ledger: where every group is that was ever issued.  Pure: numbers in, numbers out; no clock, no disk, no sample.
 
-The law.  The source numbers groups from 0 in the order in which it hands them out.  At any moment every number below `following` is
-in exactly one place, and every other is in the source:
+The law.  The source numbers groups from 0 in the order in which it hands them out.  At any moment every number below
+`following` is in exactly one place, and every other is in the source:
 
     in flight   engines work on it
     buffer      it is not finished, and nobody works on it
@@ -30,7 +30,8 @@ OTHER = "other"
 
 @dataclass
 class Ledger:
-    """The places.  claimed: groups of the bank -> the rollout that they are for.  ValueError for a step that is none."""
+    """The places.  claimed: groups of the bank -> the rollout that they are for.  ValueError for a step that is
+    none."""
 
     following: int = 0
     in_flight: set[int] = field(default_factory=set)
@@ -147,9 +148,13 @@ class Ledger:
             dropped = {str(reason): int(count) for reason, count in state["dropped"].items()}
             found = cls(int(state["following"]), set(), buffer, bank, {}, int(state["trained"]), dropped)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"the checkpoint's ledger is damaged: {error!r}", "resume from another checkpoint") from error
+            raise DataError(
+                f"the checkpoint's ledger is damaged: {error!r}", "resume from another checkpoint"
+            ) from error
         if not found.holds() or any(not 0 <= number < found.following for number in buffer | bank):
-            raise DataError("the checkpoint's ledger does not account for every group", "resume from another checkpoint")
+            raise DataError(
+                "the checkpoint's ledger does not account for every group", "resume from another checkpoint"
+            )
         return found
 
     @classmethod

@@ -1,7 +1,7 @@
 """Groups as bytes: msgpack with declared types, the columns of a sample as they lie in memory.
 
-Invariants: what is read is what was written, bit for bit; reading runs nothing that the bytes say; what is damaged, or of another prompt,
-is an error.
+Invariants: what is read is what was written, bit for bit; reading runs nothing that the bytes say; what is damaged, or
+of another prompt, is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class _Group(msgspec.Struct):
 
 
 #: what else a sample holds, as it is
-FIELDS = sorted({f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *COLUMNS})
+FIELDS = sorted(
+    {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *COLUMNS}
+)
 _fields = attrgetter(*FIELDS)
 
 
@@ -63,7 +65,9 @@ def encode(held: Held) -> bytes:
     """A group as bytes.  TypeError and the like for what msgpack does not know."""
     every = lambda several: {index: [pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
     baseline = None if math.isnan(held.baseline) else held.baseline
-    return msgspec.msgpack.encode(_Group(held.number, _name(held.group), every(held.finished), every(held.begun), baseline))
+    return msgspec.msgpack.encode(
+        _Group(held.number, _name(held.group), every(held.finished), every(held.begun), baseline)
+    )
 
 
 def decode(data: bytes, group: Group) -> Held:
@@ -98,11 +102,19 @@ def unpack(packed: PackedSample) -> Sample:
     """The sample again.  ValueError, KeyError or TypeError if it is none."""
     columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in COLUMNS.items()}
     count = packed.response_length
-    if not len(columns["loss_mask"]) == len(columns["logprobs"]) == len(columns["versions"]) == count <= len(columns["tokens"]):
+    if (
+        not len(columns["loss_mask"])
+        == len(columns["logprobs"])
+        == len(columns["versions"])
+        == count
+        <= len(columns["tokens"])
+    ):
         raise ValueError(f"the columns of sample {packed.index} have other lengths than its response of {count} tokens")
     fields = {name: value for name, value in packed.fields.items() if name in FIELDS}
     extra = {name: _array(column) for name, column in packed.extra.items()}
-    return Sample(packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra)
+    return Sample(
+        packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra
+    )
 
 
 def _array(column: _Column) -> np.ndarray:

@@ -1,10 +1,11 @@
 """Rollouts that were made ahead, on disk: RUN/ahead/ROLLOUT.made.  With --loop async and --deterministic-mode.
 
-A rollout that is made while the one before is trained on has samples of the weights before that training.  A run that goes on from a
-checkpoint has only the weights after it, so it could not make the same again: it takes the samples from here.
+A rollout that is made while the one before is trained on has samples of the weights before that training.  A run that
+goes on from a checkpoint has only the weights after it, so it could not make the same again: it takes the samples from
+here.
 
-Invariants: a file is whole or absent, and on disk before the rollout is handed over; what is read is what was written, bit for bit;
-reading one runs nothing that it says; there are no more files than a restart can ask for.
+Invariants: a file is whole or absent, and on disk before the rollout is handed over; what is read is what was written,
+bit for bit; reading one runs nothing that it says; there are no more files than a restart can ask for.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class AnyMaker(Protocol):
 
 
 class _File(msgspec.Struct):
-    """following: groups issued before it; version: that sampled it; consumed: of the trainer that learns from it; source: the state of
-    the source after it."""
+    """following: groups issued before it; version: that sampled it; consumed: of the trainer that learns from it;
+    source: the state of the source after it."""
 
     following: int
     version: int
@@ -53,7 +54,9 @@ class MadeAhead:
     """A maker whose rollouts are kept until no checkpoint can need them."""
 
     def __init__(self, options: Options, shelf: Shelf, rundir: RunDir, maker: AnyMaker) -> None:
-        self._options, self._shelf, self._maker = options, shelf, maker
+        self._options = options
+        self._shelf = shelf
+        self._maker = maker
         self._folder = rundir.root / FOLDER
         self._first = -1  # the only rollout that this attempt may find made
         self._consumed: dict[int, int] = {}  # of the files of this attempt
@@ -72,7 +75,8 @@ class MadeAhead:
                 path.unlink(missing_ok=True)
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
-        """The rollout as an earlier attempt made it, if that is here; else made, and kept.  HpcrlError if it cannot be kept."""
+        """The rollout as an earlier attempt made it, if that is here; else made, and kept.  HpcrlError if it cannot be
+        kept."""
         consumed = version if consumed is None else consumed
         made = await self._again(rollout_id, version, consumed) if rollout_id == self._first else None
         if made is None:
@@ -102,7 +106,9 @@ class MadeAhead:
             responses.setdefault((sample.group, sample.index), []).append(sample)
         for response in responses.values():
             rollout.add(response)
-        say(f"rollout {rollout_id} is taken from {path}: it was made with the weights of policy version {found.version}")
+        say(
+            f"rollout {rollout_id} is taken from {path}: it was made with the weights of policy version {found.version}"
+        )
         return Made(rollout, found.metrics, dropped, found.line)
 
     def _write(self, rollout_id: int, following: int, consumed: int, made: Made, source: dict[str, Any]) -> None:
@@ -120,9 +126,11 @@ class MadeAhead:
         write_atomic(self.path(rollout_id), data)
 
     def prune(self, trained: int, saved: int) -> None:
-        """Remove what no restart can ask for: the trainer has learned from `trained`; saved: the policy version of its newest checkpoint.
+        """Remove what no restart can ask for: the trainer has learned from `trained`; saved: the policy version of its
+        newest checkpoint.
 
-        A checkpoint asks for the rollout whose trainer is at its version.  One that is to come asks for what is not trained yet.
+        A checkpoint asks for the rollout whose trainer is at its version.  One that is to come asks for what is not
+        trained yet.
         """
         for path in self._folder.glob(f"*{SUFFIX}"):
             number = int(path.stem) if path.stem.isdecimal() else -1

@@ -1,7 +1,8 @@
-"""The groups that are being made, side by side, from `start` to `next`; and what there is of them when the rest is not needed.
+"""The groups that are being made, side by side, from `start` to `next`; and what there is of them when the rest is not
+needed.
 
-Invariants: whatever a sampler raises comes out of `next` or `stop`, and nothing is at work after `close`; a response that was ended
-early keeps its tokens, and so does one that was finished and not yet graded.
+Invariants: whatever a sampler raises comes out of `next` or `stop`, and nothing is at work after `close`; a response
+that was ended early keeps its tokens, and so does one that was finished and not yet graded.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ RETURN = 5.0  #: seconds that a sampler may take to return what its engine has e
 
 
 class Crew:
-    """The groups of a rollout, or of several.  each: responses to a prompt; greedy: whether the likeliest response is wanted too; after: what is
-    done with a finished group before it comes out of `next`, side by side too."""
+    """The groups of a rollout, or of several.  each: responses to a prompt; greedy: whether the likeliest response is
+    wanted too; after: what is done with a finished group before it comes out of `next`, side by side too."""
 
     def __init__(
-        self, sampler: Sampler, rollout_id: int, version: int, each: int, greedy: bool, after: Callable[[Held], Awaitable[None]]
+        self,
+        sampler: Sampler,
+        rollout_id: int,
+        version: int,
+        each: int,
+        greedy: bool,
+        after: Callable[[Held], Awaitable[None]],
     ) -> None:
-        self._sampler, self._rollout_id, self._version = sampler, rollout_id, version
-        self._each, self._greedy, self._after = each, greedy, after
+        self._sampler = sampler
+        self._rollout_id = rollout_id
+        self._version = version
+        self._each = each
+        self._greedy = greedy
+        self._after = after
         self._running: dict[asyncio.Task[None], Held] = {}
         self._asked: dict[int, list[Asked]] = {}  # by group, what is asked for now
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
@@ -44,7 +55,8 @@ class Crew:
 
     def turn(self, rollout_id: int, version: int) -> None:
         """What is started from now on is for this rollout, under this policy."""
-        self._rollout_id, self._version = rollout_id, version
+        self._rollout_id = rollout_id
+        self._version = version
 
     async def next(self) -> Held:
         """A group that is finished, waited for."""
@@ -69,7 +81,8 @@ class Crew:
         return held
 
     async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[Held]:
-        """End what is in flight: the groups, finished or not.  abort: how engines are told, so that what they have is kept."""
+        """End what is in flight: the groups, finished or not.  abort: how engines are told, so that what they have is
+        kept."""
         self._ending = True
         if abort is not None and self._running:
             await abort()
@@ -96,8 +109,8 @@ class Crew:
             await asyncio.wait(working, timeout=0.02)
 
     def _generates(self, task: asyncio.Task[None], held: Held) -> bool:
-        """Whether a response of the group may still be at an engine: what only waits for its reward is graded another time; or all is done
-        but what comes after."""
+        """Whether a response of the group may still be at an engine: what only waits for its reward is graded another
+        time; or all is done but what comes after."""
         open_ = [asked for asked in self._asked.get(held.number, ()) if asked.index not in held.finished]
         if held.complete(self._each, self._greedy):
             return not task.done()
@@ -143,7 +156,9 @@ class Crew:
                 continue
             self._take(held, asked.index, samples)
             return
-        raise HpcrlError(f"response {asked.index} of group {held.number} ended early {ENDS} times, and nobody had asked for it")
+        raise HpcrlError(
+            f"response {asked.index} of group {held.number} ended early {ENDS} times, and nobody had asked for it"
+        )
 
     def _take(self, held: Held, index: int, samples: list[Sample]) -> None:
         for sample in samples:

@@ -1,12 +1,13 @@
 """How a batch fills: how many groups to issue, when it is full, which groups it is.  Pure; numbers in, numbers out.
 
-As slime has it, groups are issued `at_once` at a time whenever those in flight and those kept would not fill the batch, and it is
-full as soon as enough are kept: the first to finish.  With `ordered` (deterministic mode) it is full once the first groups in the
-order of their issue, refused ones left out, are enough: then nothing depends on what finished first.
+As slime has it, groups are issued `at_once` at a time whenever those in flight and those kept would not fill the batch,
+and it is full as soon as enough are kept: the first to finish.  With `ordered` (deterministic mode) it is full once the
+first groups in the order of their issue, refused ones left out, are enough: then nothing depends on what finished
+first.
 
-Invariants: with `ordered`, how many groups are issued, which are the batch and which were refused for what reason depend on the
-verdicts alone (a group is issued only when those before it cannot fill the batch, whatever becomes of them); a group has one
-verdict.
+Invariants: with `ordered`, how many groups are issued, which are the batch and which were refused for what reason
+depend on the verdicts alone (a group is issued only when those before it cannot fill the batch, whatever becomes of
+them); a group has one verdict.
 """
 
 from __future__ import annotations
@@ -97,9 +98,13 @@ class Filling:
         chosen = set(batch)
         surplus = [number for number in self._kept if number not in chosen]
         refused = {number: reason for number, reason in self._refused.items() if number not in chosen}
-        if self.ordered:  # what lies behind the last of the batch may have been finished or not: its verdict says nothing
+        if (
+            self.ordered
+        ):  # what lies behind the last of the batch may have been finished or not: its verdict says nothing
             order = {number: place for place, number in enumerate(self._issued)}
             last = max(order[number] for number in batch)
             surplus += [number for number in refused if order[number] > last]
-            refused = {number: refused[number] for number in sorted(refused, key=order.__getitem__) if order[number] <= last}
+            refused = {
+                number: refused[number] for number in sorted(refused, key=order.__getitem__) if order[number] <= last
+            }
         return Outcome(sorted(batch), sorted(surplus), refused)

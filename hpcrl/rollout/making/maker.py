@@ -1,6 +1,8 @@
-"""The making of a rollout, on one page: issue groups, judge what is finished, stop when the batch is full, keep the rest or drop it.
+"""The making of a rollout, on one page: issue groups, judge what is finished, stop when the batch is full, keep the
+rest or drop it.
 
-Invariant: without over-sampling, filter and partial rollout this is: take --rollout-batch-size groups, make their samples.
+Invariant: without over-sampling, filter and partial rollout this is: take --rollout-batch-size groups, make their
+samples.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ SURPLUS = "surplus"  #: the reason of groups that a full batch did not need
 
 
 class Made(NamedTuple):
-    """rollout: the batch; metrics: what to log of its making; dropped: samples of finished groups that are not in it, and never will be;
-    line: what the ledger wrote down of it; state: where everything stands once it is trained, if that was to be said at once."""
+    """rollout: the batch; metrics: what to log of its making; dropped: samples of finished groups that are not in it,
+    and never will be;
+    line: what the ledger wrote down of it; state: where everything stands once it is trained, if that was to be said at
+    once."""
 
     rollout: Rollout
     metrics: dict[str, float]
@@ -37,30 +41,48 @@ class Made(NamedTuple):
 
 
 class Maker:
-    """Makes one rollout after another.  abort: ends every sample in flight at the engines; what is there of them is returned."""
+    """Makes one rollout after another.  abort: ends every sample in flight at the engines; what is there of them is
+    returned."""
 
     def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, abort: Callable[[], Awaitable[None]]) -> None:
-        self._options, self._shelf, self._sampler, self._abort = options, shelf, sampler, abort
+        self._options = options
+        self._shelf = shelf
+        self._sampler = sampler
+        self._abort = abort
         replayed = options.load_debug_rollout_data is not None  # whole batches, which were chosen when they were made
         self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path and not replayed else None
-        self._at_once = options.rollout_batch_size if replayed else options.over_sampling_batch_size or options.rollout_batch_size
+        self._at_once = (
+            options.rollout_batch_size if replayed else options.over_sampling_batch_size or options.rollout_batch_size
+        )
         self._filling: Filling | None = None
         self._refused: dict[str, int] = {}
         self._verdicts: dict[int, Verdict] = {}  # of groups that are finished and not yet looked at
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
-        """The samples of `rollout_id` under policy `version`, for a trainer that is at `consumed` when it learns from them."""
+        """The samples of `rollout_id` under policy `version`, for a trainer that is at `consumed` when it learns from
+        them."""
         o, shelf = self._options, self._shelf
         filling = self._filling = Filling(o.rollout_batch_size, self._at_once, o.deterministic_mode)
-        crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, partial(self._judge, rollout_id))
+        crew = Crew(
+            self._sampler,
+            rollout_id,
+            version,
+            o.n_samples_per_prompt,
+            needs(o).greedy,
+            partial(self._judge, rollout_id),
+        )
         groups: dict[int, Held] = {}  # finished, and perhaps in the batch
-        self._refused, self._verdicts, continued, issued = {}, {}, 0, 0
+        self._refused = {}
+        self._verdicts = {}
+        continued = 0
+        issued = 0
         try:
             while not filling.full:
                 if count := filling.due():
                     finished, unfinished = await shelf.take(count, rollout_id, version, consumed)
                     filling.add(held.number for held in (*finished, *unfinished))
-                    issued, continued = issued + len(unfinished), continued + sum(not held.empty for held in unfinished)
+                    issued = issued + len(unfinished)
+                    continued = continued + sum(not held.empty for held in unfinished)
                     for held in finished:
                         groups[held.number] = held
                         filling.keep(held.number)

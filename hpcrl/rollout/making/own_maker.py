@@ -3,8 +3,8 @@
     groups = await data_source.get_samples(4)          # of four prompts: samples that wait for their response
     done = await data_source.generate(groups[0][0])    # sampled by the engines, and graded: one sample, or several
 
-Invariants: the function can lose or invent no group: what it returns is checked against what it was given, and groups that it was
-given and did not return are dropped, with a reason; whatever it raises is one error that names the option.
+Invariants: the function can lose or invent no group: what it returns is checked against what it was given, and groups
+that it was given and did not return are dropped, with a reason; whatever it raises is one error that names the option.
 """
 
 from __future__ import annotations
@@ -32,14 +32,25 @@ class RolloutSource:
     """What the function is given as data_source, for one rollout."""
 
     def __init__(
-        self, options: Options, shelf: Shelf, sampler: Sampler, rollout_id: int, version: int, consumed: int | None = None
+        self,
+        options: Options,
+        shelf: Shelf,
+        sampler: Sampler,
+        rollout_id: int,
+        version: int,
+        consumed: int | None = None,
     ) -> None:
-        self._options, self._shelf, self._sampler = options, shelf, sampler
-        self._rollout_id, self._version, self._consumed = rollout_id, version, consumed
+        self._options = options
+        self._shelf = shelf
+        self._sampler = sampler
+        self._rollout_id = rollout_id
+        self._version = version
+        self._consumed = consumed
         self.held: dict[int, Held] = {}
 
     async def get_samples(self, count: int) -> list[list[Sample]]:
-        """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status "pending"."""
+        """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status
+        "pending"."""
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
         finished, unfinished = await self._shelf.take(count, self._rollout_id, self._version, self._consumed)
@@ -54,12 +65,15 @@ class RolloutSource:
         return found
 
     async def generate(self, sample: Sample) -> list[Sample]:
-        """The run's own way from a pending sample to finished ones, reward included; a finished one comes back as it is."""
+        """The run's own way from a pending sample to finished ones, reward included; a finished one comes back as it
+        is."""
         if sample.status != PENDING:
             return [sample]
         if sample.group not in self.held:
             raise ValueError(f"group {sample.group} is none of this rollout's")
-        return await self._sampler.make(Asked(self.held[sample.group].group, sample.index, self._rollout_id, self._version))
+        return await self._sampler.make(
+            Asked(self.held[sample.group].group, sample.index, self._rollout_id, self._version)
+        )
 
     async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
         """The same for all samples of a group, side by side."""
@@ -71,7 +85,10 @@ class OwnMaker:
     """Makes one rollout after another by the function of --rollout-function-path."""
 
     def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, function: Callable[..., Any]) -> None:
-        self._options, self._shelf, self._sampler, self._function = options, shelf, sampler, function
+        self._options = options
+        self._shelf = shelf
+        self._sampler = sampler
+        self._function = function
         self._shown = f"--rollout-function-path {options.rollout_function_path}"
 
     def __str__(self) -> str:
@@ -79,7 +96,8 @@ class OwnMaker:
         return f"what {self._shown} makes"
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
-        """The rollout, as `Maker.make`.  HpcrlError if the function raises, or returns no whole batch of what it was given."""
+        """The rollout, as `Maker.make`.  HpcrlError if the function raises, or returns no whole batch of what it was
+        given."""
         source = RolloutSource(self._options, self._shelf, self._sampler, rollout_id, version, consumed)
         with named(self._shown):
             found = await settled(self._function(self._options, rollout_id, source, evaluation=False))
@@ -111,7 +129,9 @@ class OwnMaker:
             or not all(isinstance(group, list) and group for group in groups)
         ):
             count = f" of {len(groups)}" if isinstance(groups, list) else ""
-            raise HpcrlError(f"{self._shown} returned {type(groups).__name__}{count}, a list of {wanted} groups is wanted")
+            raise HpcrlError(
+                f"{self._shown} returned {type(groups).__name__}{count}, a list of {wanted} groups is wanted"
+            )
         return groups
 
     def _held(self, source: RolloutSource, group: list[Sample]) -> Held:
@@ -124,7 +144,9 @@ class OwnMaker:
         for sample in group:
             if sample.status not in (COMPLETED, TRUNCATED) or not math.isfinite(sample.reward):
                 state = f"{sample.status}, with reward {sample.reward:g}"
-                raise HpcrlError(f"{self._shown} returned sample {sample.index} of group {number} {state}: it must be finished")
+                raise HpcrlError(
+                    f"{self._shown} returned sample {sample.index} of group {number} {state}: it must be finished"
+                )
             found.setdefault(sample.index, []).append(sample)
         if set(found) != set(range(self._options.n_samples_per_prompt)):
             has = ", ".join(map(str, sorted(found)))
@@ -142,5 +164,7 @@ class OwnMaker:
             if not all(map(math.isfinite, found.values())):
                 raise ValueError
         except (TypeError, ValueError):
-            raise HpcrlError(f"{self._shown} returned metrics {short(metrics)}, names with finite numbers are wanted") from None
+            raise HpcrlError(
+                f"{self._shown} returned metrics {short(metrics)}, names with finite numbers are wanted"
+            ) from None
         return found

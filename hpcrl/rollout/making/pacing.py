@@ -1,7 +1,9 @@
-"""How the groups of a loop that never waits are paced: how many to issue, which are the next batch.  Pure; numbers in, numbers out.
+"""How the groups of a loop that never waits are paced: how many to issue, which are the next batch.  Pure; numbers in,
+numbers out.
 
-A group that is issued while the engines have policy version e has no token older than e.  The trainer learns from the next batch at
-version `following`, from the one after it at `following + steps`, and so on: the group may still be in the batch that is
+A group that is issued while the engines have policy version e has no token older than e.  The trainer learns from the
+next batch at version `following`, from the one after it at `following + steps`, and so on: the group may still be in
+the batch that is
 
     place = floor((e + bound - following) / steps)
 
@@ -9,13 +11,13 @@ batches after the next.  Batches have `wanted` groups, so the groups that may be
 
     for every p:  groups outstanding whose place is p or less  <=  wanted * (p + 1)
 
-holds; then there is always an order in which each is in time.  A batch is the first `wanted` finished groups, the oldest first, as soon
-as the same holds of what they leave behind.  So a quick group overtakes a slow one, within the window that the bound makes, and none
-is overtaken so often that it becomes too old: the batch waits for it (`wait`), or does without it (`drop`), or no group is ever too
-old (`train`).
+holds; then there is always an order in which each is in time.  A batch is the first `wanted` finished groups, the
+oldest first, as soon as the same holds of what they leave behind.  So a quick group overtakes a slow one, within the
+window that the bound makes, and none is overtaken so often that it becomes too old: the batch waits for it (`wait`), or
+does without it (`drop`), or no group is ever too old (`train`).
 
-Invariants: with `wait` and `drop` every group of a batch was issued at most `bound` versions before the trainer learns from it; with
-`wait` no group is lost; a batch that waits waits for groups that are being made.
+Invariants: with `wait` and `drop` every group of a batch was issued at most `bound` versions before the trainer learns
+from it; with `wait` no group is lost; a batch that waits waits for groups that are being made.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Literal, NamedTuple
 
 
 class Group(NamedTuple):
-    """A group outstanding: issued, and in no batch.  oldest: policy version that its tokens have at least; order: of its issue."""
+    """A group outstanding: issued, and in no batch.  oldest: policy version that its tokens have at least; order: of
+    its issue."""
 
     oldest: int
     order: int
@@ -34,7 +37,8 @@ class Group(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """groups: numbers, the oldest first; late: numbers of unfinished groups that will be too old, and are to be ended."""
+    """groups: numbers, the oldest first; late: numbers of unfinished groups that will be too old, and are to be
+    ended."""
 
     groups: list[int]
     late: list[int]
@@ -42,7 +46,8 @@ class Batch(NamedTuple):
 
 @dataclass
 class Pacing:
-    """wanted: groups of a batch; bound: policy versions that a token may lag behind; steps: versions that a batch makes, 1 at least;
+    """wanted: groups of a batch; bound: policy versions that a token may lag behind; steps: versions that a batch
+    makes, 1 at least;
     following: the trainer's version as it learns from the next batch; engines: the version that the engines have."""
 
     wanted: int
@@ -67,7 +72,8 @@ class Pacing:
             self._add(number, self.engines)
 
     def go_on(self, number: int, oldest: int) -> bool:
-        """A group of which there are tokens of policy `oldest` already; False, and it is not outstanding, if it could come too late."""
+        """A group of which there are tokens of policy `oldest` already; False, and it is not outstanding, if it could
+        come too late."""
         if self.late != "train" and not self._admits(oldest):
             return False
         self._add(number, oldest)
@@ -98,8 +104,8 @@ class Pacing:
         return max(0, room)
 
     def batch(self) -> Batch | None:
-        """The next batch, if it is full; its groups, and what is late, are outstanding until they `leave`, and `following` grows then
-        by `took`."""
+        """The next batch, if it is full; its groups, and what is late, are outstanding until they `leave`, and
+        `following` grows then by `took`."""
         if len(self._finished) < self.wanted:
             return None
         ready = [group for group in self._in_order() if group.number in self._finished][: self.wanted]
@@ -131,14 +137,17 @@ class Pacing:
         return sorted(self._groups.values())
 
     def _place(self, oldest: int) -> int:
-        """How many batches may still go before the one that a group is in at the latest; negative: it is too late for the next."""
+        """How many batches may still go before the one that a group is in at the latest; negative: it is too late for
+        the next."""
         return (oldest + self.bound - self.following) // self.steps
 
     def _admits(self, oldest: int) -> bool:
         """Whether all that is outstanding is still in time with one group more."""
         mine = self._place(oldest)
         places = sorted([self._place(group.oldest) for group in self._groups.values()] + [mine])
-        return mine >= 0 and all(count <= self.wanted * (place + 1) for count, place in enumerate(places, 1) if place >= mine)
+        return mine >= 0 and all(
+            count <= self.wanted * (place + 1) for count, place in enumerate(places, 1) if place >= mine
+        )
 
     def _over(self, left: list[Group]) -> list[int]:
         """Of groups that a batch leaves behind, oldest first, the unfinished that are too many to be in time."""

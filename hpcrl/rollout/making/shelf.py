@@ -1,9 +1,10 @@
-"""Where groups come from and where they are kept: the source, the ledger, what is held of unfinished ones, and the files on disk.
+"""Where groups come from and where they are kept: the source, the ledger, what is held of unfinished ones, and the
+files on disk.
 
-Invariants: every step of the ledger is taken here, beside what it means for samples and files; a group that counts as finished is on
-disk already; a snapshot says where everything stands once its rollout is trained; after going back to an older checkpoint a
-group is made of what is on disk only as far as the trainer may consume it.  In deterministic mode nothing is kept on disk: what comes
-after a checkpoint is made again, bit for bit.
+Invariants: every step of the ledger is taken here, beside what it means for samples and files; a group that counts as
+finished is on disk already; a snapshot says where everything stands once its rollout is trained; after going back to an
+older checkpoint a group is made of what is on disk only as far as the trainer may consume it.  In deterministic mode
+nothing is kept on disk: what comes after a checkpoint is made again, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Shelf:
     """The groups of one attempt that are not at work."""
 
     def __init__(self, options: Options, source: PromptSource | OwnSource | SavedRollouts, rundir: RunDir) -> None:
-        self._options, self._source, self._rundir = options, source, rundir
+        self._options = options
+        self._source = source
+        self._rundir = rundir
         replayed = options.load_debug_rollout_data is not None
         self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
         self._parts = options.partial_rollout or (options.runs_ahead and options.loop == "fully-async")
@@ -46,21 +49,24 @@ class Shelf:
         self._held: dict[int, Held] = {}  # of the buffer, and of the bank until a rollout has it
         self._on_disk: set[int] = set()  # of what the source is still to hand out, after going back
         self._trained: dict[int, tuple[int, int]] = {}  # files of trained groups -> (policy that learned, oldest token)
-        self._rollout, self._begins = 0, True
+        self._rollout = 0
+        self._begins = True
         self._dropped: dict[str, list[int]] = {}
         self._versions: dict[int, int] = {}  # rollout -> policy
 
     # ---- a run begins, or goes on
 
     def restore(self, rollout_id: int, state: dict[str, Any] | None) -> None:
-        """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.  DataError if it is damaged."""
+        """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.  DataError if it
+        is damaged."""
         if state is not None:
             self._source.restore(state)
             self.ledger = Ledger.restore(state["ledger"]) if "ledger" in state else Ledger()
             following = int(self._source.state()["next_group"])
             if self.ledger.following != following:  # of an earlier hpcrl, or another kind of source
                 self.ledger = Ledger.after(following)
-        self._rollout, self._begins = rollout_id, True
+        self._rollout = rollout_id
+        self._begins = True
 
     async def _begin(self, version: int) -> None:
         """Look at what is on disk, now that the policy version is known."""
@@ -85,11 +91,17 @@ class Shelf:
             )
         )
         if kept or again:
-            say(f"of the groups on disk {len(kept)} that came after the checkpoint are used, {again} have to be made again")
+            say(
+                f"of the groups on disk {len(kept)} that came after the checkpoint are used, {again} have to be made again"
+            )
 
     def _adopt(self, version: int) -> tuple[list[int], int]:
         """(groups after the checkpoint that are on disk and of use, how many are of none); those files are removed."""
-        alive, kept, again, useless, changed = set(self.ledger.waiting), [], 0, [], []
+        alive = set(self.ledger.waiting)
+        kept = []
+        again = 0
+        useless = []
+        changed = []
         numbers = self._bank.numbers()
         wanted = [number for number in numbers if number in alive or number >= self.ledger.following]
         groups = self._source.again(wanted)
@@ -124,10 +136,13 @@ class Shelf:
 
     # ---- taking
 
-    async def take(self, count: int, rollout_id: int, version: int, consumed: int | None = None) -> tuple[list[Held], list[Held]]:
+    async def take(
+        self, count: int, rollout_id: int, version: int, consumed: int | None = None
+    ) -> tuple[list[Held], list[Held]]:
         """(finished groups, groups to work on), `count` together: what was left over first, then the source's next.
 
-        version: of the engines' policy; consumed: of the trainer's when it learns from `rollout_id`, as a rule the same.
+        version: of the engines' policy; consumed: of the trainer's when it learns from `rollout_id`, as a rule the
+        same.
         """
         if self._begins:
             await self._begin(version)
@@ -149,9 +164,12 @@ class Shelf:
         return finished, unfinished
 
     async def _waiting(self, count: int, rollout_id: int, version: int, bound: int | None) -> list[Held]:
-        """At most `count` of what was left over, without what has become too old meanwhile: behind `version` by more than `bound`."""
+        """At most `count` of what was left over, without what has become too old meanwhile: behind `version` by more
+        than `bound`."""
         waiting = [
-            fit(self._held[number], version, bound, self._parts)[0] for number in self.ledger.waiting if number in self._held
+            fit(self._held[number], version, bound, self._parts)[0]
+            for number in self.ledger.waiting
+            if number in self._held
         ]
         for held in waiting:
             self._hold(held)
@@ -160,8 +178,12 @@ class Shelf:
         if self._choose is None:
             taken, dropped = waiting[:count], []
         else:
-            bare = [held for held in waiting if held.empty][:count]  # as good as new: there is nothing to show to a filter
-            taken, dropped = await self._choose.choose(rollout_id, [h for h in waiting if not h.empty], count - len(bare))
+            bare = [held for held in waiting if held.empty][
+                :count
+            ]  # as good as new: there is nothing to show to a filter
+            taken, dropped = await self._choose.choose(
+                rollout_id, [h for h in waiting if not h.empty], count - len(bare)
+            )
             taken = bare + taken
         self.drop(dropped, FILTERED)
         for held in taken:
@@ -220,11 +242,16 @@ class Shelf:
         for held in batch:
             if self._kept and (span := held.versions()) is not None:
                 self._trained[held.number] = self._versions[rollout_id], span[0]
-        dropped, self._dropped = {reason: ranges_of(numbers) for reason, numbers in self._dropped.items()}, {}
+        dropped = {reason: ranges_of(numbers) for reason, numbers in self._dropped.items()}
+        self._dropped = {}
         buffer = ledger.buffer | ledger.in_flight  # where a restart finds what is in flight
-        before = {number for number, rollout in ledger.claimed.items() if rollout < rollout_id}  # handed over, not yet trained
+        before = {
+            number for number, rollout in ledger.claimed.items() if rollout < rollout_id
+        }  # handed over, not yet trained
         numbers = ranges_of(held.number for held in batch)
-        line = HandedOver(rollout_id, ledger.following, numbers, dropped, ranges_of(buffer), ranges_of(ledger.bank - before))
+        line = HandedOver(
+            rollout_id, ledger.following, numbers, dropped, ranges_of(buffer), ranges_of(ledger.bank - before)
+        )
         self._write(line)
         return line
 
@@ -238,7 +265,8 @@ class Shelf:
         self._rollout = line.rollout
         self._versions[line.rollout] = consumed
         self._source.restore(source)
-        batch, dropped = numbers_in(line.batch), dict(self.ledger.dropped)
+        batch = numbers_in(line.batch)
+        dropped = dict(self.ledger.dropped)
         for reason, ranges in line.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + len(numbers_in(ranges))
         places = set(numbers_in(line.buffer)), set(numbers_in(line.bank))
@@ -262,13 +290,15 @@ class Shelf:
         self._bank.remove(numbers)
 
     def learned(self, rollout_id: int, saved: int) -> list[int]:
-        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint.  Groups whose files are of no use."""
+        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint.  Groups whose
+        files are of no use."""
         self.ledger.train(rollout_id)
         self._versions = {rollout: version for rollout, version in self._versions.items() if rollout > rollout_id}
         self._write(Trained(rollout_id))
         if self._journal is not None:
             self._journal.summarize(self.ledger)
-        # of use to whoever goes back to that checkpoint is only what it had not learned from, and what its policy sampled
+        # of use to whoever goes back to that checkpoint is only what it had not learned from, and what its policy
+        # sampled
         spent = [number for number, (version, oldest) in self._trained.items() if version < saved or oldest > saved]
         spent = [number for number in spent if number not in self.ledger.bank]
         for number in spent:

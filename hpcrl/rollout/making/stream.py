@@ -1,11 +1,13 @@
-"""The making of rollouts in --loop fully-async: groups are at work all the time, and a batch leaves when the trainer asks for one.
+"""The making of rollouts in --loop fully-async: groups are at work all the time, and a batch leaves when the trainer
+asks for one.
 
     issue what staleness and engines allow -> judge what is finished -> hand over the oldest finished, when asked
 
 `pacing.py` says how many groups to issue and which are a batch, `engines/steering.py` how many the engines can take.
 
-Invariants: every group is in its place of the ledger at any moment; where everything stands is written down in the same turn as the
-batch is handed over, so that a checkpoint after it loses no group and knows of none twice; nothing is at work after `close`.
+Invariants: every group is in its place of the ledger at any moment; where everything stands is written down in the same
+turn as the batch is handed over, so that a checkpoint after it loses no group and knows of none twice; nothing is at
+work after `close`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from hpcrl.rollout.making.shelf import Shelf
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.sample import Sample
 
-STALE = "stale"  #: the reason of groups that --stale-samples drop gives up, and the count of those that `train` trains on
+STALE = (
+    "stale"  #: the reason of groups that --stale-samples drop gives up, and the count of those that `train` trains on
+)
 LOOK = 1.0  #: seconds between two looks at the engines' own metrics
 
 
@@ -47,7 +51,8 @@ class Wish:
 class Stream:
     """Makes one rollout after another out of what is always at work.
 
-    abort: ends every sample in flight at the engines, what is there of them is returned; look: what the engines say of themselves;
+    abort: ends every sample in flight at the engines, what is there of them is returned; look: what the engines say of
+    themselves;
     total: rollouts of the run.
     """
 
@@ -60,7 +65,11 @@ class Stream:
         look: Callable[[], Awaitable[Sequence[Reading]]],
         total: int,
     ) -> None:
-        self._options, self._shelf, self._sampler, self._abort, self._look = options, shelf, sampler, abort, look
+        self._options = options
+        self._shelf = shelf
+        self._sampler = sampler
+        self._abort = abort
+        self._look = look
         self._total = total
         self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path else None
         steps = options.steps_per_rollout
@@ -77,7 +86,8 @@ class Stream:
         self._verdicts: dict[int, Verdict] = {}
         self._dropped: list[Sample] = []
         self._counts: dict[str, int] = {}  # since the last batch: groups that were dropped, by reason; "remade"
-        self._idle, self._idle_since = 0.0, time.monotonic()
+        self._idle = 0.0
+        self._idle_since = time.monotonic()
 
     def __str__(self) -> str:
         """What the batch lacks, for an error."""
@@ -98,13 +108,16 @@ class Stream:
         self._wake.set()
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
-        """The next batch, for a trainer at policy `consumed`; samples of it have tokens of several policies, `version` at most."""
+        """The next batch, for a trainer at policy `consumed`; samples of it have tokens of several policies, `version`
+        at most."""
         wish = Wish(rollout_id, version if consumed is None else consumed, asyncio.get_running_loop().create_future())
-        self._next, self._wish = rollout_id, wish
+        self._next = rollout_id
+        self._wish = wish
         self._pacing.following = wish.consumed
         self.publish(version)
         if self._crew is None:
-            o, self._idle_since = self._options, time.monotonic()
+            o = self._options
+            self._idle_since = time.monotonic()
             self._crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, self._judge)
             self._tasks = [asyncio.create_task(self._work(self._crew)), asyncio.create_task(self._steer())]
         try:
@@ -184,7 +197,8 @@ class Stream:
 
     def _start(self, crew: Crew, held: Held) -> None:
         """Go on with what there is of a group, if that can be in time; else begin it again."""
-        span, done = held.versions(), held.number in self._shelf.ledger.bank
+        span = held.versions()
+        done = held.number in self._shelf.ledger.bank
         if span is not None and not self._pacing.go_on(held.number, span[0]):
             if done:
                 self._shelf.ledger.reopen(held.number)
@@ -250,25 +264,33 @@ class Stream:
         for held in groups:
             self._pacing.leave(held.number)
             self._shelf.ledger.claim(held.number, wish.rollout_id)
-            if (span := held.versions()) is not None and span[0] < oldest:  # only where that is wanted: --stale-samples train
+            if (span := held.versions()) is not None and span[
+                0
+            ] < oldest:  # only where that is wanted: --stale-samples train
                 self._count(STALE)
         self._pacing.took(wish.consumed)
         self._shelf.consumed(wish.rollout_id, wish.consumed)
         line = self._shelf.hand_over(wish.rollout_id, groups)
-        rollout = Rollout(wish.rollout_id, wish.consumed, [held.group for held in groups], self._options.n_samples_per_prompt)
+        rollout = Rollout(
+            wish.rollout_id, wish.consumed, [held.group for held in groups], self._options.n_samples_per_prompt
+        )
         for held in groups:
             for samples in held.finished.values():
                 rollout.add(samples)
-        dropped, self._dropped = self._dropped, []
+        dropped = self._dropped
+        self._dropped = []
         state = self._shelf.state(wish.rollout_id)
         wish.made.set_result(Made(rollout, self._metrics(), dropped, line, state))
-        self._next, self._pressed = wish.rollout_id + 1, False
+        self._next = wish.rollout_id + 1
+        self._pressed = False
         self._wake.set()  # there is room for more
 
     def _metrics(self) -> dict[str, float]:
         idle = self._idle + (0.0 if self._working else time.monotonic() - self._idle_since)
-        self._idle, self._idle_since = 0.0, time.monotonic()
-        counts, self._counts = self._counts, {}
+        self._idle = 0.0
+        self._idle_since = time.monotonic()
+        counts = self._counts
+        self._counts = {}
         found = {
             "rollout/groups_waiting": float(len(self._finished)),
             "rollout/groups_stale": float(counts.pop(STALE, 0)),

@@ -1,8 +1,8 @@
 """A conversation to learn from: its text, cut into what the assistant said and what stood around it.
 
-Invariant: the text before an assistant's turn is, letter by letter, the prompt that the chat template makes of the messages before
-it, and the turn ends with the token that ends a response: so what is learned is what will be sampled.  A template, or a message,
-for which that does not hold is refused; nothing is masked by guess.
+Invariant: the text before an assistant's turn is, letter by letter, the prompt that the chat template makes of the
+messages before it, and the turn ends with the token that ends a response: so what is learned is what will be sampled.
+A template, or a message, for which that does not hold is refused; nothing is masked by guess.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Piece:
 
 
 def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) -> list[Piece]:
-    """The conversation in pieces: the prompt of the first assistant's turn, that turn, what stands before the next, and so on.
+    """The conversation in pieces: the prompt of the first assistant's turn, that turn, what stands before the next, and
+    so on.
 
     It ends with the last assistant's turn.  ValueError says which turn cannot be told apart, and why.
     """
@@ -54,7 +55,10 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
             )
         last = number == turns[-1]
         end = _end(whole, len(before), ends, clean[number], number, last)
-        found += [Piece(whole[at : len(before)], False), Piece(whole[len(before) : end], bool(messages[number].get(LEARN, 1)))]
+        found += [
+            Piece(whole[at : len(before)], False),
+            Piece(whole[len(before) : end], bool(messages[number].get(LEARN, 1))),
+        ]
         at = end
     if not any(piece.learned for piece in found):
         raise ValueError(f"no message is left to learn: {LEARN} leaves all of them out")

@@ -1,8 +1,8 @@
 """The order of an epoch: pure functions of sizes, weights, seed and the epoch's number.
 
-Invariant: without weights every prompt comes once in an epoch, in slime's order if it is shuffled.  With weights an epoch is as long
-as all files together and holds each file's share of it; a file goes through all of its prompts before one of them comes again,
-across epochs.
+Invariant: without weights every prompt comes once in an epoch, in slime's order if it is shuffled.  With weights an
+epoch is as long as all files together and holds each file's share of it; a file goes through all of its prompts before
+one of them comes again, across epochs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from hpcrl.errors import DataError
 
 
 def epoch_order(count: int, parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
-    """The prompts of an epoch, by number.  parts: (prompts, weight) of each file of a mixture, which lie one after another."""
+    """The prompts of an epoch, by number.  parts: (prompts, weight) of each file of a mixture, which lie one after
+    another."""
     if not parts:
         return _permutation(count, seed + epoch, shuffle)
     taken = shares(count, [weight for _, weight in parts])
@@ -31,7 +32,8 @@ def epoch_order(count: int, parts: Sequence[tuple[int, float]], seed: int, epoch
 
 
 def shares(count: int, weights: Sequence[float]) -> list[int]:
-    """`count` divided in proportion to `weights`, to whole numbers by the largest remainder.  DataError if one gets none."""
+    """`count` divided in proportion to `weights`, to whole numbers by the largest remainder.  DataError if one gets
+    none."""
     exact = [count * weight / sum(weights) for weight in weights]
     found = [int(part) for part in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
@@ -39,7 +41,9 @@ def shares(count: int, weights: Sequence[float]) -> list[int]:
         found[i] += 1
     if 0 in found:
         i = found.index(0)
-        raise DataError(f"the weight {weights[i]:g} of --prompt-data gives none of an epoch's {count} prompts", "raise it")
+        raise DataError(
+            f"the weight {weights[i]:g} of --prompt-data gives none of an epoch's {count} prompts", "raise it"
+        )
     return found
 
 

@@ -5,9 +5,10 @@
         def state(self): ...           # where it stands, as JSON
         def restore(self, state): ...  # go on there
 
-Invariants: a row of the class is checked, rendered and tokenized by what reads files, so whatever leaves here can be sampled; a
-snapshot holds the rows of all groups that are not trained yet, so a run that goes on needs nothing again of what the class has given,
-and asks it for the next; whatever the class raises or returns is one error that names the option, and the prompt's number.
+Invariants: a row of the class is checked, rendered and tokenized by what reads files, so whatever leaves here can be
+sampled; a snapshot holds the rows of all groups that are not trained yet, so a run that goes on needs nothing again of
+what the class has given, and asks it for the next; whatever the class raises or returns is one error that names the
+option, and the prompt's number.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class OwnSource:
 
     def __init__(self, options: Options, tokenizer: Tokenizer, function: Callable[..., Any]) -> None:
         """UsageError if it cannot be made, or lacks a method."""
-        self._path, self._shown = options.data_source_path, f"--data-source-path {options.data_source_path}"
+        self._path = options.data_source_path
+        self._shown = f"--data-source-path {options.data_source_path}"
         self._reading = Reading.of(options, tokenizer)
         self._tokenizer = tokenizer.given(options.apply_chat_template_kwargs)
         if self._reading.keys.chat_template:
@@ -82,7 +84,8 @@ class OwnSource:
         dropped = 0
         while len(taken) < count:
             rows = self._ask(count - len(taken))
-            first, self._given = self._given, self._given + len(rows)
+            first = self._given
+            self._given = self._given + len(rows)
             given = _Given(self._shown, [(first + at, self._row(first + at, row)) for at, row in enumerate(rows)])
             drawn = Drawn(given, self._reading, self._tokenizer)
             kept = drawn.check().tolist()
@@ -132,10 +135,13 @@ class OwnSource:
                 )
 
     def again(self, numbers: Sequence[int]) -> list[Group]:
-        """Those of these groups that were handed out before the snapshot, and not trained; the others the class gives in its turn."""
+        """Those of these groups that were handed out before the snapshot, and not trained; the others the class gives
+        in its turn."""
         wanted = sorted(number for number in numbers if number < self._next)
         if missing := [number for number in wanted if number not in self._rows]:
-            raise DataError(f"the checkpoint does not hold the prompt of group {missing[0]}", "resume from another checkpoint")
+            raise DataError(
+                f"the checkpoint does not hold the prompt of group {missing[0]}", "resume from another checkpoint"
+            )
         given = _Given(self._shown, [self._rows[number] for number in wanted])
         drawn = Drawn(given, self._reading, self._tokenizer)
         return [Group(number, drawn[at]) for at, number in enumerate(wanted)]
@@ -152,7 +158,9 @@ class OwnSource:
             if not all(map(math.isfinite, found.values())):
                 raise ValueError
         except (TypeError, ValueError, AttributeError):
-            raise HpcrlError(f"{self._shown}: metrics() returned {short(more)}, names with finite numbers are wanted") from None
+            raise HpcrlError(
+                f"{self._shown}: metrics() returned {short(more)}, names with finite numbers are wanted"
+            ) from None
         return found
 
     # ---- across a restart
@@ -186,19 +194,27 @@ class OwnSource:
             rows = {int(number): (int(at), dict(row)) for number, at, row in state["rows"]}
             own = state["own"]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint") from error
+            raise DataError(
+                f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint"
+            ) from error
         with named(f"{self._shown}: restore()"):
             self.own.restore(own)
-        self._next, self._given, self._dropped, self._rows = following, given, dropped, rows
+        self._next = following
+        self._given = given
+        self._dropped = dropped
+        self._rows = rows
 
 
 class _Given:
     """Prompts of the class, each with its number from 0, as rows of a file."""
 
-    path, size, sha256 = Path(), 0, ""
+    path = Path()
+    size = 0
+    sha256 = ""
 
     def __init__(self, shown: str, rows: list[tuple[int, dict[str, Any]]]) -> None:
-        self._shown, self._rows = shown, rows
+        self._shown = shown
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -1,8 +1,10 @@
-"""Prompt files as prompts: every row is checked once, before anything else of a run starts, and made again when it is drawn.
+"""Prompt files as prompts: every row is checked once, before anything else of a run starts, and made again when it is
+drawn.
 
 Invariant: a prompt that leaves this module can be sampled from (or learned from) as it is: it has its label, its tokens
-are within the vocabulary and leave room for a response.  Every row that cannot be so is a DataError with file and line, or, where
-it is merely too long, dropped and counted.  Held are 8 bytes a row (16 where rows were dropped), and no prompt.
+are within the vocabulary and leave room for a response.  Every row that cannot be so is a DataError with file and line,
+or, where it is merely too long, dropped and counted.  Held are 8 bytes a row (16 where rows were dropped), and no
+prompt.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ MOST_TEXT = 1 << 23  #: characters of a prompt, or of what is learned after it: 
 class Prompt:
     """One row of a prompt file.
 
-    where: its file and line; raw: the prompt as it stands there; tokens: int32 [prompt], rendered; target: int32 [response], the
-    tokens to learn after it, mask: uint8 [response], which of them (None: all); rejected: those of the worse response, whose text
-    is worse (only where what the file holds is learned).
+    where: its file and line; raw: the prompt as it stands there; tokens: int32 [prompt], rendered; target: int32
+    [response], the tokens to learn after it, mask: uint8 [response], which of them (None: all); rejected: those of the
+    worse response, whose text is worse (only where what the file holds is learned).
     """
 
     line: int
@@ -53,8 +55,8 @@ class Prompt:
 class PromptFile:
     """A prompt file, or several as one, and what identifies the content.
 
-    size: bytes; sha256: of the file, or of what identifies each of several; dropped: rows that are too long; types: the rm_type of
-    rows' metadata -> where it stands first; parts: (number of prompts, weight) of each file of a mixture.
+    size: bytes; sha256: of the file, or of what identifies each of several; dropped: rows that are too long; types: the
+    rm_type of rows' metadata -> where it stands first; parts: (number of prompts, weight) of each file of a mixture.
     """
 
     path: Path
@@ -77,8 +79,9 @@ class PromptFile:
 class Reading:
     """How to read a prompt file.
 
-    limit: tokens of a prompt at most; context: of prompt and target together; None: no limit.  drop: what is longer is dropped,
-    else it is an error.  overrides: take the place of the metadata's.  flags: what sets the limits, for an error.
+    limit: tokens of a prompt at most; context: of prompt and target together; None: no limit.  drop: what is longer is
+    dropped, else it is an error.  overrides: take the place of the metadata's.  flags: what sets the limits, for an
+    error.
     """
 
     keys: Keys
@@ -92,7 +95,12 @@ class Reading:
     def of(cls, options: Options, tokenizer: Tokenizer) -> Reading:
         """Of the training prompts.  UsageError if the reward or the loss needs labels and no key is given."""
         context = options.rollout_max_context_len or tokenizer.context
-        return cls(Keys.of(options), _limit(options.rollout_max_prompt_len, context), context, options.overlong_prompts == "drop")
+        return cls(
+            Keys.of(options),
+            _limit(options.rollout_max_prompt_len, context),
+            context,
+            options.overlong_prompts == "drop",
+        )
 
     @classmethod
     def of_set(cls, held: EvalSet, tokenizer: Tokenizer, drop: bool = True) -> Reading:
@@ -113,13 +121,15 @@ def _limit(prompt: int | None, context: int | None) -> int | None:
 
 
 def read_training(options: Options, tokenizer: Tokenizer) -> PromptFile:
-    """The prompts of --prompt-data; none where nothing is trained.  UsageError and DataError say what is wrong with them."""
+    """The prompts of --prompt-data; none where nothing is trained.  UsageError and DataError say what is wrong with
+    them."""
     if options.only_evaluates:
         return PromptFile(Path(), (), 0, "")
     words = read_words(options.prompt_data, "--prompt-data")
     if not words:
         raise UsageError("--prompt-data is not given")
-    reading, given = Reading.of(options, tokenizer), tokenizer.given(options.apply_chat_template_kwargs)
+    reading = Reading.of(options, tokenizer)
+    given = tokenizer.given(options.apply_chat_template_kwargs)
     return joined(words, [read_prompts(word, reading, given) for word in words])
 
 
@@ -139,7 +149,9 @@ def read_prompts(word: PromptWord | str | Path, reading: Reading, tokenizer: Tok
         )
     if dropped:
         drawn.kept = kept
-    identity = rows.sha256 if word.whole else hashlib.sha256(f"{rows.sha256} {word.start} {word.stop}".encode()).hexdigest()
+    identity = (
+        rows.sha256 if word.whole else hashlib.sha256(f"{rows.sha256} {word.start} {word.stop}".encode()).hexdigest()
+    )
     return PromptFile(Path(word.path), drawn, rows.size, identity, dropped, drawn.types)
 
 
@@ -181,7 +193,9 @@ class Drawn(Sequence[Prompt]):
     """The prompts of one file, each made when it is drawn."""
 
     def __init__(self, rows: Rows, reading: Reading, tokenizer: Tokenizer) -> None:
-        self._rows, self._reading, self._tokenizer = rows, reading, tokenizer
+        self._rows = rows
+        self._reading = reading
+        self._tokenizer = tokenizer
         self.kept: np.ndarray | None = None  #: int64: the row of each prompt; None: every row is one
         self.types: dict[str, str] = {}
 
@@ -199,7 +213,16 @@ class Drawn(Sequence[Prompt]):
         metadata = row.metadata | self._reading.overrides
         where = self._rows.where(at)
         return Prompt(
-            self._rows.line(at), row.raw, tokens.prompt, row.label, metadata, target, rejected, worse, tokens.mask, where
+            self._rows.line(at),
+            row.raw,
+            tokens.prompt,
+            row.label,
+            metadata,
+            target,
+            rejected,
+            worse,
+            tokens.mask,
+            where,
         )
 
     def check(self) -> np.ndarray:
@@ -214,7 +237,9 @@ class Drawn(Sequence[Prompt]):
                 self._note_type(at, row)
             texts = [(at, text) for (at, _), text in zip(rows, self._texts(rows), strict=True) if self._short(at, text)]
             sure = [self._surely_fits(text) for _, text in texts]
-            measured = iter(encode([text for (_, text), known in zip(texts, sure, strict=True) if not known], self._tokenizer))
+            measured = iter(
+                encode([text for (_, text), known in zip(texts, sure, strict=True) if not known], self._tokenizer)
+            )
             fits = [at for (at, _), known in zip(texts, sure, strict=True) if known or self._fits(at, next(measured))]
             kept.append(np.asarray(fits, np.int64))
         return np.concatenate(kept)
@@ -267,6 +292,7 @@ class Drawn(Sequence[Prompt]):
             return True
         if not reading.drop:
             raise DataError(
-                f"{self._rows.where(at)}: {said}", f"shorten it, raise {reading.flags}, or drop it: --overlong-prompts drop"
+                f"{self._rows.where(at)}: {said}",
+                f"shorten it, raise {reading.flags}, or drop it: --overlong-prompts drop",
             )
         return False

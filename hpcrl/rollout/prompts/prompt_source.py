@@ -28,7 +28,9 @@ class PromptSource:
     """Hands out groups, epoch after epoch."""
 
     def __init__(self, file: PromptFile, seed: int, shuffle: bool) -> None:
-        self.file, self._seed, self._shuffle = file, seed, shuffle
+        self.file = file
+        self._seed = seed
+        self._shuffle = shuffle
         self._epoch = self._offset = self._next = 0
         self._order = self._permutation()
 
@@ -41,7 +43,8 @@ class PromptSource:
         groups = []
         for _ in range(count):
             if self._offset == len(self._order):
-                self._epoch, self._offset = self._epoch + 1, 0
+                self._epoch = self._epoch + 1
+                self._offset = 0
                 self._order = self._permutation()
             groups.append(Group(self._next, self.file.prompts[self._order[self._offset]]))
             self._offset += 1
@@ -86,17 +89,24 @@ class PromptSource:
             )
         try:
             epoch, offset, following = (int(state[key]) for key in ("epoch", "offset", "next_group"))
-            size, sha256 = state["file"]["size"], state["file"]["sha256"]
+            size = state["file"]["size"]
+            sha256 = state["file"]["sha256"]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint") from error
+            raise DataError(
+                f"the checkpoint's data position is damaged: {error!r}", "resume from another checkpoint"
+            ) from error
         if (size, sha256) != (self.file.size, self.file.sha256):
             raise DataError(
                 f"--prompt-data {self.file.path} has changed since the checkpoint ({size} bytes then, {self.file.size} now)",
                 "put the old file back, or start a new run with --load",
             )
         if epoch < 0 or following < 0 or not 0 <= offset <= len(self.file):
-            raise DataError("the checkpoint's data position does not fit the prompt file", "resume from another checkpoint")
-        self._epoch, self._offset, self._next = epoch, offset, following
+            raise DataError(
+                "the checkpoint's data position does not fit the prompt file", "resume from another checkpoint"
+            )
+        self._epoch = epoch
+        self._offset = offset
+        self._next = following
         self._order = self._permutation()
 
 

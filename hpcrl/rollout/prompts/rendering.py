@@ -1,7 +1,7 @@
 """From what a row says to token ids: the prompt, and what is learned after it.
 
-Invariant: a prompt's tokens are those of its own text, encoded alone, as an engine will see them; what is learned is encoded apart
-from what stands before it, so a mask begins and ends between two tokens.
+Invariant: a prompt's tokens are those of its own text, encoded alone, as an engine will see them; what is learned is
+encoded apart from what stands before it, so a mask begins and ends between two tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def encode(texts: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
     return found
 
 
-def _joined(turns: Sequence[Piece], ids: list[np.ndarray], tokenizer: Tokenizer) -> tuple[tuple[np.ndarray], np.ndarray]:
+def _joined(
+    turns: Sequence[Piece], ids: list[np.ndarray], tokenizer: Tokenizer
+) -> tuple[tuple[np.ndarray], np.ndarray]:
     """The pieces of a conversation as one target, and which of its tokens are learned."""
     ids[-1] = tokenizer.ended(ids[-1])
     mask = np.concatenate([np.full(len(part), piece.learned, np.uint8) for piece, part in zip(turns, ids, strict=True)])

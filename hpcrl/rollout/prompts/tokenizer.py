@@ -27,8 +27,9 @@ _IDS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "retu
 _PLAIN = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  #: transformers' own tag, which jinja2 does not know
 
 
-#: bytes of UTF-8 that Unicode's normalization forms make of one at most (NFKC, https://unicode.org/faq/normalization.html); tokens that
-#: a tokenizer puts before a text without being told, and some more
+#: bytes of UTF-8 that Unicode's normalization forms make of one at most (NFKC,
+#: https://unicode.org/faq/normalization.html); tokens that a tokenizer puts before a text without being told, and some
+#: more
 EXPANSION, PREFIX = 11, 8
 
 
@@ -40,13 +41,16 @@ class Tokenizer:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read the tokenizer and config.json in `directory`.  DataError if they are missing or do not fit each other."""
+        """Read the tokenizer and config.json in `directory`.  DataError if they are missing or do not fit each
+        other."""
         self.directory = Path(directory)
         config = read_config(self.directory)
         config = config.get("text_config") or config
         self.vocab_size = config.get("vocab_size")
         if not isinstance(self.vocab_size, int) or self.vocab_size < 1:
-            raise DataError(f"--hf-checkpoint: {self.directory / CONFIG} has no vocab_size", "name a language model's directory")
+            raise DataError(
+                f"--hf-checkpoint: {self.directory / CONFIG} has no vocab_size", "name a language model's directory"
+            )
         self.context: int | None = config.get("max_position_embeddings")
         self._hf = _load(self.directory)
         self.template_kwargs: dict[str, Any] = {}
@@ -66,7 +70,8 @@ class Tokenizer:
             )
 
     def need_template(self, given: Mapping[str, Any] | None = None) -> None:
-        """DataError if there is no chat template; UsageError if it does not look at one of the variables `given` to it."""
+        """DataError if there is no chat template; UsageError if it does not look at one of the variables `given` to
+        it."""
         if not self._hf.chat_template:
             raise DataError(
                 f"--apply-chat-template: the tokenizer in {self.directory} has no chat template",
@@ -119,8 +124,8 @@ class Tokenizer:
     def surely_within(self, text: str, limit: int | None) -> bool:
         """Whether it is certain without encoding that `text` has a token, and `limit` of them at most.
 
-        A token stands for a byte at least, and a normalizer makes at most EXPANSION bytes of one, of ASCII none more.  A text is not
-        empty if its first visible character is not.
+        A token stands for a byte at least, and a normalizer makes at most EXPANSION bytes of one, of ASCII none more.
+        A text is not empty if its first visible character is not.
         """
         first = text.lstrip()[:1]
         most = len(text) if text.isascii() else EXPANSION * len(text.encode(errors="surrogatepass"))
@@ -131,7 +136,8 @@ class Tokenizer:
         return self._visible[first]
 
     def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset(), skip_special: bool = False) -> str:
-        """The text of a response, without the last token if it merely ended the response; skip_special: nor any special token."""
+        """The text of a response, without the last token if it merely ended the response; skip_special: nor any special
+        token."""
         ids = tokens.tolist()
         if ids and (ids[-1] in self.eos_ids or ids[-1] in stops):
             ids.pop()
@@ -170,7 +176,9 @@ class Tokenizer:
         if len(ids) and int(ids[-1]) in self.eos_ids:
             return ids
         if self._hf.eos_token_id is None:
-            raise DataError(f"the tokenizer in {self.directory} has no eos_token", "fine-tuning needs one to end a response with")
+            raise DataError(
+                f"the tokenizer in {self.directory} has no eos_token", "fine-tuning needs one to end a response with"
+            )
         return np.concatenate([ids, np.asarray([self._hf.eos_token_id], np.int32)])
 
     def end_texts(self) -> list[str]:
@@ -188,7 +196,9 @@ def load_tokenizer(directory: str | None) -> Tokenizer:
     if directory is None:
         raise UsageError("--hf-checkpoint is not given", "it names the model's directory: config, tokenizer, weights")
     if not Path(directory).is_dir():
-        raise DataError(f"--hf-checkpoint {directory} is no directory", "name a Hugging Face model directory on this machine")
+        raise DataError(
+            f"--hf-checkpoint {directory} is no directory", "name a Hugging Face model directory on this machine"
+        )
     return Tokenizer(directory)
 
 

@@ -8,7 +8,8 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
     def check() -> None                            a self-check at the start: UsageError, or ImportError for a missing package
     def boxed(content: str) -> str                 what it is given for boxed_NAME, if that is not the content of the box alone
 
-and is run in the processes of `hpcrl/rollout/grading/`.  An own function (--custom-rm-path) is the same without the file.
+and is run in the processes of `hpcrl/rollout/grading/`.  An own function (--custom-rm-path) is the same without the
+file.
 
 Invariant: NEEDS_LABEL and KEYS are literals at the top of the file, because options are checked without importing it; a
 file whose name begins with an underscore is no reward.

@@ -1,7 +1,8 @@
-r"""--rm-type dapo: 1 if the last line `Answer: ...` of the response says the same as the label, else -1 (slime's `dapo`).
+r"""--rm-type dapo: 1 if the last line `Answer: ...` of the response says the same as the label, else -1 (slime's
+`dapo`).
 
-It looks at the last 300 characters, and at the content of a \boxed{...} in that line.  It returns an object: score is 1 or -1,
-acc 1 or 0, pred the answer; the reward is the score unless --reward-key names acc.
+It looks at the last 300 characters, and at the content of a \boxed{...} in that line.  It returns an object: score is 1
+or -1, acc 1 or 0, pred the answer; the reward is the score unless --reward-key names acc.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """--rm-type f1: the F1 score of the response's words against the label's (slime's `f1`, as SQuAD and HotpotQA have it).
 
-Words are compared in lower case without punctuation and the articles a, an, the.  Where either is yes, no or noanswer, both
-must be.  Of a list of labels the best counts.  Rajpurkar et al., EMNLP 2016, section 6.1.
+Words are compared in lower case without punctuation and the articles a, an, the.  Where either is yes, no or noanswer,
+both must be.  Of a list of labels the best counts.  Rajpurkar et al., EMNLP 2016, section 6.1.
 """
 
 from __future__ import annotations

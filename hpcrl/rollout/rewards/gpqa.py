@@ -1,8 +1,9 @@
 r"""--rm-type gpqa: 1 if the response chooses the right letter of a multiple-choice question, else 0 (slime's `gpqa`).
 
-The right letter is metadata's correct_letter, or the label: a letter, its number from 0, or the text of one of metadata's
-choices.  The choice is read after the last </think>: a boxed letter, else the last that is called the answer, else the last
-letter that stands alone.  A response that names no letter is right if it holds the text of the right choice.
+The right letter is metadata's correct_letter, or the label: a letter, its number from 0, or the text of one of
+metadata's choices.  The choice is read after the last </think>: a boxed letter, else the last that is called the
+answer, else the last letter that stands alone.  A response that names no letter is right if it holds the text of the
+right choice.
 """
 
 from __future__ import annotations

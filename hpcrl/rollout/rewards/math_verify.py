@@ -1,7 +1,7 @@
 r"""--rm-type math_verify: math-verify's own verdict on the last \boxed{...} of the response, 1 or 0.
 
-Its verdict is taken as it is; where math is stricter (bases, anagrams, equations without variables) docs/rewards.md says so.
-Only its LaTeX grammar is used: what it does with plain expressions ends in Python's eval.
+Its verdict is taken as it is; where math is stricter (bases, anagrams, equations without variables) docs/rewards.md
+says so. Only its LaTeX grammar is used: what it does with plain expressions ends in Python's eval.
 """
 
 from __future__ import annotations

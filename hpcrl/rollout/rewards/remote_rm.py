@@ -1,8 +1,8 @@
 """--rm-type remote_rm: the reward that a server at --rm-url gives (slime's `remote_rm`).
 
-It is sent a POST with the JSON object {"prompt": ..., "response": ..., "label": ...} and answers with a number, or with an object
-of which --reward-key names the number.  A server that cannot be reached or answers 408, 429 or 5xx is asked again, up to
-ATTEMPTS times with growing pauses, within --reward-timeout.
+It is sent a POST with the JSON object {"prompt": ..., "response": ..., "label": ...} and answers with a number, or with
+an object of which --reward-key names the number.  A server that cannot be reached or answers 408, 429 or 5xx is asked
+again, up to ATTEMPTS times with growing pauses, within --reward-timeout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RemoteReward:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONNECTIONS))
         url = str(options.rm_url)
         body = msgspec.json.encode({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
-        deadline, trouble = time.monotonic() + 0.95 * options.reward_timeout, "nothing"
+        deadline = time.monotonic() + 0.95 * options.reward_timeout
+        trouble = "nothing"
         for attempt in range(ATTEMPTS):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -65,7 +66,9 @@ class RemoteReward:
         try:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise PeerError(f"got from --rm-url {url} what is no JSON: {text[:100].decode(errors='replace')!r}") from error
+            raise PeerError(
+                f"got from --rm-url {url} what is no JSON: {text[:100].decode(errors='replace')!r}"
+            ) from error
 
 
 reward = RemoteReward()

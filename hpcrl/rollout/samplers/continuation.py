@@ -1,7 +1,8 @@
-"""What a chat template puts behind a turn of the policy: tokens of tools and users, without encoding the policy's again.
+"""What a chat template puts behind a turn of the policy: tokens of tools and users, without encoding the policy's
+again.
 
-Invariant: the policy's own tokens are never part of what is encoded here, so they stay as they were sampled, whatever the template
-would make of their text (another split into tokens, a thought left out, a space trimmed).
+Invariant: the policy's own tokens are never part of what is encoded here, so they stay as they were sampled, whatever
+the template would make of their text (another split into tokens, a thought left out, a space trimmed).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ MARK = "\u2063hpcrl-turn\u2063"
 
 
 def opening(tokenizer: Tokenizer, messages: Messages, tools: Messages | None = None) -> np.ndarray:
-    """int32: the chat up to where the policy's turn begins.  ValueError with the template's words if it refuses the messages."""
+    """int32: the chat up to where the policy's turn begins.  ValueError with the template's words if it refuses the
+    messages."""
     return tokenizer.encode([tokenizer.render(messages, generation=True, tools=tools)])[0]
 
 
@@ -27,8 +29,8 @@ def continuation(
 ) -> np.ndarray:
     """int32: what follows a turn of the policy when `after` was said, up to where its next turn begins.
 
-    before: the messages up to that turn, without it; last: the turn's last token, so that the token that ends a turn is not
-    written twice, or None.  ValueError if the template refuses the messages, or leaves the turn's place out.
+    before: the messages up to that turn, without it; last: the turn's last token, so that the token that ends a turn is
+    not written twice, or None.  ValueError if the template refuses the messages, or leaves the turn's place out.
     """
     text = tokenizer.render([*before, {"role": "assistant", "content": MARK}, *after], generation=True, tools=tools)
     _, mark, rest = text.rpartition(MARK)

@@ -1,4 +1,5 @@
-"""What a custom function gets to ask the policy with: `args.engine` for exact tokens, `Conversation` for turns and tools.
+"""What a custom function gets to ask the policy with: `args.engine` for exact tokens, `Conversation` for turns and
+tools.
 
 Invariant: what the policy said goes back to it as the tokens that it said, whatever text they make.
 """
@@ -29,12 +30,13 @@ class Engine:
     """The policy, for one response.  Many may be asked at once."""
 
     def __init__(self, base_url: str, api_key: str, http: aiohttp.ClientSession) -> None:
-        self._url, self._http = f"{base_url}/tokens", http
+        self._url = f"{base_url}/tokens"
+        self._http = http
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
     async def generate(self, tokens: Sequence[int], sampling_params: dict[str, Any] | None = None) -> Turn:
-        """The policy's turn after `tokens`; sampling_params as the function got them, of which max_new_tokens may be less and
-        stop and stop_token_ids more.
+        """The policy's turn after `tokens`; sampling_params as the function got them, of which max_new_tokens may be
+        less and stop and stop_token_ids more.
 
         ContextFull if no room is left; ValueError for other tokens or params; ConnectionError when the run has failed.
         """
@@ -43,7 +45,9 @@ class Engine:
             found = await answer.json()
         if answer.status == 200:
             columns = zip(("tokens", "logprobs", "versions"), (np.int32, np.float32, np.int32), strict=True)
-            return Turn(*(np.asarray(found[name], kind) for name, kind in columns), found["finish_reason"], found["text"])
+            return Turn(
+                *(np.asarray(found[name], kind) for name, kind in columns), found["finish_reason"], found["text"]
+            )
         error = found["error"]
         if error["code"] == FULL:
             raise ContextFull(error["message"])
@@ -53,15 +57,27 @@ class Engine:
 class Arguments:
     """The `args` of a custom function: every option of the run by its name, and what follows.
 
-    engine: asks the policy for tokens; tokenizer: encode, decode, render; base_url, api_key: of the OpenAI-compatible endpoint, for
-    this response alone; evaluation: whether it is one of an evaluation; version: of the policy.
+    engine: asks the policy for tokens; tokenizer: encode, decode, render; base_url, api_key: of the OpenAI-compatible
+    endpoint, for this response alone; evaluation: whether it is one of an evaluation; version: of the policy.
     """
 
     def __init__(
-        self, options: Options, engine: Engine, tokenizer: Tokenizer, base_url: str, api_key: str, evaluation: bool, version: int
+        self,
+        options: Options,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        base_url: str,
+        api_key: str,
+        evaluation: bool,
+        version: int,
     ) -> None:
-        self.options, self.engine, self.tokenizer = options, engine, tokenizer
-        self.base_url, self.api_key, self.evaluation, self.version = base_url, api_key, evaluation, version
+        self.options = options
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.base_url = base_url
+        self.api_key = api_key
+        self.evaluation = evaluation
+        self.version = version
 
     def __getattr__(self, name: str) -> Any:
         if name in _THEIRS:
@@ -75,7 +91,9 @@ class Conversation:
     """Turns of the policy and what it is told between them, from a sample's prompt on."""
 
     def __init__(self, args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> None:
-        self._args, self._sample, self._params = args, sample, sampling_params
+        self._args = args
+        self._sample = sample
+        self._params = sampling_params
         self.trajectory = Trajectory(sample.tokens.tolist(), args.version)
         prompt = sample.prompt
         self._messages: Messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -91,7 +109,9 @@ class Conversation:
         try:
             if most < 1:
                 raise ContextFull
-            turn = await self._args.engine.generate(self.trajectory.tokens, self._params | changes | {"max_new_tokens": most})
+            turn = await self._args.engine.generate(
+                self.trajectory.tokens, self._params | changes | {"max_new_tokens": most}
+            )
         except ContextFull:
             nothing = np.zeros(0, np.int32)
             turn = Turn(nothing, nothing.astype(np.float32), nothing, LENGTH)

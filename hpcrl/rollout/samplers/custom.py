@@ -1,8 +1,9 @@
-"""Responses that the user's function makes (--custom-generate-function-path): several turns, tools, environments, agents.
+"""Responses that the user's function makes (--custom-generate-function-path): several turns, tools, environments,
+agents.
 
-Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of its response;
-a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch the run; an engine's
-failure ends the run as it does without a function.
+Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of
+its response; a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch
+the run; an engine's failure ends the run as it does without a function.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ class CustomSampler:
         host: str,
     ) -> None:
         """host: that the endpoint listens on; grading: None where the function sets every reward."""
-        self._options, self._tokenizer, self._grading = options, tokenizer, grading
+        self._options = options
+        self._tokenizer = tokenizer
+        self._grading = grading
         self._train = Sampling.of(options, tokenizer)
-        self._pool, self._endpoint = WorkerPool(options), Endpoint(host)
+        self._pool = WorkerPool(options)
+        self._endpoint = Endpoint(host)
         self._generator: Generator | None = None
         self._context: Callable[[], int | None] = lambda: None
         self._tallies: dict[str, Tally] = {}
@@ -58,7 +62,8 @@ class CustomSampler:
 
     def use(self, generator: Generator, context: Callable[[], int | None]) -> None:
         """The engines; context: tokens that they can hold, None while that is not known."""
-        self._generator, self._context = generator, context
+        self._generator = generator
+        self._context = context
 
     async def start(self) -> None:
         """Wait until the function is loaded.  UsageError says what is wrong with it."""
@@ -71,8 +76,8 @@ class CustomSampler:
         await self._endpoint.stop()
 
     async def make(self, asked: Asked) -> list[Sample]:
-        """The samples of one response; if the run ended it early, a sample of each of its turns, the last of them ABORTED: the function is
-        called again another time, and what it asks again is answered as before.
+        """The samples of one response; if the run ended it early, a sample of each of its turns, the last of them
+        ABORTED: the function is called again another time, and what it asks again is answered as before.
 
         HpcrlError once too many calls of the batch have failed, or an engine has."""
         if asked.begun and all(sample.status != ABORTED for sample in asked.begun):  # finished, and not graded
@@ -99,7 +104,9 @@ class CustomSampler:
         return replace(sampling, temperature=0.0) if asked.index == GREEDY else sampling
 
     def _seed(self, asked: Asked) -> tuple[object, ...]:
-        seed, number, index = self._options.rollout_seed, asked.group.number, asked.index
+        seed = self._options.rollout_seed
+        number = asked.group.number
+        index = asked.index
         if asked.held_out:
             return "evaluate", seed, asked.held_out.name, number, index
         return "train", seed, asked.rollout_id, number, index
@@ -123,8 +130,11 @@ class CustomSampler:
 
     # ---- the call
 
-    async def _call(self, asked: Asked, making: Making, prompt: Sample, patience: float) -> tuple[Done | None, list[Sample]]:
-        """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it early."""
+    async def _call(
+        self, asked: Asked, making: Making, prompt: Sample, patience: float
+    ) -> tuple[Done | None, list[Sample]]:
+        """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it
+        early."""
         assert self._generator is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
         earlier = [_asked(sample) for sample in asked.begun]
@@ -169,7 +179,9 @@ class CustomSampler:
         for dialogue in session.dialogues:
             trajectory = dialogue.trajectory
             text = self._tokenizer.decode(np.asarray(trajectory.tokens[len(trajectory.prompt) :], np.int32))
-            sample = replace(trajectory.sample(prompt, text), metadata=done.metadata, reward=reward, rewards=done.rewards)
+            sample = replace(
+                trajectory.sample(prompt, text), metadata=done.metadata, reward=reward, rewards=done.rewards
+            )
             found.append(sample)
         return done, found
 
@@ -190,8 +202,11 @@ class CustomSampler:
             if not graded and self._options.advantage_estimator == "none" and not asked.held_out:
                 pass  # a teacher says what is learned
             elif not graded or self._grading is None:
-                last.grading, last.grading_error = ERROR, f"{FLAG} set no reward, and no --rm-type is given"
-                self._count(asked, where, f"{last.grading_error} (response {last.index} of group {last.group}, {where})")
+                last.grading = ERROR
+                last.grading_error = f"{FLAG} set no reward, and no --rm-type is given"
+                self._count(
+                    asked, where, f"{last.grading_error} (response {last.index} of group {last.group}, {where})"
+                )
             else:
                 what, size, each = self._batch(asked)
                 tally = self._grading.tally(what, size, each)
@@ -200,8 +215,10 @@ class CustomSampler:
         last.rewards = named[-1] | parts
         for sample, own in zip(samples[:-1], named, strict=False):
             if math.isnan(sample.reward):
-                sample.reward, sample.rewards = last.reward, own | parts
-                sample.grading, sample.grading_error = last.grading, last.grading_error
+                sample.reward = last.reward
+                sample.rewards = own | parts
+                sample.grading = last.grading
+                sample.grading_error = last.grading_error
 
     # ---- failures
 
@@ -234,7 +251,9 @@ class CustomSampler:
         if what not in self._tallies:
             self._tallies = dict(list(self._tallies.items())[-8:])
             limit = self._options.custom_generate_max_failed
-            self._tallies[what] = Tally(what, size, each, limit, self._bad_prompts, "--custom-generate-max-failed", "generations")
+            self._tallies[what] = Tally(
+                what, size, each, limit, self._bad_prompts, "--custom-generate-max-failed", "generations"
+            )
         self._tallies[what].fail(where, text)
 
     def _batch(self, asked: Asked) -> tuple[str, int, int]:
@@ -246,8 +265,8 @@ class CustomSampler:
 
 
 def _turns(asked: Asked, session: Session) -> list[Sample]:
-    """What there is of a response: each turn as a sample, which has the tokens that it was asked with before its own; those that were
-    ended last.  Empty if that is too much to be kept."""
+    """What there is of a response: each turn as a sample, which has the tokens that it was asked with before its own;
+    those that were ended last.  Empty if that is too much to be kept."""
     prompt, number = asked.group.prompt, asked.group.number
     turns = [turn.answer.sample(number, asked.index, replace(prompt, tokens=turn.tokens), "") for turn in session.turns]
     return sorted(turns, key=lambda sample: sample.status == ABORTED)

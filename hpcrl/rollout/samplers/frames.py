@@ -1,4 +1,5 @@
-"""What the rollout process and a process that runs a custom function say to each other, in frames (see `worker_process.py`).
+"""What the rollout process and a process that runs a custom function say to each other, in frames (see
+`worker_process.py`).
 
 Invariant: plain data alone, decoded into these types; nothing is unpickled.
 """
@@ -31,7 +32,8 @@ class Ready(msgspec.Struct):
 
 
 class Call(msgspec.Struct, tag=True):
-    """Make a response: its prompt as a sample without one, how it is sampled, and where and by which key to ask for it."""
+    """Make a response: its prompt as a sample without one, how it is sampled, and where and by which key to ask for
+    it."""
 
     id: int
     sample: SentSample
@@ -66,7 +68,8 @@ class Made(msgspec.Struct):
 class Done(msgspec.Struct):
     """What came of a call.
 
-    samples: None where the function returned None: those that it had the endpoint make, of which `reward`, `rewards` and `metadata` are;
+    samples: None where the function returned None: those that it had the endpoint make, of which `reward`, `rewards`
+    and `metadata` are;
     failure: "", TIMEOUT or ERROR, with its text.
     """
 

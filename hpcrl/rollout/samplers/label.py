@@ -1,4 +1,5 @@
-"""Samples that are written in the prompt file: labels to learn, conversations, and pairs of a better and a worse response.
+"""Samples that are written in the prompt file: labels to learn, conversations, and pairs of a better and a worse
+response.
 
 Invariant: no engine and no reward has a part in them.
 """
@@ -13,16 +14,20 @@ from hpcrl.sample import COMPLETED, Sample
 
 
 class LabelSampler:
-    """What the prompt file holds: the label, or of a pair the better response (the label, reward 1) and the worse (reward 0).
+    """What the prompt file holds: the label, or of a pair the better response (the label, reward 1) and the worse
+    (reward 0).
 
     Of a conversation the whole rest is the response, and the mask says which tokens are the assistant's.
     """
 
     async def make(self, asked: Asked) -> list[Sample]:
-        prompt, index, pair = asked.group.prompt, asked.index, asked.group.prompt.rejected is not None
+        prompt = asked.group.prompt
+        index = asked.index
+        pair = asked.group.prompt.rejected is not None
         target = prompt.rejected if pair and index else prompt.target
         assert target is not None, "the prompt file was read for learning what it holds"
-        nothing, versions = np.zeros(len(target), np.float32), np.full(len(target), asked.version, np.int32)
+        nothing = np.zeros(len(target), np.float32)
+        versions = np.full(len(target), asked.version, np.int32)
         response = "" if prompt.mask is not None else str(prompt.worse if pair and index else prompt.label)
         sample = Completion(target, nothing, versions, COMPLETED).sample(asked.group.number, index, prompt, response)
         if prompt.mask is not None:

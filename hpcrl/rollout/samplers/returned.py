@@ -1,6 +1,7 @@
 """What a custom function returned: samples that can be trained on, or one clear error.
 
-Invariant: a sample that leaves here has arrays that fit each other, tokens of the model, finite log-probs and a mask of 0 and 1.
+Invariant: a sample that leaves here has arrays that fit each other, tokens of the model, finite log-probs and a mask of
+0 and 1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _checked(sample: Sample, vocab_size: int, longest: int) -> Made:
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise NoSample(f"set a token outside of the model's vocabulary of {vocab_size}")
     mask, logprobs, versions = (
-        _column(sample, name, kind) for name, kind in (("loss_mask", np.int64), ("logprobs", np.float64), ("versions", np.int64))
+        _column(sample, name, kind)
+        for name, kind in (("loss_mask", np.int64), ("logprobs", np.float64), ("versions", np.int64))
     )
     for name, column in (("loss_mask", mask), ("logprobs", logprobs), ("versions", versions)):
         if len(column) != count:
@@ -63,7 +65,9 @@ def _checked(sample: Sample, vocab_size: int, longest: int) -> Made:
     status = COMPLETED if sample.status == PENDING else sample.status
     if not isinstance(sample.metadata, dict):
         raise NoSample("set metadata that is no dict")
-    whole = replace(sample, response_length=int(count), status=status, response=_text(sample.response), rewards=parts_of(sample))
+    whole = replace(
+        sample, response_length=int(count), status=status, response=_text(sample.response), rewards=parts_of(sample)
+    )
     return made(whole, reward_of(sample))
 
 
@@ -95,7 +99,8 @@ def _text(response: Any) -> str:
 
 
 def parts_of(sample: Sample) -> dict[str, float]:
-    """The named parts of the reward that a function has set, as far as they are finite.  NoSample if they are no numbers."""
+    """The named parts of the reward that a function has set, as far as they are finite.  NoSample if they are no
+    numbers."""
     try:
         return {str(name): float(value) for name, value in sample.rewards.items() if math.isfinite(float(value))}
     except (AttributeError, TypeError, ValueError):

@@ -19,8 +19,8 @@ GREEDY = -1
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """The held-out set that a response is asked for: its name, how many responses it wants in all and to a prompt, how they are
-    sampled, and what grades them."""
+    """The held-out set that a response is asked for: its name, how many responses it wants in all and to a prompt, how
+    they are sampled, and what grades them."""
 
     name: str
     size: int
@@ -34,9 +34,9 @@ class Asked:
     """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
 
     held_out: in an evaluation, whose groups are numbered by the lines of the set.
-    begun: what an earlier call returned of it, to be gone on with: unfinished (ABORTED), or finished and not graded; a sampler that
-    cannot go on begins again.  made: where the sampler leaves what is finished before it waits for the reward, so that it is kept
-    if the wait is given up.
+    begun: what an earlier call returned of it, to be gone on with: unfinished (ABORTED), or finished and not graded; a
+    sampler that cannot go on begins again.  made: where the sampler leaves what is finished before it waits for the
+    reward, so that it is kept if the wait is given up.
     """
 
     group: Group

@@ -1,8 +1,8 @@
 """One response of an engine to a prompt, graded: the sampler of runs without tools or turns.
 
-Invariant: every request brings a seed made of --rollout-seed, rollout, group and index, so that no two samples share their
-noise, whichever engine answers.  In deterministic mode a sample depends on that seed, the weights and the prompt alone, and not
-on what else was in flight.
+Invariant: every request brings a seed made of --rollout-seed, rollout, group and index, so that no two samples share
+their noise, whichever engine answers.  In deterministic mode a sample depends on that seed, the weights and the prompt
+alone, and not on what else was in flight.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ class SingleTurnSampler:
     def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading | None) -> None:
         self._sampling = Sampling.of(options, tokenizer)
         self._seed = options.rollout_seed
-        self._tokenizer, self._generator, self._grading = tokenizer, generator, grading
-        self._size, self._each = options.samples_per_rollout, options.n_samples_per_prompt
+        self._tokenizer = tokenizer
+        self._generator = generator
+        self._grading = grading
+        self._size = options.samples_per_rollout
+        self._each = options.n_samples_per_prompt
 
     async def make(self, asked: Asked) -> list[Sample]:
         group, index = asked.group, asked.index
@@ -33,8 +36,11 @@ class SingleTurnSampler:
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
         completion = completion_of(*asked.begun) if asked.begun else None
         if completion is None or completion.status == ABORTED:
-            completion = await self._generator.complete(group.prompt.tokens, sampling, seed, asked.version, begun=completion)
-        stops, skip = frozenset(self._sampling.stop_token_ids), self._sampling.skip_special_tokens
+            completion = await self._generator.complete(
+                group.prompt.tokens, sampling, seed, asked.version, begun=completion
+            )
+        stops = frozenset(self._sampling.stop_token_ids)
+        skip = self._sampling.skip_special_tokens
         response = self._tokenizer.decode(completion.tokens, stops, skip)
         sample = completion.sample(group.number, index, group.prompt, response)
         if sample.status == ABORTED:

@@ -1,6 +1,7 @@
 """Samples of another sampler, with what a teacher says of their tokens.
 
-Invariant: the teacher changes no token and no reward; what nobody trains on is not shown to it: greedy and unfinished responses.
+Invariant: the teacher changes no token and no reward; what nobody trains on is not shown to it: greedy and unfinished
+responses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class TaughtSampler:
     """Shows every sample to the teacher once it is made."""
 
     def __init__(self, maker: Sampler, teacher: Teacher) -> None:
-        self._maker, self._teacher = maker, teacher
+        self._maker = maker
+        self._teacher = teacher
 
     async def make(self, asked: Asked) -> list[Sample]:
         samples = await self._maker.make(asked)

@@ -1,7 +1,7 @@
 """The tokens of one response over several turns, exactly as they were sampled and read.
 
-Invariants: a token that an engine sampled is never decoded and encoded again; what tools or an environment put in between is
-in the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
+Invariants: a token that an engine sampled is never decoded and encoded again; what tools or an environment put in
+between is in the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import numpy as np
 
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 
-STOP, LENGTH = "stop", "length"  #: why a turn ended: by itself, or as it had no room left
+#: why a turn ended: by itself, or as it had no room left
+STOP = "stop"
+LENGTH = "length"
 
 
 @dataclass(frozen=True)
 class Turn:
     """What the policy said in one turn.
 
-    tokens: int32 [n], the token that ended it included; logprobs: float32 [n]; versions: int32 [n]; finish: STOP or LENGTH;
+    tokens: int32 [n], the token that ended it included; logprobs: float32 [n]; versions: int32 [n]; finish: STOP or
+    LENGTH;
     text: without the token that ended it.
     """
 

@@ -3,10 +3,11 @@
     python -m hpcrl.rollout.samplers.verifiers_env ENVIRONMENT --out DIR [--eval N] [--args JSON]     writes the prompt files
     --custom-generate-function-path hpcrl.rollout.samplers.verifiers_env.Generate                     makes the responses
 
-The environment holds the conversation and grades it; it asks the policy at the endpoint, so its tokens are exact.  Written for
-verifiers 0.1 (`load_environment`, `Environment.run_rollout`); hpcrl does not install it.
+The environment holds the conversation and grades it; it asks the policy at the endpoint, so its tokens are exact.
+Written for verifiers 0.1 (`load_environment`, `Environment.run_rollout`); hpcrl does not install it.
 
-Invariant: nothing of the package is imported before one of the two is used, and what is missing or of another interface is said.
+Invariant: nothing of the package is imported before one of the two is used, and what is missing or of another interface
+is said.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.sample import Sample
 
-KEY = "verifiers"  #: of a prompt's metadata: {"environment": its name, "args": of load_environment, "input": the data set's row}
+#: of a prompt's metadata: {"environment": its name, "args": of load_environment, "input": the data set's row}
+KEY = "verifiers"
 INSTALL = "pip install 'verifiers>=0.1.10,<0.2' beside what runs hpcrl, and the environment's own package"
 
 
@@ -83,14 +85,17 @@ def load(environment: str, args: dict[str, Any]) -> Any:
     except UsageError:
         raise
     except Exception as error:  # an environment is a program of its authors
-        raise UsageError(f"the environment {environment} cannot be loaded: {type(error).__name__}: {error}", INSTALL) from error
+        raise UsageError(
+            f"the environment {environment} cannot be loaded: {type(error).__name__}: {error}", INSTALL
+        ) from error
 
 
 # ---- the prompt files
 
 
 def rows(environment: str, args: dict[str, Any], dataset: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """A line of a prompt file for every row of an environment's data set.  DataError for one without a chat as prompt."""
+    """A line of a prompt file for every row of an environment's data set.  DataError for one without a chat as
+    prompt."""
     for number, row in enumerate(dataset):
         plain = json.loads(json.dumps(row, default=str))
         prompt = plain.get("prompt")

@@ -2,8 +2,8 @@
 
     python -m hpcrl.rollout.samplers.worker FD        (started by worker_pool.py; FD is its end of a socket pair)
 
-Invariants: it dies with the rollout process; what a function prints goes to the rollout's log and never into the protocol; what a
-function does or returns ends its own call alone.
+Invariants: it dies with the rollout process; what a function prints goes to the rollout's log and never into the
+protocol; what a function does or returns ends its own call alone.
 """
 
 from __future__ import annotations
@@ -52,14 +52,19 @@ class Work:
     def __init__(
         self, options: Options, function: Callable[..., Any], tokenizer: Tokenizer, writer: asyncio.StreamWriter
     ) -> None:
-        self._options, self._function, self._tokenizer, self._writer = options, function, tokenizer, writer
+        self._options = options
+        self._function = function
+        self._tokenizer = tokenizer
+        self._writer = writer
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told = takes(function, "evaluation")
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Run what comes until the socket closes."""
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)) as http:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
+        ) as http:
             while True:
                 request = _REQUESTS.decode(await receive(reader))
                 if isinstance(request, Call):
@@ -83,7 +88,9 @@ class Work:
 
     async def _made(self, call: Call, http: aiohttp.ClientSession) -> Done:
         engine = Engine(call.base_url, call.api_key, http)
-        args = Arguments(self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version)
+        args = Arguments(
+            self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
+        )
         sample = receive_sample(call.sample)
         sample.reward = None  # type: ignore[assignment]  # until the function sets one
         more = {"evaluation": call.evaluation} if self._told else {}
@@ -104,7 +111,9 @@ async def serve(fd: int) -> None:
         function = load_generate(str(options.custom_generate_function_path))
         tokenizer = load_tokenizer(options.hf_checkpoint)
     except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
-        what, hint = (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
+        what, hint = (
+            (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
+        )
         trace = "" if error.__cause__ is None else trace_of(error.__cause__)
         writer.write(frame(Ready(error=what, hint=hint, trace=trace)))
         await writer.drain()

@@ -1,8 +1,8 @@
 """The processes that run the custom function, and how long a call may take.
 
-Invariants: the rollout process's event loop is never blocked by own code; a call whose time is up is cancelled, and a process that
-does not heed that is killed; of the calls that were lost with a process one alone is charged to it, several are made again, each
-alone; time that an engine works on a call's requests is not the call's.
+Invariants: the rollout process's event loop is never blocked by own code; a call whose time is up is cancelled, and a
+process that does not heed that is killed; of the calls that were lost with a process one alone is charged to it,
+several are made again, each alone; time that an engine works on a call's requests is not the call's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PATIENCE = 2.0  #: seconds that a process has to heed a cancellation
 class Job:
     """A call on its way.
 
-    call: makes it anew, with a session of its own; waiting: whether engines work for it; seconds: that it may take besides.
+    call: makes it anew, with a session of its own; waiting: whether engines work for it; seconds: that it may take
+    besides.
     alone: it must share its process with none; waited: seconds that it took; told: seconds since it was cancelled.
     """
 
@@ -47,7 +48,8 @@ class _Process(WorkerProcess):
     def __init__(self, setup: Setup) -> None:
         super().__init__("hpcrl.rollout.samplers.worker", setup)
         self.jobs: dict[int, Job] = {}
-        self.ready, self.starting = False, 0.0
+        self.ready = False
+        self.starting = 0.0
 
     def takes(self, job: Job) -> bool:
         if not self.ready or self.gone:
@@ -125,9 +127,12 @@ class WorkerPool(ProcessPool[_Process, Job]):
 
     def _charge(self, process: _Process, text: str, failure: str = ERROR) -> None:
         """A process has ended, or was killed: what becomes of its calls, and another in its place."""
-        jobs, process.jobs = [job for job in process.jobs.values() if not job.future.done()], {}
+        jobs = [job for job in process.jobs.values() if not job.future.done()]
+        process.jobs = {}
         if self._remove(process, at_once=failure == TIMEOUT):
-            self._break(HpcrlError(f"the process that runs the custom function did not start: it {text}", "see the rollout log"))
+            self._break(
+                HpcrlError(f"the process that runs the custom function did not start: it {text}", "see the rollout log")
+            )
             return
         for job in reversed(jobs):
             if len(jobs) > 1:

@@ -5,8 +5,8 @@
     engine-I.leave.json                it is to end and not to come back (an `EngineLeave`, from the rollout process)
     engine-I.added.json                there is such an engine beside those of the plan (an `EngineAdded`, from who starts it)
 
-Invariants: a file is written once and never changed, so that one listing of a directory shows what is new; lives of an engine are
-counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.
+Invariants: a file is written once and never changed, so that one listing of a directory shows what is new; lives of an
+engine are counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class EngineLeave(Peer, tag="engine_leave"):
 
 
 class EngineAdded(Peer, tag="engine_added"):
-    """An engine that the plan does not know: where it is, as a `Place` of the plan has it.  Its end is never the run's."""
+    """An engine that the plan does not know: where it is, as a `Place` of the plan has it.  Its end is never the
+    run's."""
 
     role: ClassVar[str] = "engine"
     host: HostName
@@ -64,7 +65,8 @@ class EngineAdded(Peer, tag="engine_added"):
 
 
 def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
-    """Make `engine` one of the attempt's; its number, the first that nobody has.  HpcrlError if nothing can be written there."""
+    """Make `engine` one of the attempt's; its number, the first that nobody has.  HpcrlError if nothing can be written
+    there."""
     beside = rundir.here / "peers" / f".engine-added.{socket.gethostname()}.{os.getpid()}"
     try:
         beside.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid())))
@@ -99,7 +101,8 @@ def with_added(rundir: RunDir, plan: Plan) -> Plan:
 def restart_limit(options: Options, plan: Plan) -> int:
     """How often an engine of this run is started again.
 
-    0 where it cannot be: engines that take turns with the trainer on the same GPUs, or lie on several hosts, end the run as they end.
+    0 where it cannot be: engines that take turns with the trainer on the same GPUs, or lie on several hosts, end the
+    run as they end.
     """
     return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
 
@@ -107,8 +110,8 @@ def restart_limit(options: Options, plan: Plan) -> int:
 def starts_again(limit: int, life: int, was_up: bool) -> bool:
     """Whether life `life` of an engine is followed by another.
 
-    limit: of `restart_limit`.  was_up: whether it answered once in this life.  What fails before it ever came up is most likely
-    wrong with its settings, and would be so again.
+    limit: of `restart_limit`.  was_up: whether it answered once in this life.  What fails before it ever came up is
+    most likely wrong with its settings, and would be so again.
     """
     return life < limit and (was_up or life > 0)
 
@@ -130,8 +133,9 @@ def end_of(rundir: RunDir, index: int, life: int) -> EngineEnd | None:
 
 
 def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was_up: bool, why: str) -> bool:
-    """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the first life's
-    leads, unless the engine was added to the run, which then goes on without it.  Returns whether another life follows."""
+    """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the
+    first life's leads, unless the engine was added to the run, which then goes on without it.  Returns whether another
+    life follows."""
     again = starts_again(limit, life, was_up)
     if again or is_added(rundir, index):
         tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=again, time=time.time()))
@@ -168,11 +172,12 @@ class Reports:
     """What supervisors have said since the last look."""
 
     def __init__(self, rundir: RunDir) -> None:
-        self._rundir, self._seen = rundir, set[str]()
+        self._rundir = rundir
+        self._seen = set[str]()
 
     def new(self) -> list[tuple[int, EnginePeer | EngineEnd | EngineAdded]]:
-        """(index of the engine, what was said), additions and the earlier life first.  PeerError names a file that holds something
-        else."""
+        """(index of the engine, what was said), additions and the earlier life first.  PeerError names a file that
+        holds something else."""
         found = []
         for name in listed(self._rundir.here / "peers") - self._seen:
             if (match := _NAME.fullmatch(name)) is None:

@@ -18,8 +18,8 @@ VIEW = "engines.json"  #: its name in attempts/N
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine.  state: as in `rollout/engines/registry.py`; version: of its weights; requests: in flight; restarts: of its
-    process; why: what is wrong with it, or was last."""
+    """One engine.  state: as in `rollout/engines/registry.py`; version: of its weights; requests: in flight; restarts:
+    of its process; why: what is wrong with it, or was last."""
 
     index: int
     host: str

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError) and NVIDIA's driver (the Xid
-#: errors after which a GPU needs a reset or a replacement) say of hardware
+#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError) and NVIDIA's
+#: driver (the Xid errors after which a GPU needs a reset or a replacement) say of hardware
 HARDWARE = re.compile(
     r"uncorrectable ECC error|uncorrectable NVLink error|hardware stack error|GPU is lost|fallen off the bus"
     r"|NVRM: Xid \([^)]*\): (?:48|62|63|64|74|79|92|94|95|119|120)\b|double.bit ECC"

@@ -3,8 +3,9 @@
     watch = MemoryWatch()          # before it is started
     watch.said()                   # -> "the kernel killed 1 process for want of memory at the limit of 8.0 GiB (memory.max of job_7): ask for more memory"
 
-A process that was killed so ends with SIGKILL, as one that somebody has killed.  The kernel counts what it does: for each
-cgroup (memory.events of version 2, memory.oom_control of version 1) and for the whole host (oom_kill of /proc/vmstat).
+A process that was killed so ends with SIGKILL, as one that somebody has killed.  The kernel counts what it does: for
+each cgroup (memory.events of version 2, memory.oom_control of version 1) and for the whole host (oom_kill of
+/proc/vmstat).
 Invariant: what cannot be read is not guessed.
 """
 
@@ -32,7 +33,8 @@ class MemoryWatch:
 
     def __init__(self, root: Path = Path("/"), ever: bool = False) -> None:
         """ever: count what the cgroups have seen before as well."""
-        self._groups, self._host = _groups(root), root / "proc/vmstat"
+        self._groups = _groups(root)
+        self._host = root / "proc/vmstat"
         self._before = [0 if ever else _field(group.events, "oom_kill") for group in self._groups]
         self._host_before = _field(self._host, "oom_kill")
 
@@ -57,7 +59,9 @@ class MemoryWatch:
         limits = [(limit, group) for group in self._groups[number:] if (limit := _number(group.limit)) is not None]
         limit, group = min(limits, key=lambda one: one[0], default=(UNLIMITED, None))
         return (
-            f" at the limit of {limit / GIB:.1f} GiB ({group.limit.name} of {group.name})" if group and limit < UNLIMITED else ""
+            f" at the limit of {limit / GIB:.1f} GiB ({group.limit.name} of {group.name})"
+            if group and limit < UNLIMITED
+            else ""
         )
 
     @property
@@ -77,14 +81,20 @@ def _groups(root: Path) -> list[_Group]:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0" and not controllers:
-                top, events, limit = root / "sys/fs/cgroup", "memory.events", "memory.max"
+                top = root / "sys/fs/cgroup"
+                events = "memory.events"
+                limit = "memory.max"
             elif "memory" in controllers.split(","):
-                top, events, limit = root / "sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes"
+                top = root / "sys/fs/cgroup/memory"
+                events = "memory.oom_control"
+                limit = "memory.limit_in_bytes"
             else:
                 continue
             here = top / path.lstrip("/")
             while here != top.parent:
-                found.append(_Group(here.name if here != top else "the host's root cgroup", here / events, here / limit))
+                found.append(
+                    _Group(here.name if here != top else "the host's root cgroup", here / events, here / limit)
+                )
                 here = here.parent
     return found
 

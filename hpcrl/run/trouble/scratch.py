@@ -4,9 +4,9 @@
         ...
     sweep()                                 # removes those whose makers are gone
 
-Each holds a file that its maker has locked: the kernel lets go when the maker ends, however, and whatever namespaces hide its
-number from us.  Invariants: only directories of this user are removed, and never one whose maker lives; of files elsewhere only
-those that the directory names, in /dev/shm, and this user's.
+Each holds a file that its maker has locked: the kernel lets go when the maker ends, however, and whatever namespaces
+hide its number from us.  Invariants: only directories of this user are removed, and never one whose maker lives; of
+files elsewhere only those that the directory names, in /dev/shm, and this user's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ import msgspec
 
 from hpcrl.careful_files import Damaged, open_regular, read_json
 
-PREFIX, LOCK, ELSEWHERE = "hpcrl-", ".lives", ".elsewhere"
-NEW = ".lives.new"  #: the lock until it is held: so a file named LOCK that nobody holds says at once that its maker is gone
+PREFIX = "hpcrl-"
+LOCK = ".lives"
+ELSEWHERE = ".elsewhere"
+#: the lock until it is held: so a file named LOCK that nobody holds says at once that its maker is gone
+NEW = ".lives.new"
 HELD_AFTER = 1.0  #: seconds from the making of NEW to its being held, at most
-SHARED, SHORT = Path("/dev/shm"), Path("/tmp")  #: SHORT: where sockets lie if the temporary directory's name is too long for them
+SHARED, SHORT = (
+    Path("/dev/shm"),
+    Path("/tmp"),
+)  #: SHORT: where sockets lie if the temporary directory's name is too long for them
 
 
 class Scratch:
@@ -89,7 +95,9 @@ def swept() -> Iterator[None]:
 
 def _candidates(place: Path) -> list[Path]:
     try:
-        return [Path(entry.path) for entry in os.scandir(place) if entry.name.startswith(PREFIX) and _mine(Path(entry.path))]
+        return [
+            Path(entry.path) for entry in os.scandir(place) if entry.name.startswith(PREFIX) and _mine(Path(entry.path))
+        ]
     except OSError:
         return []
 
@@ -111,7 +119,9 @@ def _unheld(lock: Path, after: float) -> bool:
     """Whether nobody holds a lock that is there for so many seconds at least."""
     try:
         with open_regular(lock) as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime < after:  # not even tried: its maker may be about to lock it
+            if (
+                time.time() - os.fstat(file.fileno()).st_mtime < after
+            ):  # not even tried: its maker may be about to lock it
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -129,7 +139,8 @@ def _remove(path: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove a directory, its lock last: what a dying process puts there meanwhile stays for the next sweep, and under the lock."""
+    """Remove a directory, its lock last: what a dying process puts there meanwhile stays for the next sweep, and under
+    the lock."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(path):
             if entry.is_dir(follow_symlinks=False):

@@ -1,7 +1,7 @@
 """What the system says of files, in words that tell a full disk from a stale one: the one phrase for an OSError.
 
-Invariants: what a file system does for a moment (full, read-only, stale) is told from what a path is (not there, not ours); a probe of a
-directory leaves nothing in it.
+Invariants: what a file system does for a moment (full, read-only, stale) is told from what a path is (not there, not
+ours); a probe of a directory leaves nothing in it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-#: what a file system may say for a moment, and then no more: of network ones when their server is started again, among others
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+#: what a file system may say for a moment, and then no more: of network ones when their server is started again, among
+#: others
+PASSING = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.EIO,
+    errno.ETIMEDOUT,
+    errno.EMFILE,
+    errno.ENFILE,
+)
 PATIENCE = 10.0  #: seconds for which a write that a run needs is tried again
 AGAIN = 0.5  #: seconds between two tries
 
@@ -24,7 +34,10 @@ AGAIN = 0.5  #: seconds between two tries
 WORDS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the file system is full", "free space"),
     errno.EDQUOT: ("your quota on the file system is used up", "free space, or ask for more"),
-    errno.EROFS: ("the file system is read-only", "have it mounted for writing; after an error a kernel mounts it so by itself"),
+    errno.EROFS: (
+        "the file system is read-only",
+        "have it mounted for writing; after an error a kernel mounts it so by itself",
+    ),
     errno.ESTALE: ("the network file system has lost it", "is its server up, and the directory still there?"),
     errno.EIO: ("the disk or the network file system fails", "see the host's kernel log, dmesg"),
     errno.ETIMEDOUT: ("the network file system does not answer", "is its server up?"),
@@ -65,7 +78,8 @@ def free(path: Path) -> int | None:
 def lacks_space(said: str, directory: Path, needed: int) -> bool:
     """Whether a write into `directory` failed for lack of space.
 
-    said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free beside the `needed` bytes.
+    said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free beside the
+    `needed` bytes.
     """
     full = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
     if any(text in said for text in full):
@@ -90,7 +104,8 @@ def trouble(directory: Path) -> str:
 
 
 def patiently(action: Callable[[], T], seconds: float | None = None) -> T:
-    """What `action` returns; it is tried again for so long (PATIENCE) if a file system refuses it for a reason that may pass.  OSError."""
+    """What `action` returns; it is tried again for so long (PATIENCE) if a file system refuses it for a reason that may
+    pass.  OSError."""
     deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
     while True:
         try:

@@ -10,7 +10,8 @@ ROUNDS = 5
 
 
 def nvlink(text: str) -> float | None:
-    """Bytes a second one way over all links of the first GPU in `nvidia-smi nvlink --status`; None where it shows none."""
+    """Bytes a second one way over all links of the first GPU in `nvidia-smi nvlink --status`; None where it shows
+    none."""
     total, gpus = 0.0, 0
     for line in text.splitlines():
         gpus += line.startswith("GPU ")
@@ -32,15 +33,23 @@ def work(place: Place) -> Outcome:
     link, name = place.link, "the network"
     if place.hosts == 1:
         answer = ask(["nvidia-smi", "nvlink", "--status"], 20.0)
-        link, name = (nvlink(answer.out) if answer.code == 0 else None), "NVLink"
-    numbers = {"bus_bytes_per_second": speed, "bytes": found["bytes"], "backend": found["backend"], "hosts": place.hosts}
+        link = nvlink(answer.out) if answer.code == 0 else None
+        name = "NVLink"
+    numbers = {
+        "bus_bytes_per_second": speed,
+        "bytes": found["bytes"],
+        "backend": found["backend"],
+        "hosts": place.hosts,
+    }
     shown = f"{speed / 1e9:.3g} GB/s bus bandwidth over {place.world} ranks of {place.hosts} hosts ({found['backend']})"
     if link is None:
         return Outcome("passed", f"{shown}; the link's own rate is not known", numbers)
     numbers |= {"link_bytes_per_second": link, "share_of_link": speed / link}
     shown += f", {speed / link:.0%} of {name}'s {link / 1e9:.3g} GB/s"
     if speed < SLOW * link and kind == "nccl":
-        return Outcome("failed", f"{shown}: less than {SLOW:.0%}; see NCCL_DEBUG=INFO and the site's interface and env", numbers)
+        return Outcome(
+            "failed", f"{shown}: less than {SLOW:.0%}; see NCCL_DEBUG=INFO and the site's interface and env", numbers
+        )
     return Outcome("passed", shown, numbers)
 
 

@@ -1,7 +1,7 @@
 """Every collective that training uses, between all ranks, with every value compared.
 
-Values differ by rank, place and round, so that a part that comes from the wrong rank, place or round shows; sizes reach over
-those at which NCCL changes its protocol (LL, LL128, Simple), since silent corruption has been seen in one alone.
+Values differ by rank, place and round, so that a part that comes from the wrong rank, place or round shows; sizes reach
+over those at which NCCL changes its protocol (LL, LL128, Simple), since silent corruption has been seen in one alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def work(place: Place) -> Outcome:
             done += 1
     if wrong:
         return Outcome("failed", f"{wrong}; on Slingshot NCCL_PROTO=^LL128 has been the mend")
-    return Outcome("passed", f"6 collectives over {place.world} ranks, {done} times, every value right", {"ranks": place.world})
+    return Outcome(
+        "passed", f"6 collectives over {place.world} ranks, {done} times, every value right", {"ranks": place.world}
+    )
 
 
 def one_round(place: Place, size: int, turn: int) -> str:
@@ -44,9 +46,13 @@ def one_round(place: Place, size: int, turn: int) -> str:
     import torch
     import torch.distributed as dist
 
-    world, rank, device = place.world, place.rank, place.device
+    world = place.world
+    rank = place.rank
+    device = place.device
     every = [pattern(r, size, turn, device) for r in range(world)]
-    mine, total, part = every[rank], torch.stack(every).sum(0), size // world
+    mine = every[rank]
+    total = torch.stack(every).sum(0)
+    part = size // world
     here = slice(rank * part, (rank + 1) * part)
     found = mine.clone()
     dist.all_reduce(found)

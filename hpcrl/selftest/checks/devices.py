@@ -1,4 +1,5 @@
-"""The device of every rank computes what the CPU does, and the memory that it promises holds what is written into it."""
+"""The device of every rank computes what the CPU does, and the memory that it promises holds what is written into
+it."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ def work(place: Place) -> Outcome:
     a, b = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
     numbers: dict[str, float | int | str | bool] = {"device": str(place.device)}
     for name, dtype, bound in (("fp32", torch.float32, 2e-3), ("bf16", torch.bfloat16, 2e-2)):
-        left, right = a.to(place.device, dtype), b.to(place.device, dtype)
+        left = a.to(place.device, dtype)
+        right = b.to(place.device, dtype)
         wanted = left.cpu().double() @ right.cpu().double()
         found = (left @ right).cpu().double()
         error = float((found - wanted).norm() / wanted.norm())
         numbers[f"{name}_relative_error"] = error
         if not error < bound:
-            return Outcome("failed", f"rank {place.rank}: a product in {name} is {error:.1e} off, {bound:.0e} at most", numbers)
+            return Outcome(
+                "failed", f"rank {place.rank}: a product in {name} is {error:.1e} off, {bound:.0e} at most", numbers
+            )
     total = CPU_BYTES
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
@@ -37,7 +41,9 @@ def work(place: Place) -> Outcome:
     for number, values in enumerate(pieces):
         right = torch.arange(len(values), dtype=torch.int64, device=place.device).add_(number << 40)
         if not torch.equal(values, right):
-            return Outcome("failed", f"rank {place.rank}: memory of {place.device} does not hold what was written", numbers)
+            return Outcome(
+                "failed", f"rank {place.rank}: memory of {place.device} does not hold what was written", numbers
+            )
     shown = f"{place.world} x {numbers.get('name', 'CPU')}"
     return Outcome("passed", f"{shown}: products right, {total / 2**30:.1f} GiB written and read back", numbers)
 

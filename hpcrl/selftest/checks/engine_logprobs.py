@@ -19,9 +19,14 @@ def work(directory: Path) -> Outcome:
     if not means:
         return Outcome("failed", "the run has logged no step")
     worst = max(means)
-    numbers = {"mean_absolute_difference": worst, "largest_difference": max(row[f"train/{DIFFERENCE}_max"] for row in rows)}
+    numbers = {
+        "mean_absolute_difference": worst,
+        "largest_difference": max(row[f"train/{DIFFERENCE}_max"] for row in rows),
+    }
     shown = f"{kind}: {worst:.1e} apart in the mean of a step, {numbers['largest_difference']:.1e} at most; {BOUND[kind]:g} is allowed"
     return Outcome("passed" if worst <= BOUND[kind] else "failed", shown, numbers)
 
 
-CHECK = Check("trainer and engine agree on log-probs", 90, "launcher", work, ("torch", "megatron.core", "vllm", "transformers"))
+CHECK = Check(
+    "trainer and engine agree on log-probs", 90, "launcher", work, ("torch", "megatron.core", "vllm", "transformers")
+)

@@ -13,11 +13,19 @@ def work(directory: Path) -> Outcome:
     if not rows:
         return Outcome("failed", "the run has logged no step")
     last = rows[-1]
-    numbers = {"seconds": last["perf/update_weights_time"], "bytes": last["perf/update_weights_bytes"], "updates": len(rows) + 1}
+    numbers = {
+        "seconds": last["perf/update_weights_time"],
+        "bytes": last["perf/update_weights_bytes"],
+        "updates": len(rows) + 1,
+    }
     shown = f"{len(rows) + 1} updates, every tensor compared; the last took {numbers['seconds']:.2f} s"
     return Outcome("passed", shown, numbers)
 
 
 CHECK = Check(
-    "an engine holds the weights that were sent", 80, "launcher", work, ("torch", "megatron.core", "vllm", "transformers")
+    "an engine holds the weights that were sent",
+    80,
+    "launcher",
+    work,
+    ("torch", "megatron.core", "vllm", "transformers"),
 )

@@ -1,7 +1,9 @@
-"""Two processes of this node hand a buffer of the GPU's from one to the other by CUDA IPC, as --weight-transfer ipc does.
+"""Two processes of this node hand a buffer of the GPU's from one to the other by CUDA IPC, as --weight-transfer ipc
+does.
 
-The other process is this module, started with `python -m`: it opens the buffer once, and each time that it is told to, compares all of
-it with what must be there by then; at the end it measures how fast it copies out of it, beside a copy of its own memory.
+The other process is this module, started with `python -m`: it opens the buffer once, and each time that it is told to,
+compares all of it with what must be there by then; at the end it measures how fast it copies out of it, beside a copy
+of its own memory.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def hand_over(device: torch.device, size: int) -> Outcome:
             block.buffer.view(torch.int64).copy_(pattern(turn, size, device))
             settle(memory, LIMIT)
             if not other.ask({"turn": turn})["same"]:
-                return Outcome("failed", f"what was written in turn {turn} is not what the other process reads", {"turn": turn})
+                return Outcome(
+                    "failed", f"what was written in turn {turn} is not what the other process reads", {"turn": turn}
+                )
         rates = other.ask({"turn": None})
     finally:
         other.end()
@@ -146,7 +150,9 @@ def work(place: Place) -> Outcome:
     return hand_over(place.device, BYTES)
 
 
-CHECK = Check("a process reads what another wrote into the GPU's memory (--weight-transfer ipc)", 65, "alone", work, ("torch",))
+CHECK = Check(
+    "a process reads what another wrote into the GPU's memory (--weight-transfer ipc)", 65, "alone", work, ("torch",)
+)
 
 if __name__ == "__main__":
     sys.exit(main())

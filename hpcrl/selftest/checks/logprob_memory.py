@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 GPU = {"rows": (8 * 1024, 32 * 1024), "vocabulary": 152_064, "hidden": 1024}
 CPU = {"rows": (2 * 1024, 8 * 1024), "vocabulary": 4096, "hidden": 32}
-PIECES = 3.5  #: copies of a piece's logits that are held at once, float32: logits, what softmax keeps, gradient, and slack
+PIECES = (
+    3.5  #: copies of a piece's logits that are held at once, float32: logits, what softmax keeps, gradient, and slack
+)
 CHECKED = 32  #: rows compared with float64
 
 
@@ -26,7 +28,9 @@ def work(place: Place) -> Outcome:
     chunk = Options.model_fields["log_probs_chunk_size"].default
     chunk = chunk if chunk > 0 else 1024
     numbers: dict[str, Number] = {"chunk_rows": chunk, "vocabulary": sizes["vocabulary"]}
-    bound = 4 * sizes["vocabulary"] * (PIECES * chunk + sizes["hidden"])  # with a gradient of the weight on its way to the sum
+    bound = (
+        4 * sizes["vocabulary"] * (PIECES * chunk + sizes["hidden"])
+    )  # with a gradient of the weight on its way to the sum
     peaks = []
     for rows in sizes["rows"]:
         torch.manual_seed(0)
@@ -46,7 +50,8 @@ def whole(sizes: dict) -> str:
 
 
 def measure(device: torch.device, rows: int, vocabulary: int, hidden: int, chunk: int) -> tuple[int, float, float]:
-    """(bytes at the peak beyond inputs and their gradients, seconds, largest relative error of some rows' log-probs)."""
+    """(bytes at the peak beyond inputs and their gradients, seconds, largest relative error of some rows'
+    log-probs)."""
     import torch
 
     from hpcrl.trainer.step.token_logprobs import Vocabulary, tokens_of
@@ -54,7 +59,8 @@ def measure(device: torch.device, rows: int, vocabulary: int, hidden: int, chunk
     states = torch.randn(rows, 1, hidden, device=device, requires_grad=True)
     weight = (0.1 * torch.randn(vocabulary, hidden, device=device)).requires_grad_()
     labels = torch.randint(0, vocabulary, (rows,), device=device)
-    weight.grad, states.grad = torch.zeros_like(weight), torch.zeros_like(states)
+    weight.grad = torch.zeros_like(weight)
+    states.grad = torch.zeros_like(states)
     before, begun = _peak(device, restart=True), time.monotonic()
     found = tokens_of(states, labels, lambda h: (h @ weight.T).squeeze(1), Vocabulary(vocabulary), 0.8, chunk)
     (found.logprobs + 0.1 * found.entropy).sum().backward()

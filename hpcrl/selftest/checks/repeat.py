@@ -28,8 +28,12 @@ def work(place: Place) -> Outcome:
     if all(torch.equal(before[name], first[name]) for name in before):
         return Outcome("failed", f"{STEPS} steps changed no weight")
     if other := [name for name in first if not torch.equal(first[name], second[name])]:
-        return Outcome("failed", f"{len(other)} of {len(first)} weights differ between two runs of the same steps: {other[0]}")
-    return Outcome("passed", f"{STEPS} optimizer steps, twice: all {len(first)} weights the same bits", {"steps": STEPS})
+        return Outcome(
+            "failed", f"{len(other)} of {len(first)} weights differ between two runs of the same steps: {other[0]}"
+        )
+    return Outcome(
+        "passed", f"{STEPS} optimizer steps, twice: all {len(first)} weights the same bits", {"steps": STEPS}
+    )
 
 
 def trained(policy: Any) -> dict[str, torch.Tensor]:

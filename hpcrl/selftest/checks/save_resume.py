@@ -1,4 +1,5 @@
-"""A run that was stopped and resumed goes on with the same bits as one that was not stopped, over all GPUs of the host."""
+"""A run that was stopped and resumed goes on with the same bits as one that was not stopped, over all GPUs of the
+host."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def work(directory: Path) -> Outcome:
             "failed", f"stopped after {before} steps; step {wrong} has {other[wrong]} instead of {one[wrong]}", numbers
         )
     return Outcome(
-        "passed", f"stopped after {before} of {STEPS} steps and resumed: losses and gradient norms the same bits", numbers
+        "passed",
+        f"stopped after {before} of {STEPS} steps and resumed: losses and gradient norms the same bits",
+        numbers,
     )
 
 

@@ -1,8 +1,8 @@
 """Weights that are sent are finished: vLLM's producer copies on streams of its own, and knows nothing of ours.
 
-Its own code is used where vLLM is installed, and a copy on another stream where it is not.  The wait that hpcrl makes before
-it must bring the finished tensor every time; that without it a stale one can be sent is reported, as a measure of whether
-this GPU would show the fault at all.
+Its own code is used where vLLM is installed, and a copy on another stream where it is not.  The wait that hpcrl makes
+before it must bring the finished tensor every time; that without it a stale one can be sent is reported, as a measure
+of whether this GPU would show the fault at all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def stale(waits: bool, send: Callable[[torch.Tensor, Recorder], Any]) -> int:
 
     factor, wrong = torch.randn(SIZE, SIZE, device="cuda"), 0
     for _ in range(TRIALS):
-        group, tensor = Recorder(), torch.zeros(BYTES, dtype=torch.uint8, device="cuda")
+        group = Recorder()
+        tensor = torch.zeros(BYTES, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         for _ in range(10):
             factor @ factor  # what a gather queues before the tensor is written

@@ -45,7 +45,8 @@ def work(place: Place) -> Outcome:
     gpu = place.device.type == "cuda"
     path = make_model(place.directory / "model")
     policy = trainer_model.load(trainer_model.alone_options(path, gpu, megatron={"use_distributed_optimizer": False}))
-    rows, grads = trainer_model.logits(policy), trainer_model.gradients(policy)
+    rows = trainer_model.logits(policy)
+    grads = trainer_model.gradients(policy)
     wanted_rows, wanted_grads = reference(path, torch.float32)
     if grads.keys() != wanted_grads.keys():
         return Outcome("failed", f"other parameters: {', '.join(sorted(grads.keys() ^ wanted_grads.keys())[:3])}")
@@ -54,7 +55,10 @@ def work(place: Place) -> Outcome:
     bounds = EXACT
     if gpu:
         their_rows, their_grads = reference(path, torch.bfloat16)
-        theirs = {"logits": apart(their_rows, wanted_rows), "gradients": apart(joined(their_grads), joined(wanted_grads))}
+        theirs = {
+            "logits": apart(their_rows, wanted_rows),
+            "gradients": apart(joined(their_grads), joined(wanted_grads)),
+        }
         bounds = {name: MARGIN * error + 2**-9 for name, error in theirs.items()}
     numbers = {f"{name}_relative_error": error for name, error in errors.items()}
     numbers |= {f"{name}_bound": bound for name, bound in bounds.items()}

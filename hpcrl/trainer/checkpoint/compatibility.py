@@ -23,7 +23,8 @@ MEND = "is it a checkpoint of --hf-checkpoint's model?"
 
 
 def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> None:
-    """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model but `spare`.
+    """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model but
+    `spare`.
 
     request: a state dict of Megatron's sharded tensors; what layers keep beside their weights is taken out of it where
     the checkpoint has none, because every kind of layer keeps something else.

@@ -37,8 +37,8 @@ PLAIN = (bool, int, float, str, list, tuple, type(None))
 def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
     """The arguments with which Megatron-LM would have made this checkpoint, as far as a reader asks for them.
 
-    policy: hpcrl.trainer.megatron.model.Policy.  `world_size` is left out on purpose: Megatron-LM then expects no state of its own
-    fault detection, which we do not keep.
+    policy: hpcrl.trainer.megatron.model.Policy.  `world_size` is left out on purpose: Megatron-LM then expects no state
+    of its own fault detection, which we do not keep.
     """
     config = policy.config
     values = {name: getattr(config, name) for name in SAME if isinstance(getattr(config, name, None), PLAIN)}

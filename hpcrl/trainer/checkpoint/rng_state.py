@@ -25,7 +25,8 @@ def as_object(ranks: Ranks) -> ShardedObject:
         "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    shape, offset = (ranks.pp_size, ranks.tp_size), (ranks.pp_rank, ranks.tp_rank)
+    shape = (ranks.pp_size, ranks.tp_size)
+    offset = (ranks.pp_rank, ranks.tp_rank)
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return ShardedObject("rng_state", [mine], shape, offset, replica_id=replica)
 

@@ -53,8 +53,9 @@ __all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "sav
 RECORD = "hpcrl.json"
 #: the output layer, of which a critic has another kind
 HEAD = ("output_layer.weight", "output_layer.bias")
-#: optimizer state that any data-parallel size can read (Megatron's name for it), gathered over gloo on the first data-parallel rank:
-#: over NCCL it would take the GPU 12 bytes of a parameter more than training does (memory/checkpoint.py counts what it takes)
+#: optimizer state that any data-parallel size can read (Megatron's name for it), gathered over gloo on the first
+#: data-parallel rank: over NCCL it would take the GPU 12 bytes of a parameter more than training does
+#: (memory/checkpoint.py counts what it takes)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -80,7 +81,12 @@ def nothing(_: Path) -> None:
 
 
 def save(
-    policy: Policy, ranks: Ranks, directory: Path, position: Position, run_id: str, also: Callable[[Path], None] = nothing
+    policy: Policy,
+    ranks: Ranks,
+    directory: Path,
+    position: Position,
+    run_id: str,
+    also: Callable[[Path], None] = nothing,
 ) -> Path:
     """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written.
 
@@ -114,7 +120,8 @@ def told(final: Path) -> Iterator[None]:
         hint = f"{error.hint}; the" if error.hint else "the"
         free, space = "", ""
         if storage.lacks_space(error.what, final.parent, _still_needed(final)):
-            free, space = f" ({(storage.free(final.parent) or 0) / 1e6:.1f} MB are free there)", "free space and "
+            free = f" ({(storage.free(final.parent) or 0) / 1e6:.1f} MB are free there)"
+            space = "free space and "
         raise HpcrlError(
             f"checkpoint {final} was not saved: {error.what}{free}",
             f"{hint} previous checkpoint is untouched: {space}use --resume",
@@ -162,8 +169,8 @@ def make_directory(directory: Path, ranks: Ranks) -> None:
 def write(state: dict[str, Any], beside: Path) -> None:
     """Write `state` into an empty directory; collective.
 
-    HpcrlError, the same on all ranks, if any could not; one that fails in the middle of Megatron's work raises it alone, and the
-    others end with it.
+    HpcrlError, the same on all ranks, if any could not; one that fails in the middle of Megatron's work raises it
+    alone, and the others end with it.
     """
     request = plan(state, beside)
     agree(lambda: write_here(request))
@@ -177,7 +184,9 @@ def plan(state: dict[str, Any], beside: Path) -> Any:
         get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )  # what data-parallel ranks hold alike is divided among them
     how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": True}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17, where another is the default
+    if (
+        "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    ):  # since 0.17, where another is the default
         how["async_strategy"] = "mcore"
     return agree_in_step(lambda: dist_checkpointing.save(state, str(beside), strategy, **how))
 
@@ -210,8 +219,8 @@ def settle(beside: Path, final: Path, name: str) -> None:
 def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
     """Go on from a checkpoint of ours, saved in whatever layout; collective.
 
-    run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the checkpoint
-    is damaged or does not fit the model, naming tensor or file.
+    run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the
+    checkpoint is damaged or does not fit the model, naming tensor or file.
     """
     record = broadcast_json(agree(lambda: _record(path, run_id), ranks.rank == 0))
     load_state(policy, ranks, path)
@@ -238,13 +247,16 @@ def _instead(path: Path) -> str:
 
 
 def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
-    """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours; collective.  DataError likewise."""
+    """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours; collective.  DataError
+    likewise."""
     cpu_shim.before_load(policy.optimizer)
     stored = open_whole(path, ranks)
     request = everything(policy, ranks, Position(), loading=True)
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
         del request["rng_state"]
-    optimizer = [{k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"} for leaf in _leaves(request["optimizer"])]
+    optimizer = [
+        {k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"} for leaf in _leaves(request["optimizer"])
+    ]
     state = read(request, stored, policy)
     _fill(policy, state)
     policy.optimizer.load_state_dict(_as_chained(state["optimizer"], optimizer))
@@ -286,7 +298,8 @@ def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tupl
         return agree_in_step(lambda: dist_checkpointing.load(request, str(stored.path), strategy))
     except HpcrlError as error:
         raise HpcrlError(
-            f"{stored.path} does not load into this model: {error.what}", "is it a checkpoint of --hf-checkpoint's model?"
+            f"{stored.path} does not load into this model: {error.what}",
+            "is it a checkpoint of --hf-checkpoint's model?",
         ) from error
 
 
@@ -305,7 +318,9 @@ def _record(path: Path, run_id: str | None) -> dict[str, Any]:
             f"{path / RECORD} cannot be read: {error}", _instead(path) or "--load starts from the weights alone"
         ) from error
     if run_id not in (None, known["run_id"]):
-        raise HpcrlError(f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights")
+        raise HpcrlError(
+            f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights"
+        )
     return known
 
 
@@ -340,7 +355,9 @@ def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: boo
 def weights(policy: Policy) -> dict[str, Any]:
     """The model alone, with what a reader asks for beside it; under model, or of virtual stages model0, model1, ..."""
     many = len(policy.modules) > 1
-    model = {f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)}
+    model = {
+        f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)
+    }
     for part in model.values() if policy.value_head else ():
         for name in HEAD:
             if name in part:  # Megatron takes it for rows of the vocabulary, which may be padded
@@ -369,15 +386,17 @@ def _leaves(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
 def _as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
     """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
 
-    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group takes
-    its numbers (learning rate, weight decay, step) from a stored one of the same kind.
+    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group
+    takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
     """
     leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
     stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]
     parts = []
     for i, part in enumerate(own):
         for group in part["optimizer"]["param_groups"]:
-            same = [g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))]
+            same = [
+                g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))
+            ]
             keep = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
             group.update({k: v for k, v in (same or stored)[0].items() if k not in keep})
         tensors = loaded[i] if len(own) > 1 else loaded

@@ -63,12 +63,17 @@ class Saver:
         options: Options,
         also: Callable[[Path], None] = save_load.nothing,
     ) -> None:
-        self.policy, self.ranks, self.directory, self.run_id, self.options = policy, ranks, directory, run_id, options
+        self.policy = policy
+        self.ranks = ranks
+        self.directory = directory
+        self.run_id = run_id
+        self.options = options
         self.also = also
         self.pending: PendingSave | None = None
 
     def save(self, position: Position, *, wait: bool = False) -> Path:
-        """Save now, or begin to (--async-save and not wait); an earlier save is finished first.  HpcrlError if it fails."""
+        """Save now, or begin to (--async-save and not wait); an earlier save is finished first.  HpcrlError if it
+        fails."""
         self.finish()
         if self.options.async_save and not wait:
             return self._begin(position)
@@ -77,7 +82,8 @@ class Saver:
         return path
 
     def poll(self) -> Path | None:
-        """Commit the pending checkpoint if every rank has written its part: its path then, else None.  HpcrlError if it failed."""
+        """Commit the pending checkpoint if every rank has written its part: its path then, else None.  HpcrlError if it
+        failed."""
         if self.pending is None:
             return None
         writer = self.pending.writer
@@ -89,7 +95,8 @@ class Saver:
         """Wait for the pending checkpoint; DeadlineError after --distributed-timeout-minutes."""
         if self.pending is None:
             return None
-        minutes, path = self.options.distributed_timeout_minutes, self.pending.final
+        minutes = self.options.distributed_timeout_minutes
+        path = self.pending.final
         deadline = time.monotonic() + 60 * minutes
 
         def wait() -> None:
@@ -118,7 +125,8 @@ class Saver:
         return final
 
     def _commit(self) -> Path:
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         with save_load.told(pending.final):
             agree(pending.writer.hand_over if pending.writer else lambda: None)
             for finalize in pending.finalize:  # gathers what was written where, and writes .metadata
@@ -138,7 +146,9 @@ class CheckpointWriter:
     def __init__(self, request: Any) -> None:
         write, (rank, buckets, self.results) = request.async_fn, request.async_fn_args
         if request.preload_fn is not None:
-            buckets = request.preload_fn()  # GPU tensors into host memory; those on the CPU are shared until one side writes
+            buckets = (
+                request.preload_fn()
+            )  # GPU tensors into host memory; those on the CPU are shared until one side writes
         context = multiprocessing.get_context("fork")
         self.mine, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=_write, args=(write, rank, buckets, theirs), daemon=False)
@@ -171,7 +181,8 @@ class CheckpointWriter:
 
 
 def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connection) -> None:
-    """In the forked process: write, and send what Megatron's writer says.  It and its children die with the trainer rank."""
+    """In the forked process: write, and send what Megatron's writer says.  It and its children die with the trainer
+    rank."""
     die_with_parent(forks=True)  # Megatron forks again, one process for each file
     results: queue.Queue[Any] = queue.Queue()
     try:

@@ -2,8 +2,8 @@
 
     DIR/iter_0000020/reference/     a torch_dist checkpoint of weights alone
 
-Invariant: written before the checkpoint that holds it gets its name, in the dtype that the run keeps it in; read into any
-layout.
+Invariant: written before the checkpoint that holds it gets its name, in the dtype that the run keeps it in; read into
+any layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path
 
 
 def load_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.  DataError as `load_weights`."""
+    """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.  DataError as
+    `load_weights`."""
     stored = save_load.open_whole(directory, policy.ranks)
     state = save_load.read(_request(policy, values), stored, policy)
     return {name: state[model][key] for name, (model, key) in _places(policy, values).items()}

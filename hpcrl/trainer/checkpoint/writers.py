@@ -1,7 +1,8 @@
-"""Writing what Megatron has planned of a checkpoint: it forks a process for each file (a later release has threads), and would wait
-for ever for one that is killed.
+"""Writing what Megatron has planned of a checkpoint: it forks a process for each file (a later release has threads),
+and would wait for ever for one that is killed.
 
-Invariant: who waits for such processes hears within a second that one was killed, and by what; one that fails says so itself.
+Invariant: who waits for such processes hears within a second that one was killed, and by what; one that fails says so
+itself.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.trouble.memory import MemoryWatch
 
 AGAIN = 0.5  #: seconds between two looks for an ended process whose signal has not ended the wait
-WAITING = (os.path.dirname(multiprocessing.__file__) + os.sep, selectors.__file__)  #: whose code waits for such processes
+WAITING = (
+    os.path.dirname(multiprocessing.__file__) + os.sep,
+    selectors.__file__,
+)  #: whose code waits for such processes
 
 
 def write_here(request: Any) -> None:
-    """Write this rank's part of a checkpoint: what Megatron's AsyncRequest asks for, if anything.  HpcrlError if a writer is killed."""
+    """Write this rank's part of a checkpoint: what Megatron's AsyncRequest asks for, if anything.  HpcrlError if a
+    writer is killed."""
     if request.async_fn is None:
         return
     arguments = list(request.async_fn_args)
@@ -41,9 +46,10 @@ def write_here(request: Any) -> None:
 def killed_writers_told() -> Iterator[None]:
     """Raise HpcrlError, out of whatever is being waited for, as soon as a process that was started in here is killed.
 
-    A signal's handler raises it, which Python runs in the main thread alone: elsewhere nothing is looked after.  It raises out of the
-    code of multiprocessing only: what Python calls around a fork swallows an exception, and a lock of logging would stay held.  So the
-    signal is sent again while an ended process has not been waited for, which also ends a wait that began just after the first one.
+    A signal's handler raises it, which Python runs in the main thread alone: elsewhere nothing is looked after.  It
+    raises out of the code of multiprocessing only: what Python calls around a fork swallows an exception, and a lock of
+    logging would stay held.  So the signal is sent again while an ended process has not been waited for, which also
+    ends a wait that began just after the first one.
     """
     main = threading.main_thread()
     if threading.current_thread() is not main:

@@ -5,11 +5,12 @@
     state.put_away_weights()     # the device holds nothing of them any more
     state.come_back()
 
-What moves is the memory under the tensors (`UntypedStorage.resize_`, as Megatron's own offloading of its buffers does), so that
-every view of it, Megatron's flat buffers included, is the same tensor afterwards.
+What moves is the memory under the tensors (`UntypedStorage.resize_`, as Megatron's own offloading of its buffers does),
+so that every view of it, Megatron's flat buffers included, is the same tensor afterwards.
 
 Invariants: weights and optimizer come back bit for bit; gradients come back as zeros, which every optimizer step begins
-with; memory that several tensors share moves once; host memory is pinned where there is a GPU, and kept from turn to turn.
+with; memory that several tensors share moves once; host memory is pinned where there is a GPU, and kept from turn to
+turn.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
 
 #: what belongs to a parameter beside its values
-GRADIENTS, COPIES = ("grad", "main_grad", "decoupled_grad"), ("main_param",)
+GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+COPIES = ("main_param",)
 
 
 class Parked:
     """Memory of the device and its place on the host.  empty: what was there need not be kept."""
 
     def __init__(self, memory: torch.UntypedStorage, empty: bool) -> None:
-        self.memory, self.size, self.empty, self.away = memory, memory.nbytes(), empty, False
+        self.memory = memory
+        self.size = memory.nbytes()
+        self.empty = empty
+        self.away = False
         self._host: torch.UntypedStorage | None = None
 
     def leave(self) -> None:
@@ -72,14 +77,16 @@ class DeviceState:
         for policy in self._policies:
             if odd := next((name for name, value in weights(policy).items() if type(value) is not torch.Tensor), None):
                 raise UsageError(
-                    f"{odd} is no plain tensor, and cannot be put away", "leave out fp8_param, or give --no-offload-train"
+                    f"{odd} is no plain tensor, and cannot be put away",
+                    "leave out fp8_param, or give --no-offload-train",
                 )
 
     def put_away_rest(self) -> None:
         """Gradients and optimizer leave the device."""
         for policy in self._policies:
             policy.optimizer.zero_grad()  # those that its full-precision copies have
-        held, gradients = _memory(_weights(self._policies)), _memory(_gradients(self._policies))
+        held = _memory(_weights(self._policies))
+        gradients = _memory(_gradients(self._policies))
         optimizer = _memory(_optimizer(self._policies))
         there = held.keys() | gradients.keys() | optimizer.keys()
         self._parked = {key: parked for key, parked in self._parked.items() if key in there}

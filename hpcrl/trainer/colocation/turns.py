@@ -6,8 +6,8 @@
     turns.give_back(publish)     # gradients and optimizer away, engines' weights awake, `publish`, weights away, engines awake
 
 Invariants: every step of the hand-over is allowed by `hpcrl.handover` on this rank, in every engine and in the rollout
-process, or the run ends; no rank goes on before all have done their part; who gives up memory hears of it before whoever
-takes it.
+process, or the run ends; no rank goes on before all have done their part; who gives up memory hears of it before
+whoever takes it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,30 @@ T = TypeVar("T")
 
 
 class Turns:
-    """One rank's part in the hand-over; every method is collective.  DeadlineError or PeerError if an engine does not come up."""
+    """One rank's part in the hand-over; every method is collective.  DeadlineError or PeerError if an engine does not
+    come up."""
 
     def __init__(self, context: RoleContext) -> None:
         self._options = context.options
         patience = context.options.engine_start_timeout + SLACK
         self._fleet: Fleet = fleet_of(context.rundir, context.plan, context.options.update_timeout, patience)
-        self._mine, self._state = HandOver("the trainer", ENGINES_UP), DeviceState(())
-        self._driver, self._client, self._together = False, None, _nobody
+        self._mine = HandOver("the trainer", ENGINES_UP)
+        self._state = DeviceState(())
+        self._driver = False
+        self._client = None
+        self._together = _nobody
         self.seconds = 0.0  #: that the last round of the hand-over took, without what was done in it
 
     def begin(self, driver: bool, together: Callable[[], None]) -> None:
-        """The trainer's turn: engines that are up sleep.  driver: this rank speaks for all; together: waits for all ranks."""
-        self._driver, self._together = driver, together
+        """The trainer's turn: engines that are up sleep.  driver: this rank speaks for all; together: waits for all
+        ranks."""
+        self._driver = driver
+        self._together = together
         self._tell(Event.TAKE)
 
     def use(self, policies: Sequence[Policy], client: QueueClient | None) -> None:
-        """What leaves the GPUs between turns, and how the driver reaches the rollout process, which begins in our turn."""
+        """What leaves the GPUs between turns, and how the driver reaches the rollout process, which begins in our
+        turn."""
         self._client = client
         if self._options.offloads_train:
             self._state = DeviceState(policies)

@@ -74,23 +74,34 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
 def rope_fusion(given: Mapping[str, Any], model: Mapping[str, Any], machine: Machine) -> bool:
     """Whether the rotary embedding is fused where the user does not say.
 
-    Megatron's fused kernel for packed sequences rotates the two halves of a head, and leaves unread that a model rotates
-    neighbouring columns: UsageError if the user asks for it there.
+    Megatron's fused kernel for packed sequences rotates the two halves of a head, and leaves unread that a model
+    rotates neighbouring columns: UsageError if the user asks for it there.
     """
     interleaved = bool(model.get("rotary_interleaved"))
     if interleaved and given.get("apply_rope_fusion"):
-        _refuse("apply_rope_fusion", True, "for packed sequences it rotates halves of a head, this model neighbouring columns")
+        _refuse(
+            "apply_rope_fusion",
+            True,
+            "for packed sequences it rotates halves of a head, this model neighbouring columns",
+        )
     return machine.engine and not interleaved
 
 
 def check_replay(given: Mapping[str, Any], flag: str) -> None:
-    """UsageError if the user's settings have a router that does not ask whose choice of experts is replayed; flag: for which."""
+    """UsageError if the user's settings have a router that does not ask whose choice of experts is replayed; flag: for
+    which."""
     if given.get("moe_router_fusion"):
-        _refuse("moe_router_fusion", True, f"Transformer Engine's fused router replays no choice of experts, as {flag} wants")
+        _refuse(
+            "moe_router_fusion",
+            True,
+            f"Transformer Engine's fused router replays no choice of experts, as {flag} wants",
+        )
     kinds = given.get("moe_router_load_balancing_type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind in ("sinkhorn", "quantile_balancing"):
-            _refuse("moe_router_load_balancing_type", kind, f"that router replays no choice of experts, as {flag} wants")
+            _refuse(
+                "moe_router_load_balancing_type", kind, f"that router replays no choice of experts, as {flag} wants"
+            )
 
 
 def _combinations(given: Mapping[str, Any], machine: Machine) -> None:
@@ -109,7 +120,9 @@ def _need(machine: Machine, name: str, value: Any, part: str) -> None:
         also = f" and {part}" if part else ""
         raise UsageError(f"{as_flag(name, value)} cannot be done without CUDA{also}", "leave it out on a CPU")
     if not machine.has(part):
-        raise UsageError(f"{as_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out")
+        raise UsageError(
+            f"{as_flag(name, value)} needs {part}, which is not installed here", "install it, or leave the flag out"
+        )
 
 
 def _refuse(name: str, value: Any, why: str) -> NoReturn:

@@ -71,15 +71,23 @@ def install() -> None:
 
 def _quiet() -> None:
     """Silence what Megatron says on every rank and nobody can act upon."""
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # Megatron's collectives
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+    )  # Megatron's collectives
     warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
     warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
-    warnings.filterwarnings("ignore", "If you are using transformer_engine as the transformer impl", UserWarning)  # recompute
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)  # its zero_grad
+    warnings.filterwarnings(
+        "ignore", "If you are using transformer_engine as the transformer impl", UserWarning
+    )  # recompute
+    warnings.filterwarnings(
+        "ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning
+    )  # its zero_grad
     warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
     saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
-    saving.addFilter(lambda record: "async save is deprecated" not in record.getMessage())  # the other is no part of Megatron
+    saving.addFilter(
+        lambda record: "async save is deprecated" not in record.getMessage()
+    )  # the other is no part of Megatron
 
 
 def _quiet_on_cpu() -> None:
@@ -118,14 +126,17 @@ def _torch_cuda_is_the_cpu() -> None:
     """
     import torch
 
-    cuda, cpu, nothing = torch.cuda, torch.device("cpu"), _Nothing()
+    cuda = torch.cuda
+    cpu = torch.device("cpu")
+    nothing = _Nothing()
     cuda.current_device = lambda: cpu  # buffers, p2p, embeddings, router: device=torch.cuda.current_device()
     for name in ("synchronize", "empty_cache", "set_device"):  # p2p, checkpoint writer
         setattr(cuda, name, lambda *_, **__: None)
     for name in ("current_stream", "default_stream"):  # DDP, token dispatcher
         setattr(cuda, name, lambda *_, **__: nothing)
     cuda.stream = lambda _: contextlib.nullcontext()
-    cuda.Stream, cuda.Event = type("Stream", (_Nothing,), {}), type("Event", (_Nothing,), {})
+    cuda.Stream = type("Stream", (_Nothing,), {})
+    cuda.Event = type("Event", (_Nothing,), {})
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # model_parallel_cuda_manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.Tensor.cuda = lambda self, *_, **__: self  # tied embeddings over pipeline stages
@@ -135,7 +146,8 @@ def _torch_cuda_is_the_cpu() -> None:
 
 
 def _megatron_on_cpu() -> None:
-    """Retarget the literals, and replace the functions that have no CPU meaning or are wrong without Transformer Engine."""
+    """Retarget the literals, and replace the functions that have no CPU meaning or are wrong without Transformer
+    Engine."""
     import torch
 
     from hpcrl.trainer.megatron import packed_rope as rope_functions
@@ -225,7 +237,8 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def _router_repair() -> None:
-    """Up to 0.16 the router names te_general_gemm whether or not Transformer Engine is there: NameError in every MoE forward."""
+    """Up to 0.16 the router names te_general_gemm whether or not Transformer Engine is there: NameError in every MoE
+    forward."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -267,10 +280,11 @@ def _torch_adams(optimizer: Any) -> Iterator[Any]:
 
 
 def before_load(optimizer: Any) -> None:
-    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a step.
+    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a
+    step.
 
-    So it does of an Adam without parameters, such as the experts' in a pipeline stage whose layers are all dense: that one
-    gets the step of the rank's others, beside no tensor.
+    So it does of an Adam without parameters, such as the experts' in a pipeline stage whose layers are all dense: that
+    one gets the step of the rank's others, beside no tensor.
     """
     import torch
 

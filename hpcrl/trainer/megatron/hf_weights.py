@@ -46,8 +46,8 @@ EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
     """Fill the model from the safetensors of a Hugging Face directory; collective, every rank reads its own part.
 
-    progress: what shows how far it is, such as report.progress.track.  DataError, the same on all ranks, names the tensors that are missing,
-    in excess, of another shape or no floats, or the file that cannot be read.
+    progress: what shows how far it is, such as report.progress.track.  DataError, the same on all ranks, names the
+    tensors that are missing, in excess, of another shape or no floats, or the file that cannot be read.
     """
     with ExitStack() as stack:
         files = Files(Path(directory), stack)
@@ -62,7 +62,8 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
 
 
 def _check_wide(files: Files) -> None:
-    """DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is left of them."""
+    """DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is left of
+    them."""
     if scaled := sorted(name for name in files.where if name.endswith((".weight_scale", ".weight_scale_inv"))):
         raise DataError(
             f"{files.directory} holds quantised weights ({scaled[0]}), from which training cannot start",
@@ -73,16 +74,24 @@ def _check_wide(files: Files) -> None:
 
 def _check_names(policy: Policy, files: Files) -> None:
     held, expected = set(files.where), _expected(policy)
-    missing, extra = expected - held, {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
+    missing = expected - held
+    extra = {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
     if missing or extra:
-        texts = [f"{what} {_some(sorted(names))}" for what, names in (("lacks", missing), ("holds in excess", extra)) if names]
-        raise DataError(f"{files.directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?")
+        texts = [
+            f"{what} {_some(sorted(names))}"
+            for what, names in (("lacks", missing), ("holds in excess", extra))
+            if names
+        ]
+        raise DataError(
+            f"{files.directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?"
+        )
 
 
 def _check_shapes(policy: Policy, files: Files) -> None:
     wrong = []
     for held in _table(policy):
-        rule, full = held.rule, CUTS[held.rule.kind].full(held.shape, _shapes(policy, held.rule))
+        rule = held.rule
+        full = CUTS[held.rule.kind].full(held.shape, _shapes(policy, held.rule))
         for name, wanted in zip(rule.hf, full, strict=True):
             found = files.slice(name)
             if tuple(found.get_shape()) != wanted:
@@ -120,7 +129,9 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _collect(policy: Policy, held: Held, parameter: torch.Tensor | None) -> list[torch.Tensor]:
     """The tensors of one rule, on rank 0; elsewhere their likes on "meta"."""
-    rank, cut, shapes = policy.ranks.rank, CUTS[held.rule.kind], _shapes(policy, held.rule)
+    rank = policy.ranks.rank
+    cut = CUTS[held.rule.kind]
+    shapes = _shapes(policy, held.rule)
     if rank:
         if rank in held.owners:
             _exchange(dist.isend, [(parameter.detach().contiguous(), 0)])
@@ -164,7 +175,9 @@ def _table(policy: Policy) -> list[Held]:
     ranks, mine = policy.ranks, _own(policy)
     rules = [rule for _, rule in policy.family.tensors(policy.hf_config)]
     sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
-    numbers = torch.full((len(rules), 4 + ranks.world), -1, dtype=torch.int32)  # dtype, dimensions, rows, columns, part of each
+    numbers = torch.full(
+        (len(rules), 4 + ranks.world), -1, dtype=torch.int32
+    )  # dtype, dimensions, rows, columns, part of each
     for row, rule in zip(numbers, rules, strict=True):
         if rule.megatron not in mine:
             continue
@@ -181,7 +194,9 @@ def _table(policy: Policy) -> list[Held]:
             continue
         key = (size, *parts)
         if key not in groups:
-            groups[key] = tuple(tuple(rank for rank, part in enumerate(parts) if part == number) for number in range(size))
+            groups[key] = tuple(
+                tuple(rank for rank, part in enumerate(parts) if part == number) for number in range(size)
+            )
         if () in groups[key]:
             raise HpcrlError(f"no rank holds part {groups[key].index(())} of {rule.megatron}")
         found.append(Held(rule, (rows, columns)[:dims], DTYPES[dtype], groups[key]))
@@ -239,7 +254,8 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
 
 
 def _in_whole_model(module: GPTModel, name: str, ranks: Ranks) -> str:
-    """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP rank."""
+    """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP
+    rank."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return name

@@ -5,8 +5,8 @@
         ...                                  # the policy's modules hold the second set, the host memory the first
     reference.follow()                       # the policy becomes the second set
 
-Invariants: the two sets change places bit for bit; that costs PIECE bytes on the device, whatever the size of the model; the
-optimizer, its full-precision copies and the random numbers are not touched.
+Invariants: the two sets change places bit for bit; that costs PIECE bytes on the device, whatever the size of the
+model; the optimizer, its full-precision copies and the random numbers are not touched.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PIECE = 16 * 2**20
 class HostWeights:
     """This rank's part of a second set of weights.
 
-    fill: puts the second set into the policy's modules, which are as they were when this returns; without it the set is a
-    copy of the policy's.  average: the second set moves towards the policy only in part, which needs it in fp32 beside the
-    dtype of the weights.  UsageError if the weights are quantised.
+    fill: puts the second set into the policy's modules, which are as they were when this returns; without it the set is
+    a copy of the policy's.  average: the second set moves towards the policy only in part, which needs it in fp32
+    beside the dtype of the weights.  UsageError if the weights are quantised.
     """
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:

@@ -4,11 +4,11 @@
     load_hf(policy, directory)          # or checkpoint.load: a built model holds no weights yet
     logits = policy.chunks[-1](ids, positions, None, packed_seq_params=packed)   # [1, t, vocabulary / TP] on the last stage
 
-A rank holds one chunk of consecutive layers, or with virtual pipeline stages several: chunk i of every pipeline rank comes
-before chunk i + 1 of any.
+A rank holds one chunk of consecutive layers, or with virtual pipeline stages several: chunk i of every pipeline rank
+comes before chunk i + 1 of any.
 
-Invariant: all of the architecture comes from config.json of --hf-checkpoint; a model that an own function makes (--custom-model-provider-path)
-has the same parameters, or loading it says which it has not.
+Invariant: all of the architecture comes from config.json of --hf-checkpoint; a model that an own function makes
+(--custom-model-provider-path) has the same parameters, or loading it says which it has not.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ PROVIDER = "custom_model_provider_path"
 
 @dataclass(frozen=True)
 class Policy:
-    """chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage; config: their TransformerConfig.
+    """chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage; config: their
+    TransformerConfig.
 
-    hf_config: config.json.  optimizer and scheduler: Megatron's; the schedule counts optimizer steps.  value_head: it is a
-    critic, whose output layer gives one number for each row.
+    hf_config: config.json.  optimizer and scheduler: Megatron's; the schedule counts optimizer steps.  value_head: it
+    is a critic, whose output layer gives one number for each row.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -92,12 +93,14 @@ class NoOptimizer:
 def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head: bool = False) -> Policy:
     """The model of --hf-checkpoint's config.json, without weights, on this rank's device; collective.
 
-    trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).  value_head:
-    a critic; its head is 0 until weights are loaded, and no other part of it has anything to do with the vocabulary's size.
+    trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).
+    value_head: a critic; its head is 0 until weights are loaded, and no other part of it has anything to do with the
+    vocabulary's size.
 
     The config says calculate_per_token_loss: a loss function returns (sum, count, report) of its micro-batch, Megatron
     sums gradients over micro-batches, DP and CP and divides them by the sum of all counts, whatever is counted.
-    UsageError if the layout does not divide the model or a Megatron setting does not fit; DataError for a bad config.json.
+    UsageError if the layout does not divide the model or a Megatron setting does not fit; DataError for a bad
+    config.json.
     """
     if options.hf_checkpoint is None:
         raise UsageError("--hf-checkpoint is not given", "name a Hugging Face model directory")
@@ -113,7 +116,9 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     settings = resolve_settings(options, fields, {**gpt, **family.facts, **sizes})
     check_layout(options, settings.transformer)
     if not trainable:
-        settings.transformer["perform_initialization"] = False  # every weight comes from a file, and no gradient is taken
+        settings.transformer["perform_initialization"] = (
+            False  # every weight comes from a file, and no gradient is taken
+        )
     config = construct(TransformerConfig, settings.transformer)
     stages = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)  # some of Megatron asks here, some the config
@@ -125,7 +130,9 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     if options.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if not trainable:
-        return Policy(tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks, value_head)
+        return Policy(
+            tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks, value_head
+        )
     return replace(_wrap(modules, config, family, hf_config, settings, options, ranks), value_head=value_head)
 
 
@@ -138,8 +145,8 @@ def _module(
     ranks: Ranks,
     stage: int | None,
 ) -> Any:
-    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).  HpcrlError names an own function that
-    makes something else."""
+    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).  HpcrlError names an
+    own function that makes something else."""
     last = config.virtual_pipeline_model_parallel_size
     ends = {
         "pre_process": ranks.first_stage and stage in (None, 0),
@@ -168,7 +175,8 @@ def _module(
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding: the next multiple of TP, and no more (padding rows would take part in a careless softmax)."""
+    """Rows of the embedding: the next multiple of TP, and no more (padding rows would take part in a careless
+    softmax)."""
     return -(-vocab_size // tp_size) * tp_size
 
 
@@ -192,7 +200,9 @@ def _wrap(
     ddp = construct(DistributedDataParallelConfig, settings.ddp)
     # as Megatron-LM: buckets only for the first chunk, whose gradients come last
     with refusals("its DistributedDataParallel"):
-        chunks = [DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)]
+        chunks = [
+            DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)
+        ]
     optimizer = make_optimizer(chunks, settings.optimizer)
     scheduler = make_scheduler(optimizer, options)
     config.finalize_model_grads_func = finalize_model_grads

@@ -28,7 +28,8 @@ def make_optimizer(chunks: list[Any], values: dict[str, Any]) -> MegatronOptimiz
 def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
     """Clip the gradients, whose norm over all ranks is `norm`, to --clip-grad and step; False if the optimizer refuses.
 
-    For gradients after `prepare_grads()`: what Megatron's own `step()` does, without preparing and measuring them again.
+    For gradients after `prepare_grads()`: what Megatron's own `step()` does, without preparing and measuring them
+    again.
     """
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(leaf, "is_stub_optimizer", False) or leaf.config.clip_grad <= 0:
@@ -40,8 +41,8 @@ def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
 
 
 def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant or down to --min-lr, over --lr-decay-iters; weight decay constant or growing over the whole run, as
-    in Megatron-LM.
+    """Linear warm-up, then constant or down to --min-lr, over --lr-decay-iters; weight decay constant or growing over
+    the whole run, as in Megatron-LM.
 
     Options that `check_options` has let pass.
     """

@@ -4,8 +4,9 @@
         model(tokens, ...)               # as ever, but without logits
     logits = head.logits(head.hidden)    # or of a part of the rows, as often as wanted
 
-A prompt's rows, and padding, need no logits, and at a vocabulary of 150 000 the logits of all other rows are the largest
-tensors of a step.  Invariant: logits and gradients are those of the whole output, whose other rows nobody looks at.
+A prompt's rows, and padding, need no logits, and at a vocabulary of 150 000 the logits of all other rows are the
+largest tensors of a step.  Invariant: logits and gradients are those of the whole output, whose other rows nobody looks
+at.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 @dataclass
 class Head:
-    """hidden: [r, 1, hidden size], what goes into the output layer at the rows, with its gradient; None where there is none."""
+    """hidden: [r, 1, hidden size], what goes into the output layer at the rows, with its gradient; None where there is
+    none."""
 
     model: GPTModel
     hidden: torch.Tensor | None = None
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size].  Collective over TP in backward.
+        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size].  Collective over TP in
+        backward.
 
         weight: another than the output layer's own.
         """
@@ -40,7 +43,8 @@ class Head:
 
 @contextmanager
 def apart(model: GPTModel, rows: torch.Tensor) -> Iterator[Head]:
-    """Inside, `model` gives logits of no row; its head then has the hidden states of `rows` (int64 [r], which of the t).
+    """Inside, `model` gives logits of no row; its head then has the hidden states of `rows` (int64 [r], which of the
+    t).
 
     Under sequence parallelism a rank has only a part of the rows until the layer gathers them: they are gathered before
     it, and the layer takes them as it does without.  A chunk without an output layer is left alone.
@@ -69,7 +73,8 @@ def apart(model: GPTModel, rows: torch.Tensor) -> Iterator[Head]:
 @contextmanager
 def _whole_rows(layer: Any) -> Iterator[Any]:
     """The output layer as it is where every rank has all rows."""
-    split, layer.sequence_parallel = layer.sequence_parallel, False
+    split = layer.sequence_parallel
+    layer.sequence_parallel = False
     try:
         yield layer
     finally:

@@ -1,4 +1,5 @@
-"""Which attention and norms a model gets, and our own for packed, context-parallel sequences without Transformer Engine.
+"""Which attention and norms a model gets, and our own for packed, context-parallel sequences without Transformer
+Engine.
 
 Megatron's local DotProductAttention refuses packed sequences and context parallelism, its torch norm refuses sequence
 parallelism.  Ours is torch's scaled_dot_product_attention over the buckets that `thd.plan` makes.
@@ -42,9 +43,10 @@ def boundaries(bounds: torch.Tensor, ends: tuple[int, ...], longest: int) -> Bou
 
     bounds: int32 [sequences + 1], 0 and where each ends; ends: the same on the host; longest: rows of the longest.
 
-    Without `cu_seqlens_*_padded`, by which Transformer Engine would tell padding from tokens: it then has no FlashAttention 2
-    and no attention of its own left, and in deterministic mode on an H100 none at all for long sequences.  Padding may be
-    taken for tokens: it lies behind them, where causal attention never looks, and nothing is trained on it.
+    Without `cu_seqlens_*_padded`, by which Transformer Engine would tell padding from tokens: it then has no
+    FlashAttention 2 and no attention of its own left, and in deterministic mode on an H100 none at all for long
+    sequences.  Padding may be taken for tokens: it lies behind them, where causal attention never looks, and nothing is
+    trained on it.
     """
     return Boundaries("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, ends=ends)
 
@@ -58,8 +60,11 @@ def use_flash_attention(query: torch.Tensor) -> bool:
     return query.is_cuda and half and importlib.util.find_spec("flash_attn") is not None
 
 
-def block_spec(config: TransformerConfig, adapt: Adapt | None = None, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this (virtual) pipeline stage: Transformer Engine's where installed, else Megatron's with our attention and norm.
+def block_spec(
+    config: TransformerConfig, adapt: Adapt | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this (virtual) pipeline stage: Transformer Engine's where installed, else Megatron's with our
+    attention and norm.
 
     adapt: a family's change to a layer's spec, called with (spec, norm class, config).
     """
@@ -90,7 +95,8 @@ def _replace_norms(submodules: Any) -> None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm whose weight carries the `sequence_parallel` mark, so that its gradient is summed over TP ranks."""
+    """torch's RMSNorm whose weight carries the `sequence_parallel` mark, so that its gradient is summed over TP
+    ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -115,10 +121,13 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group, self.plans = groups.cp, plans
+        self.cp_group = groups.cp
+        self.plans = plans
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        assert dropout == 0.0 and config.softmax_type == "vanilla" and config.window_size is None, "refused by settings.py"
+        assert dropout == 0.0 and config.softmax_type == "vanilla" and config.window_size is None, (
+            "refused by settings.py"
+        )
 
     def forward(
         self,

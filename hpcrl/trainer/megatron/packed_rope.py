@@ -29,7 +29,8 @@ def packed(
     cp_group: Any = None,
     mla_rotary_interleaved: bool = False,
 ) -> Any:
-    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by CP.
+    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by
+    CP.
 
     What is said of multi-latent attention has one name up to Megatron-core 0.18, and another from 0.19 on.
     """

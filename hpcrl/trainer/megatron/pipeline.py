@@ -18,8 +18,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 
-LAYERS, STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+LAYERS = "--num-layers-per-virtual-pipeline-stage"
+STAGES = "--num-virtual-stages-per-pipeline-rank"
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
 OVERLAP = "--overlap-p2p-comm"
 
 
@@ -27,16 +29,21 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
     """TransformerConfig's fields on pipeline stages.
 
     fields: of the model and the user's own; read are num_layers, the uneven stages, the layout and overlap_p2p_comm.
-    cuda: whether messages go by NCCL, else by gloo.  UsageError if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
+    cuda: whether messages go by NCCL, else by gloo.  UsageError if layers do not divide into the stages, or the user's
+    way to exchange activations would be wrong.
     """
     size = options.pipeline_model_parallel_size
     stages = _stages(options, fields)
     overlap = fields.get("overlap_p2p_comm")
     if stages is None:
         if overlap:
-            raise UsageError(f"{OVERLAP} overlaps the messages of virtual pipeline stages", f"give {STAGES}, or leave it out")
+            raise UsageError(
+                f"{OVERLAP} overlaps the messages of virtual pipeline stages", f"give {STAGES}, or leave it out"
+            )
         if fields.get("microbatch_group_size_per_vp_stage"):
-            raise UsageError(f"--microbatch-group-size-per-virtual-pipeline-stage has no effect without {STAGES}", "leave it out")
+            raise UsageError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage has no effect without {STAGES}", "leave it out"
+            )
         overlap = False
     else:
         overlap = True if overlap is None else overlap
@@ -53,18 +60,20 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
         "overlap_p2p_comm": overlap,
         "batch_p2p_comm": not overlap,
         "variable_seq_lengths": size > 1,  # packed micro-batches differ in length
-        # As Megatron-LM: an activation that was sent is not needed any more.  But the messages of virtual stages may still
-        # be under way then: a CUDA stream keeps the order, gloo would send what has taken the activation's place.
+        # As Megatron-LM: an activation that was sent is not needed any more.  But the messages of virtual stages may
+        # still be under way then: a CUDA stream keeps the order, gloo would send what has taken the activation's place.
         "deallocate_pipeline_outputs": size > 1 and (stages is None or cuda),
     }
 
 
 def _stages(options: Options, fields: Mapping[str, Any]) -> int | None:
     """Virtual stages of one pipeline rank; None for one."""
-    size, layers = options.pipeline_model_parallel_size, fields["num_layers"]
+    size = options.pipeline_model_parallel_size
+    layers = fields["num_layers"]
     # the embedding, or the output layer, may take the place of a layer
     layers += sum(bool(fields.get(f"account_for_{what}_in_pipeline_split")) for what in ("embedding", "loss"))
-    per_stage, stages = options.num_layers_per_virtual_pipeline_stage, options.num_virtual_stages_per_pipeline_rank
+    per_stage = options.num_layers_per_virtual_pipeline_stage
+    stages = options.num_virtual_stages_per_pipeline_rank
     uneven = [name for name in (FIRST, LAST) if fields.get(name)]
     if layout := fields.get("pipeline_model_parallel_layout"):
         if per_stage or stages or uneven:
@@ -91,7 +100,8 @@ def _of_layout(layout: Any, size: int) -> int | None:
 
 
 def _check_cut(layers: int, size: int, stages: int, fields: Mapping[str, Any]) -> None:
-    """UsageError unless each pipeline rank's layers, and those of uneven first and last ones, divide into the stages."""
+    """UsageError unless each pipeline rank's layers, and those of uneven first and last ones, divide into the
+    stages."""
     flags = {FIRST: "--decoder-first-pipeline-num-layers", LAST: "--decoder-last-pipeline-num-layers"}
     rest, ranks = layers, size
     for name, flag in flags.items():

@@ -57,7 +57,9 @@ def resolve_settings(
     machine: on which the model will be trained (None: this one).
     """
     machine = machine or Machine.here()
-    settled = gather_table("megatron", options.megatron, "[megatron]")  # names that a machine without Megatron took as they were
+    settled = gather_table(
+        "megatron", options.megatron, "[megatron]"
+    )  # names that a machine without Megatron took as they were
     given = {name: _coerced(name, value) for name, value in check_model_args(settled, model, gpt).items()}
     capabilities.check_capabilities(given, _dataclass_defaults(), machine)
     if flag := replay_flag(options):
@@ -105,7 +107,8 @@ def _defaults(machine: Machine, given: Mapping[str, Any]) -> dict[str, Any]:
         "use_cpu_initialization": False,
         "cuda_graph_scope": [],  # the default is deprecated, and says so on every rank
         "grad_reduce_in_fp32": True,  # Megatron-LM turns it on for bf16
-        "check_for_nan_in_grad": False,  # it ends one rank with a traceback; step/train_batch.py checks the norm on all, and names the step
+        # it ends one rank with a traceback; step/train_batch.py checks the norm on all, and names the step
+        "check_for_nan_in_grad": False,
         "use_distributed_optimizer": True,
         "optimizer": "adam",
         "decoupled_weight_decay": True,
@@ -139,7 +142,8 @@ def _fixed(options: Options) -> dict[str, Any]:
         "hidden_dropout": 0.0,  # with dropout a token's log-prob would not be a fact of the weights
         "attention_dropout": 0.0,
         "deterministic_mode": options.deterministic_mode,
-        "calculate_per_token_loss": True,  # gradients are summed over DP and CP, then divided by the counts the loss returns
+        # gradients are summed over DP and CP, then divided by the counts the loss returns
+        "calculate_per_token_loss": True,
         # the weights come from a file, but only initialization marks them as split over TP, and without the mark the
         # gradient norm leaves out the parts of all TP ranks but the first
         "perform_initialization": True,

@@ -1,4 +1,5 @@
-"""Packed sequences: which rows a rank holds, which keys each may see, how to batch them, and attention over them.  Pure.
+"""Packed sequences: which rows a rank holds, which keys each may see, how to batch them, and attention over them.
+Pure.
 
 A packed micro-batch is a row of tokens; `cu` [0, end of sequence 1, end of sequence 2, ...] counts them over all
 context-parallel (CP) ranks, padding included.  Under CP every sequence is cut into 2 x CP chunks and rank r holds
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 
 #: measured on one core for heads x head size = 128, in microseconds: one attention call, one row, one (query, key) pair
-CALL, ROW, PAIR = 150.0, 1.5, 0.018
+CALL = 150.0
+ROW = 1.5
+PAIR = 0.018
 
 
 def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -30,7 +33,9 @@ def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     bounds = torch.as_tensor(cu, dtype=torch.int64)
     starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
     if (rest := lengths % (2 * cp_size)).any():
-        raise ValueError(f"a sequence of {int(lengths[rest > 0][0])} rows cannot be cut into {2 * cp_size} equal chunks")
+        raise ValueError(
+            f"a sequence of {int(lengths[rest > 0][0])} rows cannot be cut into {2 * cp_size} equal chunks"
+        )
     chunk = lengths // (2 * cp_size)
     pieces = torch.stack([starts + cp_rank * chunk, bounds[1:] - (cp_rank + 1) * chunk], dim=1).flatten()
     sizes = chunk.repeat_interleave(2)
@@ -73,7 +78,8 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Segment:
-    """Query rows [start, start + length) of this rank, which see the first `keys` - `length` + i + 1 rows of a sequence."""
+    """Query rows [start, start + length) of this rank, which see the first `keys` - `length` + i + 1 rows of a
+    sequence."""
 
     start: int
     length: int
@@ -126,7 +132,8 @@ def group(found: Sequence[Segment], width: int) -> list[list[Segment]]:
 def plan(
     cu: tuple[int, ...], width: int, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu"
 ) -> AttentionPlan:
-    """How to compute causal attention of packed rows; keys are rows of all CP ranks' parts laid end to end, rank by rank."""
+    """How to compute causal attention of packed rows; keys are rows of all CP ranks' parts laid end to end, rank by
+    rank."""
     key_rows = _key_rows(cu, cp_size)
     rows = cu[-1] // cp_size
     places = torch.empty(rows, dtype=torch.int64)
@@ -134,7 +141,8 @@ def plan(
     for members in group(segments(cu, cp_size, cp_rank), width):
         lengths = torch.tensor([s.length for s in members])[:, None]
         keys = torch.tensor([s.keys for s in members])[:, None]
-        i, j = torch.arange(int(lengths.max()))[None], torch.arange(int(keys.max()))[None]
+        i = torch.arange(int(lengths.max()))[None]
+        j = torch.arange(int(keys.max()))[None]
         starts = torch.tensor([s.start for s in members])[:, None]
         real = i < lengths
         queries = torch.where(real, starts + i, 0)
@@ -143,7 +151,9 @@ def plan(
         mask = None if cp_size == 1 else (j[:, None] <= torch.where(real, i + keys - lengths, 0)[..., None])[:, None]
         places[queries[real]] = offset + torch.arange(real.numel()).view_as(real)[real]
         offset += real.numel()
-        buckets.append(LengthBucket(queries.to(device), sources.to(device), mask.to(device) if mask is not None else None))
+        buckets.append(
+            LengthBucket(queries.to(device), sources.to(device), mask.to(device) if mask is not None else None)
+        )
     return AttentionPlan(tuple(buckets), places.to(device))
 
 
@@ -180,7 +190,9 @@ def _key_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:
 # ---- attention
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
     """query [t, heads, d], key and value [all ranks' t, groups, d] -> [t, heads, d], as `plan` batches it."""
     shared = query.size(1) != key.size(1)
     outputs = []

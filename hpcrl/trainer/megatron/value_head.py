@@ -1,7 +1,7 @@
 """A critic's output layer: one number for each row, in place of one for each token of the vocabulary.
 
-Invariant: every tensor-parallel rank holds the same head and computes the same values and gradients, so nothing of it is
-added up over them.
+Invariant: every tensor-parallel rank holds the same head and computes the same values and gradients, so nothing of it
+is added up over them.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ def all_true(mine: bool, group: dist.ProcessGroup) -> bool:
 def may_be_echo(error: BaseException) -> bool:
     """Whether an error may come from a collective whose other ranks are gone or late: by its class, whatever it says.
 
-    NCCL, the stores and torch's own checks raise kinds of DistError; gloo raises RuntimeError itself (torch 2.13), where
-    torch's other errors mostly have classes of their own.  torch.save's do not, but name the source file of its archives.
+    NCCL, the stores and torch's own checks raise kinds of DistError; gloo raises RuntimeError itself (torch 2.13),
+    where torch's other errors mostly have classes of their own.  torch.save's do not, but name the source file of its
+    archives.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     of_gloo = type(error) is RuntimeError and "inline_container.cc" not in str(error)
@@ -105,8 +106,9 @@ def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
 def agree_in_step(action: Callable[[], Any]) -> Any:
     """Run `action`, a library's collective function, on all ranks; its result.
 
-    What torch has told every rank already (CheckpointException) they all raise as `agree` does.  Any other error is this rank's
-    alone and raised at once: the others may wait for it in the middle of `action`, and end as this rank's connections do.
+    What torch has told every rank already (CheckpointException) they all raise as `agree` does.  Any other error is
+    this rank's alone and raised at once: the others may wait for it in the middle of `action`, and end as this rank's
+    connections do.
     """
     result, told = None, None
     try:

@@ -17,8 +17,8 @@ from hpcrl.processors import SYSTEM, bind_beside
 def cuda_is_there(visible: str | None) -> bool:
     """Whether to compute on GPUs.
 
-    visible: CUDA_VISIBLE_DEVICES.  UsageError, with torch's own reason, if it names GPUs, torch is a CUDA build, and yet
-    none can be used, as with too old a driver: the run would go on, a thousand times slower.
+    visible: CUDA_VISIBLE_DEVICES.  UsageError, with torch's own reason, if it names GPUs, torch is a CUDA build, and
+    yet none can be used, as with too old a driver: the run would go on, a thousand times slower.
     """
     if torch.cuda.is_available():
         return True

@@ -64,7 +64,8 @@ class Ranks:
 def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
 
-    store: where the ranks meet, kept by the caller (default: as torchrun's environment says, where strangers may come too).
+    store: where the ranks meet, kept by the caller (default: as torchrun's environment says, where strangers may come
+    too).
 
     UsageError if the world is not what the options ask for, or there are GPUs that torch cannot use; HpcrlError if
     torchrun's variables are missing.
@@ -121,11 +122,16 @@ def shutdown() -> None:
 
 
 def check_world(options: Options, world: int) -> None:
-    """UsageError unless `world` ranks is what the options ask for and the layouts of the model and its experts divide it."""
+    """UsageError unless `world` ranks is what the options ask for and the layouts of the model and its experts divide
+    it."""
     if world != options.world_size:
-        asked = f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {options.actor_num_gpus_per_node}"
+        asked = (
+            f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {options.actor_num_gpus_per_node}"
+        )
         raise UsageError(f"{asked} asks for {options.world_size} trainer ranks, torchrun started {world}")
-    tp, pp, cp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size, options.context_parallel_size
+    tp = options.tensor_model_parallel_size
+    pp = options.pipeline_model_parallel_size
+    cp = options.context_parallel_size
     if world % (tp * pp * cp):
         raise UsageError(
             f"{world} trainer ranks cannot be divided into --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
@@ -139,7 +145,8 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
 
     fields: Megatron's TransformerConfig fields of the model (`Family.transformer`), with the user's own.
     """
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    tp = options.tensor_model_parallel_size
+    pp = options.pipeline_model_parallel_size
     columns = [("num_attention_heads", "attention heads")]
     if not all(fields.get("moe_layer_freq") or [0]):
         columns.append(("ffn_hidden_size", "MLP columns"))
@@ -150,8 +157,14 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
             raise UsageError(f"--tensor-model-parallel-size {tp} does not divide the model's {fields[name]} {what}")
     groups = fields["num_query_groups"]
     if groups % tp and tp % groups:
-        raise UsageError(f"--tensor-model-parallel-size {tp} and the model's {groups} key-value heads do not divide one another")
-    uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
+        raise UsageError(
+            f"--tensor-model-parallel-size {tp} and the model's {groups} key-value heads do not divide one another"
+        )
+    uneven = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
     if fields["num_layers"] % pp and not any(fields.get(name) for name in uneven):
         raise UsageError(
             f"--pipeline-model-parallel-size {pp} does not divide the model's {fields['num_layers']} layers",
@@ -163,10 +176,12 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
 def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
     """UsageError unless the model's experts can be cut as the options ask, and Megatron adds up all of their gradients.
 
-    With EP 1 Megatron takes the experts' parameters for ordinary ones and reduces their gradients over data-parallel ranks
-    only; if each tensor-parallel rank holds whole experts, for its own tokens, their gradients are never added.
+    With EP 1 Megatron takes the experts' parameters for ordinary ones and reduces their gradients over data-parallel
+    ranks only; if each tensor-parallel rank holds whole experts, for its own tokens, their gradients are never added.
     """
-    tp, ep, etp = options.tensor_model_parallel_size, options.expert_model_parallel_size, options.expert_tensor_size
+    tp = options.tensor_model_parallel_size
+    ep = options.expert_model_parallel_size
+    etp = options.expert_tensor_size
     experts = fields.get("num_moe_experts")
     if not experts:
         if ep > 1:
@@ -182,7 +197,9 @@ def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
         raise UsageError(f"--expert-model-parallel-size {ep} does not divide the model's {experts} experts")
     columns = fields["moe_ffn_hidden_size"]
     if columns % etp:
-        what = "--expert-tensor-parallel-size" + ("" if options.expert_tensor_parallel_size else " (by default that of TP)")
+        what = "--expert-tensor-parallel-size" + (
+            "" if options.expert_tensor_parallel_size else " (by default that of TP)"
+        )
         raise UsageError(f"{what} {etp} does not divide the model's {columns} columns of an expert")
     if tp > 1 and not options.sequence_parallel:
         raise UsageError(
@@ -199,7 +216,8 @@ def _variable(name: str) -> int:
 
 
 def _seed(seed: int, ranks: Ranks) -> None:
-    """Megatron-LM's rule: pipeline stages differ, tensor-parallel ranks differ where they must, data-parallel ones are alike."""
+    """Megatron-LM's rule: pipeline stages differ, tensor-parallel ranks differ where they must, data-parallel ones are
+    alike."""
     seed += 100 * ranks.pp_rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -208,6 +226,7 @@ def _seed(seed: int, ranks: Ranks) -> None:
 
 
 def _deterministic() -> None:
-    """Same input, same bits: only algorithms that torch knows to be so.  start/environment.py has told the libraries."""
+    """Same input, same bits: only algorithms that torch knows to be so.  start/environment.py has told the
+    libraries."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,5 @@
-"""Gathering and reduce-scattering pieces of unequal length, which gloo refuses: experts that several ranks share need both.
+"""Gathering and reduce-scattering pieces of unequal length, which gloo refuses: experts that several ranks share need
+both.
 
 Invariant: results and the order of the sums are the same on every rank.
 """

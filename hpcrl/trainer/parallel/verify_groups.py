@@ -29,4 +29,6 @@ def verify(options: Options, rank: int) -> None:
         mine = next(group for group in groups if rank in group)
         built = sorted(dist.get_process_group_ranks(found[kind]))
         if built != mine:
-            raise HpcrlError(f"rank {rank} is in {kind} group {built}, the plan says {mine}", "which Megatron-core is installed?")
+            raise HpcrlError(
+                f"rank {rank} is in {kind} group {built}, the plan says {mine}", "which Megatron-core is installed?"
+            )

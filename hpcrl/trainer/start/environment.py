@@ -1,7 +1,7 @@
 """The environment of trainer ranks, from the options and the plan.  Imports no torch: it must be set before that.
 
-Invariants: gloo and NCCL talk over the plan's network, never over whatever interface the host's name leads to; which GPUs
-there are, the process that started us has said already (launch/host.py).
+Invariants: gloo and NCCL talk over the plan's network, never over whatever interface the host's name leads to; which
+GPUs there are, the process that started us has said already (launch/host.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hpcrl.processors import cores
 from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
 from hpcrl.run.role import RoleContext, say
 
-#: where torch's flight recorder puts what it knows of NCCL's collectives when one takes too long (the rank's number is added), by its
-#: name and its elder one
+#: where torch's flight recorder puts what it knows of NCCL's collectives when one takes too long (the rank's number is
+#: added), by its name and its elder one
 DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
@@ -32,5 +32,6 @@ def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
 
 
 def cpu_threads(options: Options, count: int, ranks: int) -> int:
-    """Threads of one of `ranks` ranks that share `count` cores: --trainer-threads, or its share where the CPU does Adam's work."""
+    """Threads of one of `ranks` ranks that share `count` cores: --trainer-threads, or its share where the CPU does
+    Adam's work."""
     return max(options.trainer_threads, count // ranks if options.megatron.get("optimizer_cpu_offload") else 1)

@@ -75,7 +75,9 @@ def _wait(device: torch.device) -> None:
 
 def join(seconds: float, port_file: Path | None = None) -> torch.device:
     """Form the group that the environment names, within `seconds`; the device of this rank."""
-    rank, ranks, wait = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    wait = timedelta(seconds=seconds)
     store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, port_file, seconds)
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -43,8 +43,8 @@ def open_store(context: RoleContext) -> StoreServer:
 def connect(context: RoleContext) -> KeyedStore:
     """The store, seen from here.
 
-    DeadlineError if the first process does not come up in --launch-timeout, counted twice, since it may still be importing
-    torch.
+    DeadlineError if the first process does not come up in --launch-timeout, counted twice, since it may still be
+    importing torch.
     """
     found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
     keys = client_keys(context.rundir, 0, "ranks")
@@ -55,7 +55,9 @@ class Meeting(RendezvousHandler):
     """torchrun's view of it: one rendezvous, of as many torchruns as there are trainer hosts."""
 
     def __init__(self, context: RoleContext, number: int, run_id: str) -> None:
-        self.number, self.nodes, self.run_id = number, len(context.plan.trainer_hosts), run_id
+        self.number = number
+        self.nodes = len(context.plan.trainer_hosts)
+        self.run_id = run_id
         self.server = open_store(context) if number == 0 else None
         self.store = connect(context)
 

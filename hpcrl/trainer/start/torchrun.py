@@ -71,7 +71,8 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
         with scratch("torchrun") as logs:
             torchrun(command(context, logs))
     except SignalException as error:
-        host, name = context.plan.trainer_hosts[context.index], signal_name(error.sigval)
+        host = context.plan.trainer_hosts[context.index]
+        name = signal_name(error.sigval)
         raise ToldToEnd(
             f"host {host} was told to end by {name} (cancelled, preempted, out of time, or another host of the job lost)"
         ) from None

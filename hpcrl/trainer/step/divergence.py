@@ -1,7 +1,7 @@
 """The KL between the student's and a teacher's distribution of each row, over a vocabulary that may be cut over TP.
 
-Invariants: a column that pads the vocabulary is no token and takes part in nothing; all TP ranks get the same values; nothing
-flows back to the teacher.
+Invariants: a column that pads the vocabulary is no token and takes part in nothing; all TP ranks get the same values;
+nothing flows back to the teacher.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ Direction = Literal["reverse", "forward"]
 class TeacherRows:
     """What a teacher says of the rows of a micro-batch.
 
-    hidden: [r, 1, hidden size], in host memory, what goes into its output layer.  weight: [columns of this rank, hidden size],
-    of that layer, on the device.  direction: reverse, KL(student || teacher), or forward, KL(teacher || student).
+    hidden: [r, 1, hidden size], in host memory, what goes into its output layer.  weight: [columns of this rank, hidden
+    size], of that layer, on the device.  direction: reverse, KL(student || teacher), or forward, KL(teacher ||
+    student).
     """
 
     hidden: torch.Tensor
@@ -37,7 +38,8 @@ def divergence(
 ) -> torch.Tensor:
     """[r]: the KL (nats) of each row, both distributions at `temperature`.
 
-    logits, teacher: [r, columns of this rank], any float type, computed in float32 or wider; the gradient flows to `logits`.
+    logits, teacher: [r, columns of this rank], any float type, computed in float32 or wider; the gradient flows to
+    `logits`.
     """
     return _Divergence.apply(logits, teacher, vocabulary, temperature, direction)
 
@@ -70,7 +72,8 @@ class _Divergence(torch.autograd.Function):
             found = _total(theirs.sub_(student).mul_(q).sum(1), vocabulary)
             gradient = p.sub_(q)
         ctx.save_for_backward(gradient.div_(temperature))
-        ctx.padding, ctx.dtype = logits.size(1) - real, logits.dtype
+        ctx.padding = logits.size(1) - real
+        ctx.dtype = logits.dtype
         return found
 
     @staticmethod

@@ -1,7 +1,7 @@
 """A micro-batch as one packed row of tokens, for one rank.
 
-Row t predicts token t + 1 of its sequence, so the log-prob of a response's token p belongs to row p - 1.  Each sequence is
-padded only to what the layout needs: a multiple of 2 x CP rows, and the whole to a multiple of TP under sequence
+Row t predicts token t + 1 of its sequence, so the log-prob of a response's token p belongs to row p - 1.  Each sequence
+is padded only to what the layout needs: a multiple of 2 x CP rows, and the whole to a multiple of TP under sequence
 parallelism; never to the longest.  Under CP a rank holds its zig-zag part of every sequence.
 
 Invariants: only rows that predict an unmasked response token are listed in `rows`, so that padding and prompts cannot
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 class Packed:
     """One micro-batch on one rank: t rows, of which r are trained on, of m samples.
 
-    tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of
-    them labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
-    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of the
-    response that each sample is of, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].  bounds: int32 [m + 1], where each
-    sequence ends with its padding, over all CP ranks; ends: the same on the host; longest: rows of the longest, with padding.
-    r may be 0.
+    tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of them
+    labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
+    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of
+    the response that each sample is of, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].
+    bounds: int32 [m + 1], where each sequence ends with its padding, over all CP ranks; ends: the same on the host;
+    longest: rows of the longest, with padding. r may be 0.
 
-    Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's log-probs;
-    reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes); advantages; a critic's
-    values, before any of its steps, and the returns that it learns.
-    Filled in by its optimizer step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
+    Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's
+    log-probs; reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes);
+    advantages; a critic's values, before any of its steps, and the returns that it learns. Filled in by its optimizer
+    step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
 
-    choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded them.
+    choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded
+    them.
     """
 
     tokens: torch.Tensor
@@ -79,7 +80,9 @@ def check_batch(batch: SampleBatch, vocab_size: int) -> None:
     bare = batch.rows["response_length"] >= batch.rows["length"]
     if bare.any():
         row = batch.rows[int(bare.argmax())]
-        raise DataError(f"sample {row['index']} of group {row['group']} has no prompt: nothing predicts its first token")
+        raise DataError(
+            f"sample {row['index']} of group {row['group']} has no prompt: nothing predicts its first token"
+        )
     if len(batch.tokens) and int(batch.tokens.max()) >= vocab_size:
         raise DataError(
             f"token id {int(batch.tokens.max())} is outside the model's vocabulary of {vocab_size}",
@@ -99,7 +102,8 @@ def pack(
     padded = _padded(lengths, ranks, sequence_parallel)
     bounds = _offsets(padded)
     tokens = np.zeros(int(bounds[-1]), np.int64)
-    real, of_batch = _spans(bounds[:-1], lengths), _spans(batch.token_offsets[rows], lengths)
+    real = _spans(bounds[:-1], lengths)
+    of_batch = _spans(batch.token_offsets[rows], lengths)
     tokens[real] = batch.tokens[of_batch]
     routed = np.full(len(tokens), -1)  # which of the batch's tokens a row is
     routed[real] = of_batch
@@ -113,7 +117,9 @@ def pack(
         at[part] = np.arange(len(part))
         kept = at[places] >= 0
         places, *columns = (column[kept] for column in (at[places], *columns))
-        tokens, positions, routed = tokens[part], positions[part], routed[part]
+        tokens = tokens[part]
+        positions = positions[part]
+        routed = routed[part]
     if sequence_parallel and experts is not None:  # a router sees its TP rank's rows
         routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
     put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
@@ -133,7 +139,8 @@ def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.nd
 
 
 def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the response tokens of loss mask 1, each int64 [r]: the row that predicts it, its sample, its place in the responses.
+    """Of the response tokens of loss mask 1, each int64 [r]: the row that predicts it, its sample, its place in the
+    responses.
 
     ends: where each sample's real tokens end.  A sample is a place in `rows`.
     """

@@ -32,8 +32,8 @@ def run(
 ) -> list[Any]:
     """Megatron's schedule over the micro-batches; what `body` gave of each, on the last pipeline stage.
 
-    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.  experts: whose
-    choice of experts, and whether it is recorded; difference: where to count what a replay changes.
+    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.  experts:
+    whose choice of experts, and whether it is recorded; difference: where to count what a replay changes.
     """
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -67,7 +67,9 @@ def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -
 
 
 @torch.no_grad()
-def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed], experts: How = "own") -> list[torch.Tensor]:
+def logprobs(
+    policy: Policy, options: Options, micro_batches: Sequence[Packed], experts: How = "own"
+) -> list[torch.Tensor]:
     """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last.
 
     experts: as in `run`.
@@ -82,8 +84,8 @@ def logprobs(policy: Policy, options: Options, micro_batches: Sequence[Packed], 
 
 @torch.no_grad()
 def hidden_states(policy: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
-    """What goes into the output layer at the rows of each micro-batch, [r, 1, hidden size] in host memory; nothing on all
-    pipeline stages but the last."""
+    """What goes into the output layer at the rows of each micro-batch, [r, 1, hidden size] in host memory; nothing on
+    all pipeline stages but the last."""
 
     def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         assert head.hidden is not None
@@ -102,7 +104,8 @@ def output_weight(policy: Policy) -> torch.Tensor | None:
 
 
 def values_under(head: Head) -> torch.Tensor:
-    """A critic's values of the rows that are trained on, float32 [r]: of the state before the token that each predicts."""
+    """A critic's values of the rows that are trained on, float32 [r]: of the state before the token that each
+    predicts."""
     assert head.hidden is not None
     return head.logits(head.hidden).squeeze(1)
 

@@ -1,7 +1,7 @@
 """What must be known of every token before the first optimizer step of a rollout: log-probs, values, advantages.
 
-Invariant: all of it comes from the weights and samples as they are before any step, and is the same whatever the packing and
-the layout: an estimator sees all samples of the rollout, and whole responses.
+Invariant: all of it comes from the weights and samples as they are before any step, and is the same whatever the
+packing and the layout: an estimator sees all samples of the rollout, and whole responses.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
 class OtherWeights:
     """What stands beside the policy.
 
-    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.  critic: a
-    model of its own, trained too.
+    In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.
+    critic: a model of its own, trained too.
     """
 
     reference: HostWeights | None = None
@@ -153,7 +153,9 @@ def _teacher_column(
         found = _under(policy, options, steps, teacher)
         return to_columns(list(chain.from_iterable(steps)), found, len(share.batch.loss_mask), policy.ranks)
     if "teacher_logprobs" not in share.batch.extra:
-        raise DataError(f"the samples of rollout {share.rollout_id} bring no log-probs of a teacher, --use-opd needs them")
+        raise DataError(
+            f"the samples of rollout {share.rollout_id} bring no log-probs of a teacher, --use-opd needs them"
+        )
     return torch.tensor(share.batch.extra["teacher_logprobs"], device=policy.ranks.device)
 
 

@@ -1,7 +1,7 @@
 """What all micro-batches of all ranks report of one optimizer step, by name.
 
-Invariants: one collective, whatever the number of names; every rank adds the same numbers in the same order, so all have the
-same totals bit for bit.
+Invariants: one collective, whatever the number of names; every rank adds the same numbers in the same order, so all
+have the same totals bit for bit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _over_data(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
     every = mine.new_empty(dist.get_world_size(group) * len(mine))
     dist.all_gather_into_tensor(every, mine, group=group)
     every = every.view(-1, len(mine))
-    sums, maxima = every[:, : 1 + len(summed)].sum(0).tolist(), every[:, 1 + len(summed) :].amax(0).tolist()
+    sums = every[:, : 1 + len(summed)].sum(0).tolist()
+    maxima = every[:, 1 + len(summed) :].amax(0).tolist()
     values = dict(zip(summed, sums[1:], strict=True))
     return Totals(
         {name: values[name] for name in names[0]},
@@ -80,6 +81,8 @@ def _row(report: Report, names: list[list[str]], ranks: Ranks) -> torch.Tensor:
     parts = (report.means, report.token_means, report.maxima)
     if [list(part) for part in parts] != names:
         odd = sorted(set(chain(*parts)) ^ set(chain(*names)))
-        raise HpcrlError(f"the micro-batches of one step report different names: {', '.join(odd) or 'in another order'}")
+        raise HpcrlError(
+            f"the micro-batches of one step report different names: {', '.join(odd) or 'in another order'}"
+        )
     values = [value.detach().double().to(ranks.device) for part in parts for value in part.values()]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=ranks.device)

@@ -1,8 +1,8 @@
 """Numbers of tokens: between the packed rows of micro-batches and the whole responses of a share.
 
 A column has one number for each response token of the share's samples, in the order of its rows, prompts left out.
-Invariant: a rank's packed rows and the columns hold the same numbers; the columns are the same on all TP, CP and PP ranks of
-a data-parallel rank, and tokens that are not trained on have 0.
+Invariant: a rank's packed rows and the columns hold the same numbers; the columns are the same on all TP, CP and PP
+ranks of a data-parallel rank, and tokens that are not trained on have 0.
 """
 
 from __future__ import annotations

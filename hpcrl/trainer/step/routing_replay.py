@@ -1,14 +1,14 @@
-"""Whose experts a pass trains with: those that its own routers choose, or those that were chosen before for the same tokens,
-by the engine that sampled them (R3) or by the old policy's pass (R2).
+"""Whose experts a pass trains with: those that its own routers choose, or those that were chosen before for the same
+tokens, by the engine that sampled them (R3) or by the old policy's pass (R2).
 
 Megatron's router asks the object in its place `router_replay` for the choice.  Megatron's own object for it holds one
-micro-batch at a time, for all routers of the process, and must be told whether a call is a recomputation; ours counts: its
-schedules give every chunk of layers the micro-batches in order, forward as well as backward, and what a checkpoint will
-compute again runs without gradients the first time and with them the second.
+micro-batch at a time, for all routers of the process, and must be told whether a call is a recomputation; ours counts:
+its schedules give every chunk of layers the micro-batches in order, forward as well as backward, and what a checkpoint
+will compute again runs without gradients the first time and with them the second.
 
-Invariants: only the choice is replayed: how much each expert counts, and the gradient of that, is the router's own in every
-pass; a recomputation has the choice of its forward pass; a choice for other rows than the router sees, or a pass in which a
-router was not asked exactly once for each micro-batch, is an error.
+Invariants: only the choice is replayed: how much each expert counts, and the gradient of that, is the router's own in
+every pass; a recomputation has the choice of its forward pass; a choice for other rows than the router sees, or a pass
+in which a router was not asked exactly once for each micro-batch, is an error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ How = Literal["own", "record", "replay"]
 class Choices(Protocol):
     """The experts of one micro-batch, for the rows that this rank's routers see.
 
-    A layer is named by its place among those with experts.  A row whose experts are all the same is one of which nothing is
-    known, padding for instance.
+    A layer is named by its place among those with experts.  A row whose experts are all the same is one of which
+    nothing is known, padding for instance.
     """
 
     def of(self, layer: int) -> torch.Tensor:
@@ -47,15 +47,17 @@ class Choices(Protocol):
 class GivenChoices:
     """Those that came with the samples.
 
-    table: uint8 or uint16 [tokens of the share, layers, experts a token]; source: int64 [rows], which token of the table each
-    row is, -1: none.  Nothing is copied before a layer is asked for.
+    table: uint8 or uint16 [tokens of the share, layers, experts a token]; source: int64 [rows], which token of the
+    table each row is, -1: none.  Nothing is copied before a layer is asked for.
     """
 
     table: np.ndarray
     source: np.ndarray
 
     def of(self, layer: int) -> torch.Tensor:
-        found = np.zeros((len(self.source), self.table.shape[2]), np.uint8 if self.table.dtype == np.uint8 else np.int32)
+        found = np.zeros(
+            (len(self.source), self.table.shape[2]), np.uint8 if self.table.dtype == np.uint8 else np.int32
+        )
         known = self.source >= 0
         found[known] = self.table[self.source[known], layer]
         return torch.from_numpy(found)
@@ -77,7 +79,8 @@ class RecordedChoices:
 
 @dataclass
 class Difference:
-    """Over layers and rows with a given choice: how many there were, and of how many the router would have chosen otherwise."""
+    """Over layers and rows with a given choice: how many there were, and of how many the router would have chosen
+    otherwise."""
 
     sums: torch.Tensor
 
@@ -103,7 +106,10 @@ class Chooser:
     """
 
     def __init__(self, layer: int, batches: Sequence[Any], record: bool, difference: Difference | None) -> None:
-        self.layer, self._batches, self._record, self._difference = layer, batches, record, difference
+        self.layer = layer
+        self._batches = batches
+        self._record = record
+        self._difference = difference
         self.calls: Counter[bool] = Counter()  # without and with gradients
         self.layer_number: int | None = None  # written by Megatron, from 0.17
 
@@ -115,7 +121,8 @@ class Chooser:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores [rows, topk] of the experts that are taken, and which these are, int64), as Megatron's RouterReplay."""
+        """(scores [rows, topk] of the experts that are taken, and which these are, int64), as Megatron's
+        RouterReplay."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         choices = self._next()
@@ -124,7 +131,9 @@ class Chooser:
             return values, own
         given = choices.of(self.layer)
         if given.shape != own.shape:
-            raise HpcrlError(f"routing replay: experts of {list(given.shape)} for a router that chooses {list(own.shape)}")
+            raise HpcrlError(
+                f"routing replay: experts of {list(given.shape)} for a router that chooses {list(own.shape)}"
+            )
         given = given.to(scores.device).long()
         known = given[:, 0] != given[:, 1]
         if self._difference is not None and torch.is_grad_enabled():
@@ -148,9 +157,12 @@ def routing_of(policy: Policy) -> Routing:
 
 
 def given_experts(policy: Policy, batch: SampleBatch) -> np.ndarray:
-    """The engine's choice [tokens, layers, experts a token].  DataError unless the batch has it, and it fits the model."""
+    """The engine's choice [tokens, layers, experts a token].  DataError unless the batch has it, and it fits the
+    model."""
     if COLUMN not in batch.extra:
-        raise DataError("the samples do not say which experts the engine chose", "leave --use-rollout-routing-replay out")
+        raise DataError(
+            "the samples do not say which experts the engine chose", "leave --use-rollout-routing-replay out"
+        )
     return routing_of(policy).read(batch.extra[COLUMN])
 
 
@@ -160,8 +172,8 @@ def routed(
 ) -> Iterator[None]:
     """Within, one pass over the micro-batches takes the experts of `batch.choices`, or records them there.
 
-    batches: with an attribute `choices`; training: with a backward pass.  HpcrlError where Megatron asked otherwise than
-    once for each.
+    batches: with an attribute `choices`; training: with a backward pass.  HpcrlError where Megatron asked otherwise
+    than once for each.
     """
     if how == "own":
         yield
@@ -196,6 +208,7 @@ def _routers(policy: Policy) -> Iterator[Any]:
                 continue
             if not hasattr(router, "router_replay"):
                 raise UsageError(
-                    "routing replay: the routers of the installed Megatron-core cannot replay", "install 0.16.1 or later"
+                    "routing replay: the routers of the installed Megatron-core cannot replay",
+                    "install 0.16.1 or later",
                 )
             yield router

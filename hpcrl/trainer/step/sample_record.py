@@ -1,7 +1,7 @@
 """What the trainer made of every sample of a rollout, written beside the samples for `hpcrl samples`.
 
-Invariants: it reads what the step has computed anyway, and changes nothing; one small sum over data-parallel ranks a rollout,
-whatever the number of samples; every rank takes part in it.
+Invariants: it reads what the step has computed anyway, and changes nothing; one small sum over data-parallel ranks a
+rollout, whatever the number of samples; every rank takes part in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, mic
     sums = torch.from_numpy(_over_own(share, trainer, advantage)).to(ranks.device)
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     if ranks.rank == 0:
-        write_trained(root, share.rollout_id, _rows(share, sums.cpu().numpy(), advantage is not None, not options.learns_labels))
+        write_trained(
+            root, share.rollout_id, _rows(share, sums.cpu().numpy(), advantage is not None, not options.learns_labels)
+        )
     every = options.save_token_data
     first = ranks.tp_rank == ranks.cp_rank == ranks.pp_rank == 0
     if every and share.rollout_id % every == 0 and first:
@@ -48,8 +50,9 @@ def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, mic
 
 
 def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -> np.ndarray:
-    """float64 [n, 6] for the n samples of the table: of this share's the trained tokens, sums over them of advantage and of the
-    trainer's and the engine's log-probs and their absolute difference, and the greatest difference; 0 for the others."""
+    """float64 [n, 6] for the n samples of the table: of this share's the trained tokens, sums over them of advantage
+    and of the trainer's and the engine's log-probs and their absolute difference, and the greatest difference; 0 for
+    the others."""
     batch, mask = share.batch, share.batch.loss_mask
     differ = np.abs(trainer - batch.logprobs)
     parts: list[np.ndarray | None] = [advantage, trainer, batch.logprobs, differ]
@@ -69,11 +72,15 @@ def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -
 
 def _rows(share: Share, sums: np.ndarray, advantages: bool, sampled: bool) -> list[Trained]:
     rows = []
-    for (group, index), (tokens, *values, most) in zip(share.table[["group", "index"]].tolist(), sums.tolist(), strict=True):
+    for (group, index), (tokens, *values, most) in zip(
+        share.table[["group", "index"]].tolist(), sums.tolist(), strict=True
+    ):
         advantage, trainer, engine, differ = (value / max(tokens, 1) for value in values)
         row = Trained(group, index, int(tokens), trainer, advantage if advantages else None)
         if sampled:
-            row.engine, row.differ, row.differ_max = engine, differ, most
+            row.engine = engine
+            row.differ = differ
+            row.differ_max = most
         rows.append(row)
     return rows
 

@@ -1,9 +1,9 @@
-"""A data-parallel rank's share, from the trainer rank that fetched it to the tensor-, context- and pipeline-parallel ranks
-that train on it too.
+"""A data-parallel rank's share, from the trainer rank that fetched it to the tensor-, context- and pipeline-parallel
+ranks that train on it too.
 
-Invariants: a share is encoded once in its life, by the rollout process: what is handed on are the frames as they came from
-the queue; where nobody else needs it (TP = CP = PP = 1) nothing is handed on and no collective runs; no peer trusts the
-bytes, each decodes and checks them as the first rank did.
+Invariants: a share is encoded once in its life, by the rollout process: what is handed on are the frames as they came
+from the queue; where nobody else needs it (TP = CP = PP = 1) nothing is handed on and no collective runs; no peer
+trusts the bytes, each decodes and checks them as the first rank did.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ShareExchange:
             return
         replicas, first = _replicas(ranks, self.fetches)
         self._source = first[ranks.dp_rank]
-        # gloo: the share is in the memory of the CPU and is needed there, and NCCL would take GPU memory for its buffers
+        # gloo: the share is in the memory of the CPU and is needed there, and NCCL would take GPU memory for its
+        # buffers
         self._group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=timedelta(minutes=minutes), backend="gloo")
 
     def exchange(self, share: Share | None) -> Share | None:
@@ -90,5 +91,7 @@ def _replicas(ranks: Ranks, fetches: bool) -> tuple[list[list[int]], list[int]]:
     gathered = [torch.empty_like(mine) for _ in range(ranks.world)]
     dist.all_gather(gathered, mine)
     places = [tuple(place.tolist()) for place in gathered]
-    replicas = [[rank for rank, (number, _) in enumerate(places) if number == dp_rank] for dp_rank in range(ranks.dp_size)]
+    replicas = [
+        [rank for rank, (number, _) in enumerate(places) if number == dp_rank] for dp_rank in range(ranks.dp_size)
+    ]
     return replicas, [next(rank for rank in members if places[rank][1]) for members in replicas]

@@ -1,7 +1,7 @@
 """How old the samples of a share are when the trainer consumes them.  Pure.
 
-Invariant: no batch is trained on whose tokens lag behind the policy by more than the bound, or that is meant for another
-policy, whatever the rollout process made of it.
+Invariant: no batch is trained on whose tokens lag behind the policy by more than the bound, or that is meant for
+another policy, whatever the rollout process made of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from hpcrl.queue.share_format import Share
 
 
 def check_staleness(share: Share, version: int, bound: int | None = 0) -> None:
-    """HpcrlError if the share, or a token of it, is older than `bound` policy versions (None: any age) or newer than the trainer.
+    """HpcrlError if the share, or a token of it, is older than `bound` policy versions (None: any age) or newer than
+    the trainer.
 
     version: the trainer's policy as the share is consumed.  The error names the sample, its versions and the bound.
     """

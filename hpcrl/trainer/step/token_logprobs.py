@@ -18,8 +18,8 @@ from hpcrl.trainer.step.divergence import TeacherRows, divergence
 
 
 class Tokens(NamedTuple):
-    """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token, and the KL
-    to a teacher where there is one."""
+    """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token,
+    and the KL to a teacher where there is one."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -55,8 +55,8 @@ def tokens_of(
 ) -> Tokens:
     """`tokens` of logits(hidden), with the `divergence` to a teacher, `rows` rows at a time (0 or less: all at once).
 
-    hidden: [r, 1, hidden size]; labels: int64 [r]; logits: gives [rows, columns of this rank], under another weight if it is given
-    one.  In several pieces none keeps its logits: the backward pass computes them again.
+    hidden: [r, 1, hidden size]; labels: int64 [r]; logits: gives [rows, columns of this rank], under another weight if
+    it is given one.  In several pieces none keeps its logits: the backward pass computes them again.
     """
 
     def piece(hidden: torch.Tensor, labels: torch.Tensor, theirs: torch.Tensor | None = None) -> Tokens:
@@ -82,9 +82,9 @@ def tokens_of(
 def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float = 1.0) -> Tokens:
     """Log-prob of each label, entropy and whether the label is likeliest, under softmax(logits / temperature).
 
-    logits: [r, columns of this rank], any float type, computed in float32 or wider; labels: int64 [r].  All TP ranks get
-    the same values; gradients flow to the rank's own columns through log-probs and entropy, in one backward pass: what was
-    saved for it becomes the gradient, and a second one is torch's error.  r may be 0.
+    logits: [r, columns of this rank], any float type, computed in float32 or wider; labels: int64 [r].  All TP ranks
+    get the same values; gradients flow to the rank's own columns through log-probs and entropy, in one backward pass:
+    what was saved for it becomes the gradient, and a second one is torch's error.  r may be 0.
     """
     return Tokens(*_Softmax.apply(logits, labels, vocabulary, temperature))
 
@@ -122,7 +122,8 @@ class _Softmax(torch.autograd.Function):
         entropy = total.log() - weighted / total
         greedy = label >= 0
         ctx.save_for_backward(weights.div_(total[:, None]), index, own, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.temperature = temperature
+        ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(greedy)
         ctx.set_materialize_grads(False)
         return label - total.log(), entropy, greedy

@@ -1,7 +1,9 @@
-"""The optimizer steps of one share, of the policy and, where there is one, of the critic; the same metrics on every rank.
+"""The optimizer steps of one share, of the policy and, where there is one, of the critic; the same metrics on every
+rank.
 
-Invariants: the gradient is that of the whole batch's loss, exactly once, whatever the layout; a step that is not finite,
-or whose log-probs differ from the engine's by more than the bound, ends the run before it changes a weight of its model.
+Invariants: the gradient is that of the whole batch's loss, exactly once, whatever the layout; a step that is not
+finite, or whose log-probs differ from the engine's by more than the bound, ends the run before it changes a weight of
+its model.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoi
 
 @dataclass(frozen=True)
 class StepTotals:
-    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must agree; fresh:
-    bool, on which of the share's response tokens, those of the current policy (None: on all).
+    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must
+    agree; fresh: bool, on which of the share's response tokens, those of the current policy (None: on all).
 
-    spread: samples a response.  The loss is divided by the samples, and its weights multiplied by this: a response counts once.
+    spread: samples a response.  The loss is divided by the samples, and its weights multiplied by this: a response
+    counts once.
     """
 
     where: str
@@ -73,32 +76,31 @@ def train(
     hooks: TrainerHooks | None = None,
     version: int | None = None,
 ) -> dict[str, float]:
-    """Take all optimizer steps of `share`; collective.  record: is given it, with its micro-batches, in the end.
+    """Take all optimizer steps of `share`; collective.
 
+    record: is given it, with its micro-batches, in the end.
     version: of the policy; None: that which sampled the share.
-
     Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
     maximum, of the learning rate the last.  HpcrlError, before a weight changes, when the batch does not fit the model;
-    and naming rollout and step when loss or gradient is not finite, or when the mean absolute difference of the trainer's
-    and the engine's log-probs exceeds --max-logprob-diff.
+    and naming rollout and step when loss or gradient is not finite, or when the mean absolute difference of the
+    trainer's and the engine's log-probs exceeds --max-logprob-diff.
     """
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
     whose = routing(options)
     replay = None if whose == "own" else Difference.on(ranks.device)
-    split = policy.config.sequence_parallel
     hooks = hooks or TrainerHooks(options, {})
 
-    def pack(share: Share) -> list[list[Packed]]:
-        experts = given_experts(policy, share.batch) if whose == "engine" else None
-        return [[packing.pack(share.batch, rows, ranks, split, experts) for rows in step] for step in share.micro_batches]
+    def pack(some: Share) -> list[list[Packed]]:
+        experts = given_experts(policy, some.batch) if whose == "engine" else None
+        args = (ranks, policy.config.sequence_parallel, experts)
+        return [[packing.pack(some.batch, rows, *args) for rows in step] for step in some.micro_batches]
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
     # the policy whose log-probs stand beside the engine's: that which sampled, where its weights are kept
     beside = share.version if others.old is not None or version is None else version
-    current = torch.from_numpy(share.batch.versions == beside)
-    fresh = None if bool(current.all()) else current.to(ranks.device)
+    fresh = _sampled_under(beside, share, ranks.device)
     found: list[dict[str, float]] = []
     spreads = samples_a_response(share)
     for number, micro_batches in enumerate(steps):
@@ -125,6 +127,12 @@ def train(
     return before | _over_steps(found) | changed | times
 
 
+def _sampled_under(version: int, share: Share, device: torch.device) -> torch.Tensor | None:
+    """Which tokens of a share were sampled under that policy version, as bool on `device`; None: all."""
+    current = torch.from_numpy(share.batch.versions == version)
+    return None if bool(current.all()) else current.to(device)
+
+
 def policy_steps(options: Options, share: Share) -> int:
     """How many optimizer steps of the policy, and so policy versions, training on `share` makes."""
     return len(share.micro_batches) if steps_of(options, share.rollout_id) else 0
@@ -140,11 +148,13 @@ def _step(
     prefix: str = "",
     replay: Difference | None = None,
 ) -> dict[str, float]:
-    """One optimizer step of a model; prefix: of its metrics' names; replay: with the experts that were chosen before."""
+    """One optimizer step of a model; prefix: of its metrics' names; replay: with the experts that were chosen
+    before."""
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()
-    body, experts = partial(loss, model, options, step), "own" if replay is None else "replay"
+    body = partial(loss, model, options, step)
+    experts = "own" if replay is None else "replay"
     reports = passes.run(model, micro_batches, body, forward_only=False, experts=experts, difference=replay)
     own = sum(len(packed.rows) for packed in micro_batches)
     totals = total(reports, own, ranks)
@@ -153,14 +163,16 @@ def _step(
     metrics = _metrics(totals, options, step)
     metrics |= {"grad_norm": _update(model, step.where), "lr": model.optimizer.param_groups[0]["lr"]}
     model.scheduler.step(increment=1)
-    return {"perf/train_tokens": float(totals.tokens)} | {f"train/{prefix}{name}": value for name, value in metrics.items()}
+    return {"perf/train_tokens": float(totals.tokens)} | {
+        f"train/{prefix}{name}": value for name, value in metrics.items()
+    }
 
 
 def _update(policy: Policy, where: str) -> float:
     """The optimizer's step, with the norm of the gradient before clipping; HpcrlError instead if that is not finite.
 
-    Megatron's own step computes the norm too, but goes on whatever it is; its check for NaN sees only what one rank has,
-    and ends that rank alone.  All ranks see this norm.
+    Megatron's own step computes the norm too, but goes on whatever it is; its check for NaN sees only what one rank
+    has, and ends that rank alone.  All ranks see this norm.
     """
     policy.optimizer.prepare_grads()
     norm = float(policy.optimizer.get_grad_norm())
@@ -178,9 +190,9 @@ def _loss(
 
     The scale, exactly: Megatron leaves the sum as it is, adds the gradients of all micro-batches and (DDP then sums, it
     does not average) of all DP and CP ranks, and divides them once by the sum of all counts over micro-batches, DP and
-    CP.  So the counts need only add up to the divisor: for a mean over tokens each counts where its row lies; for a mean
-    over samples a token's weight depends on the sample's whole mask sum and a sample counts once, on CP rank 0.
-    TP ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
+    CP.  So the counts need only add up to the divisor: for a mean over tokens each counts where its row lies; for a
+    mean over samples a token's weight depends on the sample's whole mask sum and a sample counts once, on CP rank 0. TP
+    ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
     return _counted(policy, options, packed, compute_loss(_token_batch(policy, options, step, packed, head), options))
 
@@ -192,8 +204,11 @@ def counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch
 
 def samples_a_response(share: Share) -> list[float]:
     """Of every optimizer step its samples by its responses."""
-    numbers, ends = responses_of(share.table), np.cumsum(share.step_samples)
-    return [count / len(np.unique(numbers[end - count : end])) for count, end in zip(share.step_samples, ends, strict=True)]
+    numbers = responses_of(share.table)
+    ends = np.cumsum(share.step_samples)
+    return [
+        count / len(np.unique(numbers[end - count : end])) for count, end in zip(share.step_samples, ends, strict=True)
+    ]
 
 
 def _value_loss(
@@ -264,7 +279,8 @@ def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, fl
 def _bound(options: Options) -> float:
     """How far the log-probs of trainer and engine may lie apart; in a replay no bound but a given one.
 
-    The samples of a replay may have been made by other weights than these: then the difference says nothing of the numbers.
+    The samples of a replay may have been made by other weights than these: then the difference says nothing of the
+    numbers.
     """
     if options.load_debug_rollout_data is not None and options.max_logprob_diff is None:
         return math.inf

@@ -30,8 +30,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """The bits of a tensor, of the same memory; only as long as the tensor lives.
 
-    Not `tensor.numpy()`: after that its memory cannot be resized any more, and a rank that shares its GPU or host with an engine
-    puts its weights away by that.
+    Not `tensor.numpy()`: after that its memory cannot be resized any more, and a rank that shares its GPU or host with
+    an engine puts its weights away by that.
     """
     size = tensor.element_size()
     interface = {

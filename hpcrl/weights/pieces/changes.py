@@ -3,12 +3,13 @@
     count = write(new, old, item, out)          # the sender; `old` is then `new`
     read(buffer, count, elements, item)         # the receiver: (positions, values) of what changed
 
-A message has a *letter* beside its bytes: for each piece WHOLE, or how many of its elements changed.  What follows is the whole
-piece, or nothing, or: how many changed in each block of 65,536 elements (int32), where in its block each lies (uint16), and
-the new values.  One element of two bytes thus takes four, and a piece of which half has changed is sent whole.
+A message has a *letter* beside its bytes: for each piece WHOLE, or how many of its elements changed.  What follows is
+the whole piece, or nothing, or: how many changed in each block of 65,536 elements (int32), where in its block each lies
+(uint16), and the new values.  One element of two bytes thus takes four, and a piece of which half has changed is sent
+whole.
 
-Invariant: elements are compared and put back bit by bit, so what is put together is exactly what was sent; a piece takes at most as
-many bytes as it does whole.
+Invariant: elements are compared and put back bit by bit, so what is put together is exactly what was sent; a piece
+takes at most as many bytes as it does whole.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def write(new: torch.Tensor, old: torch.Tensor, item: int, out: torch.Tensor) ->
         blocks, values = -(-elements // BLOCK), words[at]
         begin = _values_at(count, elements)
         out[: 4 * blocks].view(torch.int32).copy_(torch.bincount(at >> 16, minlength=blocks))
-        out[4 * blocks : 4 * blocks + 2 * count].view(torch.int16).copy_(at & (BLOCK - 1))  # the low bits, which int16 keeps
+        out[4 * blocks : 4 * blocks + 2 * count].view(torch.int16).copy_(
+            at & (BLOCK - 1)
+        )  # the low bits, which int16 keeps
         out[begin : begin + count * item].view(words.dtype).copy_(values)
         before[at] = values
     return count

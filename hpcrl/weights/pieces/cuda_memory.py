@@ -58,8 +58,10 @@ class Runtime:
         self._library = ctypes.CDLL(path)
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
-            function.argtypes, function.restype = types, ctypes.c_int
-        self._library.cudaGetErrorString.argtypes, self._library.cudaGetErrorString.restype = (ctypes.c_int,), ctypes.c_char_p
+            function.argtypes = types
+            function.restype = ctypes.c_int
+        self._library.cudaGetErrorString.argtypes = (ctypes.c_int,)
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def _call(self, name: str, *arguments: object) -> None:
         if code := getattr(self._library, name)(*arguments):
@@ -99,7 +101,8 @@ class CudaMemory:
     """The memory of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.place = device, place_of(device)
+        self.device = device
+        self.place = place_of(device)
         self._runtime = Runtime(loaded_runtime())
 
     def allocate(self, size: int) -> Block:

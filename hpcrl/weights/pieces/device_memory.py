@@ -4,10 +4,11 @@
     block = memory.open(name, size); ...; memory.close(block)    # everybody else
     settle(memory, seconds)                                      # until the device has done what this process gave it
 
-A GPU's is cuda_memory.py.  Where there is none, HostMemory does the same with memory of the host, which is how the protocol above
-it (ipc_post.py) runs in tests.
+A GPU's is cuda_memory.py.  Where there is none, HostMemory does the same with memory of the host, which is how the
+protocol above it (ipc_post.py) runs in tests.
 
-Invariants: a name is plain bytes, of which nothing is unpickled; what was opened is not written to; no wait is for ever.
+Invariants: a name is plain bytes, of which nothing is unpickled; what was opened is not written to; no wait is for
+ever.
 """
 
 from __future__ import annotations

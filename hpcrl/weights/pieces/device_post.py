@@ -1,15 +1,16 @@
-"""Messages whose bytes lie on GPUs: those of a round go together as one group over a wire of their own, NCCL's; words go over gloo.
+"""Messages whose bytes lie on GPUs: those of a round go together as one group over a wire of their own, NCCL's; words
+go over gloo.
 
     post = DevicePost(group, me, ranks, seconds, wire)
     post.send(buffer, to, DATA); ...; post.flush()
 
-Every member starts one group for each round in which it takes part, in the order of rounds, and what two members have for
-one another is in the same group of both: so no order of groups waits for itself, however few run at a time.  A wire is
-NcclWire (nccl_wire.py), which has run on no GPU yet; the tests have one of gloo, which runs groups strictly one after another, as a
-stream does.
+Every member starts one group for each round in which it takes part, in the order of rounds, and what two members have
+for one another is in the same group of both: so no order of groups waits for itself, however few run at a time.  A wire
+is NcclWire (nccl_wire.py), which has run on no GPU yet; the tests have one of gloo, which runs groups strictly one
+after another, as a stream does.
 
-Invariants: nothing is sent before `flush`; every wait looks at the deadline and at whether somebody has left, and no call waits for
-the device; who leaves says so where all others look.
+Invariants: nothing is sent before `flush`; every wait looks at the deadline and at whether somebody has left, and no
+call waits for the device; who leaves says so where all others look.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class _Part:
     def wait(self, limit: timedelta) -> None:
         """RuntimeError at the limit, PeerError when somebody has left."""
         assert self.done is not None, "flush() comes first"
-        end, look = time.monotonic() + limit.total_seconds(), time.monotonic() + GLANCE
+        end = time.monotonic() + limit.total_seconds()
+        look = time.monotonic() + GLANCE
         while not self.done.query():
             now = time.monotonic()
             if now > end:
@@ -121,7 +123,9 @@ class DevicePost(Post):
             return super().receive(tensor, source, tag)
         return self._later(self._receives, tensor, source, f"receiving weights from {self._name(source)}")
 
-    def _later(self, found: list[tuple[torch.Tensor, int, _Part]], tensor: torch.Tensor, member: int, what: str) -> Transfer:
+    def _later(
+        self, found: list[tuple[torch.Tensor, int, _Part]], tensor: torch.Tensor, member: int, what: str
+    ) -> Transfer:
         part = _Part(self)
         found.append((tensor, member, part))
         return Transfer(part, tensor, what, self.seconds)
@@ -129,7 +133,8 @@ class DevicePost(Post):
     def flush(self) -> None:
         """Start what was collected as one group.  PeerError if the wire has failed, or was given up."""
         sends, receives = self._sends, self._receives
-        self._sends, self._receives = [], []
+        self._sends = []
+        self._receives = []
         if not sends and not receives:
             return
         if self.wire is None:
@@ -149,7 +154,8 @@ class DevicePost(Post):
             return
         with contextlib.suppress(RuntimeError):  # the store may have gone with rank 0
             self.group.store.set(LEFT, str(self.me))
-        wire, self.wire = self.wire, None
+        wire = self.wire
+        self.wire = None
         if wire is not None:
             wire.close()
         super().close()

@@ -1,12 +1,15 @@
-"""Messages whose bytes stay on the device where they were packed: workers of the same host open that memory once and copy out of it.
+"""Messages whose bytes stay on the device where they were packed: workers of the same host open that memory once and
+copy out of it.
 
     post = IpcPost(group, me, ranks, seconds, shelf=Shelf(memory))
 
-Words go over gloo as ever; of the bytes only the name of the memory does, once a meeting.  A sender says READY once its device has
-packed a message, a worker says DONE once its own has copied it (`settle`), so neither touches what the other still works on.
+Words go over gloo as ever; of the bytes only the name of the memory does, once a meeting.  A sender says READY once its
+device has packed a message, a worker says DONE once its own has copied it (`settle`), so neither touches what the other
+still works on.
 
-Invariants: nothing waits for a device longer than `seconds`; a name from the wire is checked field by field, and is bytes to the end;
-exported memory is never freed, since others may have it open: it is made once, and the next meeting uses it again.
+Invariants: nothing waits for a device longer than `seconds`; a name from the wire is checked field by field, and is
+bytes to the end; exported memory is never freed, since others may have it open: it is made once, and the next meeting
+uses it again.
 """
 
 from __future__ import annotations
@@ -119,7 +122,8 @@ class IpcPost(Post):
 
     def close(self) -> None:
         """What is still being copied when LEAVING seconds are over stays open to the end of the process."""
-        opened, self._opened = self._opened, []
+        opened = self._opened
+        self._opened = []
         with contextlib.suppress(PeerError):
             if opened:
                 settle(self.shelf.memory, LEAVING)

@@ -1,10 +1,10 @@
 """NCCL between trainer ranks and engine workers: grouped sends and receives on one stream.
 
-vLLM's own binding of NCCL is used at both ends, as --weight-update gathered does; members are named by rank 0, which tells the name
-under each engine's key.  This module has run on no GPU yet.
+vLLM's own binding of NCCL is used at both ends, as --weight-update gathered does; members are named by rank 0, which
+tells the name under each engine's key.  This module has run on no GPU yet.
 
-Invariants: groups are started on the stream on which tensors are packed and loaded, so neither waits for the other but on the device;
-nothing here waits for the device.
+Invariants: groups are started on the stream on which tensors are packed and loaded, so neither waits for the other but
+on the device; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class NcclWire:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         with torch.cuda.device(device):
-            self.device, self.communicator = device, uid_init_process_group(name, rank, world, device)
+            self.device = device
+            self.communicator = uid_init_process_group(name, rank, world, device)
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Any:
         with torch.cuda.device(self.device):  # another thread begins on GPU 0
-            stream, done = torch.cuda.current_stream(), torch.cuda.Event()
+            stream = torch.cuda.current_stream()
+            done = torch.cuda.Event()
             self.communicator.group_start()
             try:
                 for tensor, member in sends:

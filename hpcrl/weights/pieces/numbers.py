@@ -1,7 +1,8 @@
 """The elements of a piece as they are sent: in the dtype that the engines want, or as FP8 codes with their scales.
 
-Invariant: bit for bit what `hpcrl.weights.fp8` makes of the whole tensor: the largest value of a block that lies on several ranks
-is agreed among them before anything is coded, and an element's code depends on it and its block's scale alone.
+Invariant: bit for bit what `hpcrl.weights.fp8` makes of the whole tensor: the largest value of a block that lies on
+several ranks is agreed among them before anything is coded, and an element's code depends on it and its block's scale
+alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class OwnTensor:
 
 @torch.no_grad()
 def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
-    """fp32, of the shape of the scales: the largest absolute value of each block, of what this rank holds; 0 where it holds none."""
+    """fp32, of the shape of the scales: the largest absolute value of each block, of what this rank holds; 0 where it
+    holds none."""
     rows, columns = tensor.shape
     high, wide = {"block": scheme.block, "channel": (1, columns), "tensor": (rows, columns)}[scheme.strategy]
     found = tensor.parameter.new_zeros(-(-rows // high), -(-columns // wide), dtype=torch.float32)
@@ -57,7 +59,8 @@ def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
             last = min((row // high + max(1, BAND // (high * (right - left)))) * high, place.rows[1])
             part = tensor.matrix[place.at + row - place.rows[0] : place.at + last - place.rows[0]].abs().float()
             over, beside = row % high, left % wide
-            tall, broad = -(-(over + last - row) // high), -(-(beside + right - left) // wide)
+            tall = -(-(over + last - row) // high)
+            broad = -(-(beside + right - left) // wide)
             padded = part.new_zeros(tall * high, broad * wide)
             padded[over : over + last - row, beside : beside + right - left] = part
             largest = padded.view(tall, high, broad, wide).amax(dim=(1, 3)).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -69,7 +72,8 @@ def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a rank can send: its tensors, the dtypes that are wanted, and the scales of those that are quantised (by their names)."""
+    """What a rank can send: its tensors, the dtypes that are wanted, and the scales of those that are quantised (by
+    their names)."""
 
     own: Mapping[str, OwnTensor]
     dtypes: Mapping[str, str]
@@ -91,7 +95,9 @@ class Numbers:
             else:
                 copy(out[piece], tensor.matrix[part])
 
-    def _code(self, name: str, values: torch.Tensor, area: Rectangle, piece: tuple[slice, slice], out: torch.Tensor) -> None:
+    def _code(
+        self, name: str, values: torch.Tensor, area: Rectangle, piece: tuple[slice, slice], out: torch.Tensor
+    ) -> None:
         assert self.scheme is not None
         scale = self.scales[self.scheme.scale_name(name)]
         high, wide = self.scheme.block
@@ -101,7 +107,9 @@ class Numbers:
             top = area[0] + piece[0].start + start
             each = scale
             if self.scheme.strategy != "tensor":
-                rows = torch.arange(top, top + len(band), device=scale.device) // (high if self.scheme.strategy == "block" else 1)
+                rows = torch.arange(top, top + len(band), device=scale.device) // (
+                    high if self.scheme.strategy == "block" else 1
+                )
                 each = scale[rows]
             if self.scheme.strategy == "block":
                 left = area[2] + piece[1].start

@@ -1,7 +1,8 @@
 """A trainer rank's side of the transfer: its pieces, round by round.
 
-Invariants: a half of the memory is packed again only when everybody has what was in it, so memory beside the weights is two
-rounds, at most --update-weight-buffer-size; with `keep` it is also a copy of all that this rank sends, and one piece.
+Invariants: a half of the memory is packed again only when everybody has what was in it, so memory beside the weights is
+two rounds, at most --update-weight-buffer-size; with `keep` it is also a copy of all that this rank sends, and one
+piece.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MEMORY = "memory of "  #: under which a member shows where its memory is
 
 @dataclass(frozen=True)
 class Addressee:
-    """A landing as a rank sees it: whether it can open this rank's memory, its porter and all of its workers, by member."""
+    """A landing as a rank sees it: whether it can open this rank's memory, its porter and all of its workers, by
+    member."""
 
     near: bool
     porter: int
@@ -37,14 +39,23 @@ class Addressee:
 class Outbox:
     """What one rank sends in every update of one plan.
 
-    own: its rows of the plan (`planning.pieces_of`); names: of the plan's tensors; limit: bytes of a half of its memory; keep: what
-    is sent is kept, so that later updates can be of what has changed since.
+    own: its rows of the plan (`planning.pieces_of`); names: of the plan's tensors; limit: bytes of a half of its
+    memory; keep: what is sent is kept, so that later updates can be of what has changed since.
     """
 
     def __init__(
-        self, post: Post, own: np.ndarray, names: Sequence[str], addressees: Sequence[Addressee], limit: int, keep: bool = False
+        self,
+        post: Post,
+        own: np.ndarray,
+        names: Sequence[str],
+        addressees: Sequence[Addressee],
+        limit: int,
+        keep: bool = False,
     ) -> None:
-        self.post, self.names, self.addressees, self.limit = post, names, addressees, limit
+        self.post = post
+        self.names = names
+        self.addressees = addressees
+        self.limit = limit
         self.rounds = parcels(own)
         most = max((sum(parcel.nbytes for parcel in parcels) for parcels in self.rounds), default=0)
         self.half = most if len(self.rounds) > 1 else 0  # where the second half begins
@@ -56,7 +67,8 @@ class Outbox:
         self.keep = keep
 
     def send(self, numbers: Numbers, changes: bool = False) -> int:
-        """One update; how many bytes.  changes: only what differs from the update before, of which nothing may have failed.
+        """One update; how many bytes.  changes: only what differs from the update before, of which nothing may have
+        failed.
 
         PeerError or DeadlineError name the member that did not take part.
         """
@@ -91,10 +103,14 @@ class Outbox:
 
     def _pack_changes(self, numbers: Numbers, parcel: Parcel, kept: int) -> tuple[torch.Tensor, int]:
         """(letter, bytes) of what has changed of a parcel."""
-        buffer, letter, end = self._bytes(parcel), letter_of(len(parcel.pieces)), 0
+        buffer = self._bytes(parcel)
+        letter = letter_of(len(parcel.pieces))
+        end = 0
         for number, (piece, place) in enumerate(zip(parcel.pieces.tolist(), parcel.places.tolist(), strict=True)):
-            item, nbytes = ITEM_BYTES[numbers.dtypes[self.names[piece[0]]]], piece[NBYTES]
-            new, old = self.piece[:nbytes], self.kept[kept + place : kept + place + nbytes]
+            item = ITEM_BYTES[numbers.dtypes[self.names[piece[0]]]]
+            nbytes = piece[NBYTES]
+            new = self.piece[:nbytes]
+            old = self.kept[kept + place : kept + place + nbytes]
             self._write(numbers, piece, new)
             letter[number] = count = write(new, old, item, buffer[end:])
             end += size(count, nbytes // item, item)

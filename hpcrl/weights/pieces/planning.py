@@ -1,7 +1,7 @@
 """The plan of an update between real trainer ranks and real engines.
 
-Invariant: what is held comes from the trainer's own table and what is needed from the workers' manifests; a tensor that one side
-has and the other has not is an error here, before anything is sent.
+Invariant: what is held comes from the trainer's own table and what is needed from the workers' manifests; a tensor that
+one side has and the other has not is an error here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, Wanted], sch
     for name, tensor in held.items():
         ours = scheme is not None and scheme.takes(name, tensor.shape)
         if name in needs and ours != ("float8" in needs[name].dtype):
-            raise HpcrlError(f"the trainer's {name} is {'' if ours else 'not '}quantised, the engines need {needs[name].dtype}")
+            raise HpcrlError(
+                f"the trainer's {name} is {'' if ours else 'not '}quantised, the engines need {needs[name].dtype}"
+            )
 
 
 def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
@@ -81,7 +83,9 @@ def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
     for name, tensor in held.items():
         need = needs[name]
         if tensor.shape != need.shape:
-            raise HpcrlError(f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {list(need.shape)}")
+            raise HpcrlError(
+                f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {list(need.shape)}"
+            )
         if id(tensor.parts) not in numbers:
             numbers[id(tensor.parts)] = layouts.pattern(merged(tensor.parts))
         needed = layouts.pattern(needed_parts(need.shape, _spans(name, need.shape, manifests)))
@@ -105,14 +109,16 @@ def make(
 ) -> Redistribution:
     """The plan.
 
-    hosts: whereabouts of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together: all workers
-    of a host, where processes may open each other's memory; those of an engine on a host; or every worker its own; in_place: workers
-    load what lies in memory of their host from there.
+    hosts: whereabouts of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together:
+    all workers of a host, where processes may open each other's memory; those of an engine on a host; or every worker
+    its own; in_place: workers load what lies in memory of their host from there.
     """
     workers = []
     for number, engine in enumerate(manifests):
         for at, worker in enumerate(engine):
-            apart = {"host": "", "engine": f"engine {number} on ", "worker": f"worker {at} of engine {number} on "}[sharing]
+            apart = {"host": "", "engine": f"engine {number} on ", "worker": f"worker {at} of engine {number} on "}[
+                sharing
+            ]
             workers.append(Worker(number, f"{apart}{worker['where']}"))
     return redistribute(layouts_of(held, manifests), workers, hosts, limit // HALVES, in_place)
 
@@ -145,7 +151,9 @@ def parcels(own: np.ndarray) -> list[list[Parcel]]:
     rounds: list[list[Parcel]] = []
     column = {name: own[:, number] for number, name in enumerate(COLUMNS)}
     for number in np.unique(column["round"]):
-        mine, offset, found = own[column["round"] == number], 0, []
+        mine = own[column["round"] == number]
+        offset = 0
+        found = []
         for landing in np.unique(mine[:, COLUMNS.index("landing")]):
             pieces = mine[mine[:, COLUMNS.index("landing")] == landing]
             ends = np.cumsum(padded(pieces[:, COLUMNS.index("nbytes")]))

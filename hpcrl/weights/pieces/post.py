@@ -108,7 +108,8 @@ class Post:
         return Region(size)
 
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
-        """Another member's memory, as `Room.to_wire` describes it: uint8, not to be written to.  ValueError or OSError if it is not that."""
+        """Another member's memory, as `Room.to_wire` describes it: uint8, not to be written to.  ValueError or OSError
+        if it is not that."""
         return open_region(wire)
 
     def settle(self) -> None:
@@ -133,6 +134,8 @@ class Post:
         if self.group.group is None:
             return
         other = 0 if self.me else 1
-        with contextlib.suppress(RuntimeError):  # a wait that comes to its end has gloo close all connections of a member
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a wait that comes to its end has gloo close all connections of a member
             self.group.group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
         self.group.close()

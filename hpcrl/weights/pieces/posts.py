@@ -36,7 +36,9 @@ def post_of(group: GlooGroup, me: int, meeting: Meeting, shelf: Shelf | None = N
     try:
         return DevicePost(group, me, meeting.ranks, meeting.seconds, wire=joining.result(meeting.seconds))
     except Late:
-        raise DeadlineError(f"not all members of the weight update came to NCCL within {meeting.seconds:.0f} s") from None
+        raise DeadlineError(
+            f"not all members of the weight update came to NCCL within {meeting.seconds:.0f} s"
+        ) from None
 
 
 def _current() -> torch.device:

@@ -1,10 +1,12 @@
-"""The driver's side of a resharded update: the plan made once, then for every update the engines told to take their pieces.
+"""The driver's side of a resharded update: the plan made once, then for every update the engines told to take their
+pieces.
 
     pieces = PiecesTransport(fleet, manifests, options, scheme, host)
     pieces.connect(source)        # who holds what -> the plan; all members meet
     pieces.send(source)           # every rank sends, the engines receive and load; returns bytes sent by all ranks
 
-Invariant: while the ranks send, what the engines say is watched, so an engine that refuses or dies ends the update at once.
+Invariant: while the ranks send, what the engines say is watched, so an engine that refuses or dies ends the update at
+once.
 """
 
 from __future__ import annotations
@@ -67,7 +69,11 @@ class PiecesTransport:
     """Resharded updates to one fleet."""
 
     def __init__(self, fleet: Fleet, manifests: Manifests, options: Options, scheme: Scheme | None, host: str) -> None:
-        self.fleet, self.manifests, self.options, self.scheme, self.host = fleet, manifests, options, scheme, host
+        self.fleet = fleet
+        self.manifests = manifests
+        self.options = options
+        self.scheme = scheme
+        self.host = host
         self.plan: Redistribution | None = None
         self.meeting: StoreServer | None = None
         self.keep = options.weight_update == "delta"
@@ -83,8 +89,11 @@ class PiecesTransport:
         limit = self.options.update_weight_buffer_size
         needs = wanted(self.manifests)
         check_codes(held, needs, self.scheme)
-        plan = make(coded(held, self.scheme), self.manifests, hosts, limit, TAKES_PIECES[backend], in_place=backend == SHM)
-        dtypes, shapes = {n: need.dtype for n, need in needs.items()}, {n: need.shape for n, need in needs.items()}
+        plan = make(
+            coded(held, self.scheme), self.manifests, hosts, limit, TAKES_PIECES[backend], in_place=backend == SHM
+        )
+        dtypes = {n: need.dtype for n, need in needs.items()}
+        shapes = {n: need.shape for n, need in needs.items()}
         boxes = inboxes(plan, dtypes, shapes)
         if backend == IPC:
             _check_near(boxes, plan.ranks)
@@ -125,10 +134,11 @@ class PiecesTransport:
         return found
 
     def send(self, source: Source) -> None:
-        """One update, between the engines' start and finish; with --weight-update delta, from the second one after a meeting, of
-        what has changed.  PeerError or DeadlineError name engine and phase.
+        """One update, between the engines' start and finish; with --weight-update delta, from the second one after a
+        meeting, of what has changed.  PeerError or DeadlineError name engine and phase.
         """
-        changes, self.current = self.current, False
+        changes = self.current
+        self.current = False
         body = {"method": "hpcrl_take_pieces", "args": ["changes"] if changes else []}
         pending = self.fleet.begin("the weight update", "/collective_rpc", [body] * len(self.fleet.engines))
         self.bytes = self._watched(source, lambda: source.send(changes), pending)

@@ -1,8 +1,8 @@
 """What a landing (a host with workers) is told once of the pieces that every update brings it: plain values, as JSON.
 
-Members of an update have numbers: trainer ranks first, then workers.  A message is what one sender has for one landing in one
-round.  It is *near* if it lies in memory of the sender, who is on the same host; otherwise it comes over a socket to the
-landing's *porter*, one of its workers, into memory that the others there map.
+Members of an update have numbers: trainer ranks first, then workers.  A message is what one sender has for one landing
+in one round.  It is *near* if it lies in memory of the sender, who is on the same host; otherwise it comes over a
+socket to the landing's *porter*, one of its workers, into memory that the others there map.
 
 Invariant: an inbox that was read from the wire is checked in full before a byte is received.
 """
@@ -18,7 +18,10 @@ import msgspec
 
 from hpcrl.model_files.safetensors_headers import ITEM_BYTES
 
-READY, DONE, DATA = 0, 1, 2  #: kinds of messages; between two members those of a kind keep their order
+#: kinds of messages; between two members those of a kind keep their order
+READY = 0
+DONE = 1
+DATA = 2
 HALVES = 2  #: rounds that may be under way
 
 
@@ -33,8 +36,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pieces of one sender for one landing in one round.
 
-    half, offset: where they begin in the sender's memory if near, otherwise in the porter's; pieces: (tensor, top, bottom, left,
-    right, offset in the message).
+    half, offset: where they begin in the sender's memory if near, otherwise in the porter's; pieces: (tensor, top,
+    bottom, left, right, offset in the message).
     """
 
     sender: int
@@ -46,7 +49,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Inbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that reaches a landing: limit: bytes of a half of a memory; onward: porters that it hands all of it to."""
+    """Everything that reaches a landing: limit: bytes of a half of a memory; onward: porters that it hands all of it
+    to."""
 
     porter: int
     workers: tuple[int, ...]
@@ -64,8 +68,8 @@ class Inbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the members of an update meet: `world` of them, trainer ranks below `ranks`.
 
-    nccl: the name of a group of NCCL's over which bytes go (base64), or "" if they go as words do; ipc: they lie in memory of the
-    ranks' devices, which the workers open.
+    nccl: the name of a group of NCCL's over which bytes go (base64), or "" if they go as words do; ipc: they lie in
+    memory of the ranks' devices, which the workers open.
     """
 
     host: str
@@ -105,20 +109,28 @@ def _check(inbox: Inbox) -> None:
         if tensor.dtype not in ITEM_BYTES or not 1 <= len(tensor.shape) <= 2 or min(tensor.shape) < 0:
             raise ValueError(f"malformed plan of pieces: {tensor.name} is {tensor.dtype}{list(tensor.shape)}")
     for message in inbox.messages():
-        if not (message.offset >= 0 and 0 <= message.nbytes <= inbox.limit - message.offset and message.half in range(HALVES)):
+        if not (
+            message.offset >= 0
+            and 0 <= message.nbytes <= inbox.limit - message.offset
+            and message.half in range(HALVES)
+        ):
             raise ValueError(f"malformed plan of pieces: a message of {message.nbytes} bytes at {message.offset}")
         for number, top, bottom, left, right, offset in message.pieces:
             if not 0 <= number < len(inbox.tensors):
                 raise ValueError(f"malformed plan of pieces: there is no tensor {number}")
             tensor = inbox.tensors[number]
-            rows, columns = tensor.shape[0], tensor.shape[1] if len(tensor.shape) > 1 else 1
+            rows = tensor.shape[0]
+            columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
             size = (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
-            if not (0 <= top < bottom <= rows and 0 <= left < right <= columns and 0 <= offset <= message.nbytes - size):
+            if not (
+                0 <= top < bottom <= rows and 0 <= left < right <= columns and 0 <= offset <= message.nbytes - size
+            ):
                 raise ValueError(f"malformed plan of pieces: {tensor.name} has no [{top}:{bottom}, {left}:{right}]")
 
 
 def whereabouts() -> str:
-    """The same text in processes that can open each other's memory: one kernel, one name, one space of process numbers."""
+    """The same text in processes that can open each other's memory: one kernel, one name, one space of process
+    numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 

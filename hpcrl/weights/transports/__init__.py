@@ -33,8 +33,10 @@ Stream = Iterator[tuple[str, "torch.Tensor"]]
 
 @dataclass(frozen=True)
 class Link:
-    """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine, how many;
-    directory: on a file system that engines have too, or None for the run's; written: is told of each directory that is whole.
+    """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine,
+    how many;
+    directory: on a file system that engines have too, or None for the run's; written: is told of each directory that is
+    whole.
     """
 
     fleet: Fleet
@@ -134,7 +136,8 @@ class NoTransport:
 
     def stage(self, tensors: Stream, version: int) -> None:
         raise UsageError(
-            "the engines take pieces alone", "they were started with --weight-update resharded or --weight-transfer ipc: keep it"
+            "the engines take pieces alone",
+            "they were started with --weight-update resharded or --weight-transfer ipc: keep it",
         )
 
     def send(self) -> None:

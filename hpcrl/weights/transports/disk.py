@@ -2,12 +2,12 @@
 
     DIR/version-00000007/model-00001.safetensors, ..., model.safetensors.index.json
 
-It is written while engines still generate, and has its name once every byte of it is on disk.  Engines are told over HTTP where it is,
-with a digest of each file, and read it themselves; afterwards it goes.  A hook may bring it to where they see it.  It is a directory as Hugging Face's are, so what is
-not started by hpcrl can read it too.
+It is written while engines still generate, and has its name once every byte of it is on disk.  Engines are told over
+HTTP where it is, with a digest of each file, and read it themselves; afterwards it goes.  A hook may bring it to where
+they see it.  It is a directory as Hugging Face's are, so what is not started by hpcrl can read it too.
 
-Invariants: a directory that has its name is whole; at most one bucket is held in memory; nothing is left behind but by a run that is
-killed, and that goes when the next attempt connects.
+Invariants: a directory that has its name is whole; at most one bucket is held in memory; nothing is left behind but by
+a run that is killed, and that goes when the next attempt connects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class DiskTransport:
     """One directory an update."""
 
     def __init__(self, link: Link) -> None:
-        self.fleet, self.limit, self.written, self.bytes = link.fleet, link.limit, link.written, 0
+        self.fleet = link.fleet
+        self.limit = link.limit
+        self.written = link.written
+        self.bytes = 0
         root = link.fleet.rundir.root
         self.base = Path(link.directory) / f"weights-of-{root.name}" if link.directory else root / "weights"
         self.there: Path | None = None
@@ -58,7 +61,8 @@ class DiskTransport:
             settle_directory(beside, there)
         except OSError as error:
             raise HpcrlError(
-                f"the weights cannot be written to {there}: {error.strerror}", "free space, or give --update-weight-disk-dir"
+                f"the weights cannot be written to {there}: {error.strerror}",
+                "free space, or give --update-weight-disk-dir",
             ) from error
         finally:
             self._remove(beside)
@@ -76,7 +80,9 @@ class DiskTransport:
                 buffer = torch.empty(size, dtype=torch.uint8)
             return buffer
 
-        self.files, self.bytes, where = {}, 0, dict[str, str]()
+        self.files = {}
+        self.bytes = 0
+        where = dict[str, str]()
         for number, (bucket, found, _) in enumerate(fill(tensors, self.limit, room), 1):
             name = f"model-{number:05d}.safetensors"
             self.files[name] = self._write_file(directory / name, bucket, found)
@@ -86,7 +92,8 @@ class DiskTransport:
         (directory / INDEX).write_text(json.dumps(index))
 
     def _write_file(self, path: Path, bucket: Bucket, buffer: Any) -> str:
-        """The digest of the file.  Wider dtypes come first, so that every tensor lies at a multiple of its item's size."""
+        """The digest of the file.  Wider dtypes come first, so that every tensor lies at a multiple of its item's
+        size."""
         import torch
 
         from hpcrl.model_files.hf_writer import Tensor, header
@@ -95,7 +102,9 @@ class DiskTransport:
         found = hashlib.blake2b(digest_size=16)
         with path.open("wb") as file:
             for part in (header([Tensor(s.name, getattr(torch, s.dtype), s.shape) for s in slots]), *slots):
-                data = part if isinstance(part, bytes) else view(buffer, part).reshape(-1).view(torch.uint8).numpy().data
+                data = (
+                    part if isinstance(part, bytes) else view(buffer, part).reshape(-1).view(torch.uint8).numpy().data
+                )
                 found.update(data)
                 file.write(data)
         return found.hexdigest()

@@ -1,6 +1,7 @@
 """--weight-transfer gloo: broadcasts over TCP, for engines on CPUs of other hosts, or where nothing else works.
 
-Invariant: one bucket's memory, used again and again; it is not touched before every engine has answered for the last one.
+Invariant: one bucket's memory, used again and again; it is not touched before every engine has answered for the last
+one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class GlooTransport:
     """One broadcast a bucket, from one buffer that is used again and again."""
 
     def __init__(self, link: Link) -> None:
-        self.link, self.fleet, self.limit, self.host, self.bytes = link, link.fleet, link.limit, link.host, 0
+        self.link = link
+        self.fleet = link.fleet
+        self.limit = link.limit
+        self.host = link.host
+        self.bytes = 0
         self.buffer: torch.Tensor | None = None
         self.group: gloo_group.GlooGroup | None = None
         self.meeting: StoreServer | None = None
@@ -38,9 +43,17 @@ class GlooTransport:
         rundir = self.fleet.rundir
         self.meeting = StoreServer(self.host, server_keys(rundir, "weights"))
         keys = client_keys(rundir, 0, "weights")
-        port, world, limit = self.meeting.port, 1 + sum(self.link.workers), self.fleet.seconds
+        port = self.meeting.port
+        world = 1 + sum(self.link.workers)
+        limit = self.fleet.seconds
         infos = [
-            {"master_address": self.host, "master_port": port, "rank_offset": offset, "world_size": world, "seconds": limit}
+            {
+                "master_address": self.host,
+                "master_port": port,
+                "rank_offset": offset,
+                "world_size": world,
+                "seconds": limit,
+            }
             for offset in self.link.first_ranks()
         ]
         pending = self.fleet.begin(

@@ -1,4 +1,5 @@
-"""--weight-transfer ipc: pieces stay on the GPU where they were packed; engines of the same host open that memory by CUDA IPC.
+"""--weight-transfer ipc: pieces stay on the GPU where they were packed; engines of the same host open that memory by
+CUDA IPC.
 
 The way of the bytes is hpcrl/weights/pieces/ipc_post.py: there are no whole tensors over it.  It has run on no GPU yet.
 """

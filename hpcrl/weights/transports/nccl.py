@@ -2,8 +2,9 @@
 
 vLLM must be installed beside the trainer, in the engines' version.
 
-Invariants: at most one bucket of tensors is held at a time, in GPU memory; nothing is sent before the kernels that compute it
-have ended; every wait for the GPU, which waits for the engines, looks at what the engines say and has their deadline.
+Invariants: at most one bucket of tensors is held at a time, in GPU memory; nothing is sent before the kernels that
+compute it have ended; every wait for the GPU, which waits for the engines, looks at what the engines say and has their
+deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class NcclTransport:
     """vLLM's packed broadcast, a bucket at a time."""
 
     def __init__(self, link: Link) -> None:
-        self.link, self.fleet, self.limit, self.host, self.bytes = link, link.fleet, link.limit, link.host, 0
+        self.link = link
+        self.fleet = link.fleet
+        self.limit = link.limit
+        self.host = link.host
+        self.bytes = 0
         self.group: Any = None
         self.tensors: Stream = iter(())
 
@@ -42,8 +47,8 @@ class NcclTransport:
         import torch
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        # Told over HTTP, under each engine's key: the store in which vLLM's members would meet takes what anybody puts there
-        # for a pickle of theirs.
+        # Told over HTTP, under each engine's key: the store in which vLLM's members would meet takes what anybody puts
+        # there for a pickle of theirs.
         name, world = unique_id(), 1 + sum(self.link.workers)
         packing = {"packed": True, "packed_buffer_size_bytes": self.limit, "packed_num_buffers": BUFFERS}
         common = {"nccl_unique_id_b64": base64.b64encode(name).decode(), "world_size": world}
@@ -64,7 +69,9 @@ class NcclTransport:
                 "dtype_names": [dtype_name(tensor) for _, tensor in group],
                 "shapes": [list(tensor.shape) for _, tensor in group],
             }
-            pending = self.fleet.begin("the weight update", "/update_weights", [{"update_info": info}] * len(self.fleet.engines))
+            pending = self.fleet.begin(
+                "the weight update", "/update_weights", [{"update_info": info}] * len(self.fleet.engines)
+            )
             pairs = [(name, tensor.cuda()) for name, tensor in group]
             wait_for_gpu(pending)
             joined(on_this_device(lambda pairs=pairs: self._broadcast(pairs)), pending)
@@ -92,7 +99,8 @@ make = NcclTransport
 
 
 def unique_id() -> bytes:
-    """A new name for a group, 128 bytes of NCCL's, which holds where its members meet and the secret that they show there."""
+    """A new name for a group, 128 bytes of NCCL's, which holds where its members meet and the secret that they show
+    there."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.utils.nccl import unpinned_nccl_env
 

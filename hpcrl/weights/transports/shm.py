@@ -1,6 +1,7 @@
 """--weight-transfer shm: one copy of the model in memory that trainer and engines of one host share.
 
-Invariant: a region is kept from update to update and only replaced by a larger one; it is filled before generation is paused.
+Invariant: a region is kept from update to update and only replaced by a larger one; it is filled before generation is
+paused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class ShmTransport:
     """Shared memory; regions are kept from update to update."""
 
     def __init__(self, link: Link) -> None:
-        self.fleet, self.limit, self.bytes = link.fleet, link.limit, 0
+        self.fleet = link.fleet
+        self.limit = link.limit
+        self.bytes = 0
         self.regions: list[Region] = []
         self.buckets: list[Bucket] = []
 

@@ -1,6 +1,8 @@
-"""FP8 blocks in vLLM's CPU build on processors without AMX: a product with widened weights, so that tests can see an update.
+"""FP8 blocks in vLLM's CPU build on processors without AMX: a product with widened weights, so that tests can see an
+update.
 
-Loading, names and shapes are vLLM's own; only the product, for which there is no kernel, is ours, and float32 is allowed.
+Loading, names and shapes are vLLM's own; only the product, for which there is no kernel, is ours, and float32 is
+allowed.
 """
 
 import torch
@@ -21,7 +23,9 @@ class Widened(linear.Fp8BlockScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """The weights stay as they were loaded."""
 
-    def apply_block_scaled_mm(self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor) -> torch.Tensor:
+    def apply_block_scaled_mm(
+        self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+    ) -> torch.Tensor:
         from hpcrl.weights.fp8 import dequantize
 
         return A @ dequantize(B, Bs, tuple(self.weight_group_shape)).t()

@@ -1,4 +1,5 @@
-"""A campaign of faults: at drawn moments something is done to a run, and after each it is looked at what became of the run.
+"""A campaign of faults: at drawn moments something is done to a run, and after each it is looked at what became of the
+run.
 
 beds.py      where runs run: on this machine (local.py, with and without engines), under Slurm and under mpirun (hosts.py)
 kinds.py     what is done to whom, and what must come of it

@@ -1,4 +1,5 @@
-"""Attacks of a stranger on the node where a process of the run listens: a run survives them all, and nothing that was sent is executed.
+"""Attacks of a stranger on the node where a process of the run listens: a run survives them all, and nothing that was
+sent is executed.
 
 Invariant: the stranger has what any user of the node has: its network and the numbers of its ports, and no key.
 """
@@ -40,7 +41,9 @@ def attack(how: str) -> Callable[[Bed, random.Random], Struck]:
         mark = bed.folder / "executed"
         command = ["nsenter", f"--net=/proc/{inside}/ns/net", sys.executable, "-I", "-S", str(STRANGER), how]
         command += [str(chance.random()), *ports]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"MARK": str(mark)})
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=os.environ | {"MARK": str(mark)}
+        )
         if done.returncode:
             raise Missed(done.stderr[-300:])
         assert not mark.exists(), f"something that came over {', '.join(ports)} was unpickled"

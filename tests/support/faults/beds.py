@@ -1,6 +1,7 @@
 """What a bed of faults is: a place where one run after another is started, struck and gone on with.
 
-Invariant: a bed knows everything that a run of it has started and left, wherever that is, and nothing of anybody else's.
+Invariant: a bed knows everything that a run of it has started and left, wherever that is, and nothing of anybody
+else's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Bed(ABC):
     root: Path
     folder: Path  #: of the run's own
     look = 0.05  #: seconds between two looks
-    again = True  #: whether a run that has finished may be started once more, to no effect but that its hosts are cleaned up
+    #: whether a run that has finished may be started once more, to no effect but that its hosts are cleaned up
+    again = True
 
     # ---- what differs by bed
 

@@ -1,7 +1,8 @@
-"""One fault after another: the run is started or gone on with, struck at a drawn moment, and looked at; at its end another begins.
+"""One fault after another: the run is started or gone on with, struck at a drawn moment, and looked at; at its end
+another begins.
 
-Invariant: what happens depends on the seed and on how fast the machine is, never on what an earlier fault has shown; a fault that has
-shown something wrong is recorded, and the next one strikes a fresh run.
+Invariant: what happens depends on the seed and on how fast the machine is, never on what an earlier fault has shown; a
+fault that has shown something wrong is recorded, and the next one strikes a fresh run.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from tests.support.faults.beds import Bed, Missed
 from tests.support.faults.checks import Reference, wrong_in
 from tests.support.faults.kinds import Kind, Struck
 
-START, STEP = 240.0, 300.0  #: seconds until a run trains; until a run that is at work has trained another step
+#: seconds until a run trains; until a run that is at work has trained another step
+START = 240.0
+STEP = 300.0
 EARLY = 0.55  #: share of the faults that come while the run starts
 GOES_ON = 600.0  #: seconds that a run may take to its end without further faults
 
 
 @dataclass
 class Record:
-    """A fault, for the log.  step: rollouts done when it struck; seconds: until all was over, or the run had shown that it goes on."""
+    """A fault, for the log.  step: rollouts done when it struck; seconds: until all was over, or the run had shown that
+    it goes on."""
 
     number: int
     bed: str
@@ -67,7 +71,8 @@ class Campaign:
 
     def run(self) -> list[Record]:
         """All of it; the records."""
-        chance, until = random.Random(f"{self.name} {self.seed}"), time.monotonic() + self.most
+        chance = random.Random(f"{self.name} {self.seed}")
+        until = time.monotonic() + self.most
         try:
             for _ in range(10 * self.count):  # some find nobody to strike
                 if len(self.records) < self.count and time.monotonic() < until:
@@ -98,7 +103,8 @@ class Campaign:
         record = Record(len(self.records), self.name, self.seed, kind.name)
         try:
             record.early = self._moment(chance, kind)
-            record.attempt, record.step = max(self.bed.attempt, self.before + 1), self.bed.steps()
+            record.attempt = max(self.bed.attempt, self.before + 1)
+            record.step = self.bed.steps()
             at = time.monotonic()
             struck = kind.strike(self.bed, chance)
             record.victim = struck.victim
@@ -134,7 +140,8 @@ class Campaign:
                 self.bed.go_on()
                 return
             self._fresh()  # it was struck before it had a directory
-        self.runs, self.before = self.runs + 1, -1
+        self.runs = self.runs + 1
+        self.before = -1
         self.bed.begin(self.folder / f"run-{self.runs}")
         self.running = True
 
@@ -144,7 +151,9 @@ class Campaign:
 
     def _moment(self, chance: random.Random, kind: Kind) -> bool:
         """Wait for the moment; whether it is while the run starts.  Missed if the run ends before."""
-        early, wait, more = chance.random() < EARLY, chance.random(), chance.randrange(8)
+        early = chance.random() < EARLY
+        wait = chance.random()
+        more = chance.randrange(8)
         if kind.early and early and not self._training():
             while time.monotonic() < self.began + wait * self.start and not self._training():
                 time.sleep(self.bed.look)
@@ -176,7 +185,9 @@ class Campaign:
         root = self.bed.root
         if kind.ends:
             try:
-                self.bed.until(lambda: self._over(record.attempt), kind.seconds, f"{kind.name} ({struck.victim}): the end")
+                self.bed.until(
+                    lambda: self._over(record.attempt), kind.seconds, f"{kind.name} ({struck.victim}): the end"
+                )
             finally:
                 struck.heal()
             self._see_them_gone(record.attempt, 20, kind.name)
@@ -200,7 +211,9 @@ class Campaign:
             struck.heal()
             before = self.bed.steps()
             if self.bed.training():
-                self.bed.until(lambda: self.bed.steps() > before or not self.bed.at_work(), STEP, f"{kind.name}: another step")
+                self.bed.until(
+                    lambda: self.bed.steps() > before or not self.bed.at_work(), STEP, f"{kind.name}: another step"
+                )
             if not self.bed.at_work() and not self.bed.finished():
                 record.wrong.append(f"it has ended: {self.bed.said()[-600:]}")
         record.wrong += wrong_in(root, self.reference)
@@ -215,7 +228,9 @@ class Campaign:
         """Processes of the attempt that is over, or of any if nobody is at work."""
         found = self.bed.processes()
         if self.bed.at_work():
-            found = [p for p in found if "--attempt" in p.argv and int(p.argv[p.argv.index("--attempt") + 1]) <= attempt]
+            found = [
+                p for p in found if "--attempt" in p.argv and int(p.argv[p.argv.index("--attempt") + 1]) <= attempt
+            ]
         return [f"{process.host} {process.pid} {' '.join(process.argv)}" for process in found]
 
     def _see_them_gone(self, attempt: int, seconds: float, after: str) -> None:
@@ -259,7 +274,9 @@ def table(records: Sequence[Record]) -> str:
         some = [record for record in records if record.kind == kind]
         spent = sorted(record.seconds for record in some)
         counts = Counter(early=sum(r.early for r in some), wrong=sum(bool(r.wrong) for r in some))
-        lines.append(f"{kind:<50} {len(some):>5} {counts['early']:>5} {spent[0]:>5.1f}-{spent[-1]:<5.1f} {counts['wrong']:>5}")
+        lines.append(
+            f"{kind:<50} {len(some):>5} {counts['early']:>5} {spent[0]:>5.1f}-{spent[-1]:<5.1f} {counts['wrong']:>5}"
+        )
     return "\n".join([*lines, f"{'all':<50} {len(records):>5} {sum(r.early for r in records):>5}"])
 
 

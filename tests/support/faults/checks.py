@@ -81,7 +81,9 @@ def wrong_in(root: Path, reference: Reference, finished: bool = False) -> list[s
         wrong += [
             f"{path.relative_to(root)} is left"
             for path in root.rglob(".*")
-            if path.name not in (".done", ".metadata") and path.is_file() and not path.is_symlink()  # submitit leaves links
+            if path.name not in (".done", ".metadata")
+            and path.is_file()
+            and not path.is_symlink()  # submitit leaves links
         ]
     return wrong
 

@@ -1,4 +1,5 @@
-"""A small file system of a run's own: it can be full, and it can break, as a disk's does that has turned read-only under open files.
+"""A small file system of a run's own: it can be full, and it can break, as a disk's does that has turned read-only
+under open files.
 
 Invariant: whatever could be read of a broken one is there again, with its dates, when it is healed.
 """
@@ -14,13 +15,15 @@ MIB = 192  #: twice what a run of the campaign needs
 
 
 class Disk:
-    """ext4 on a loop device at the directory `at`; a tmpfs, which cannot break, where the kernel lends no loop device; nothing if not root.
+    """ext4 on a loop device at the directory `at`; a tmpfs, which cannot break, where the kernel lends no loop device;
+    nothing if not root.
 
     mounted: whether there is one; breaks: whether it can break.
     """
 
     def __init__(self, at: Path) -> None:
-        self.at, self.images = at, 0
+        self.at = at
+        self.images = 0
         own = os.geteuid() == 0 and self._mount(at)
         self.breaks = own and os.access(self._trigger(), os.W_OK)
         tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={MIB}m", "faults", str(at)]
@@ -36,7 +39,8 @@ class Disk:
         return filler
 
     def break_down(self) -> None:
-        """Every write fails with EROFS from now on, to files that are open already too; what was written until now is kept."""
+        """Every write fails with EROFS from now on, to files that are open already too; what was written until now is
+        kept."""
         subprocess.run(["fsfreeze", "--freeze", str(self.at)], check=True)
         try:
             self._trigger().write_text("broken")

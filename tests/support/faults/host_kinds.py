@@ -93,7 +93,9 @@ def common() -> list[Kind]:
         Kind(f"SIGKILL of {who}", kill(word), says=says, weight=2 if who == "a trainer rank" else 1)
         for who, (word, says) in WHO.items()
     ]
-    kinds += [Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False, weight=0.5) for who, (word, _) in WHO.items()]
+    kinds += [
+        Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False, weight=0.5) for who, (word, _) in WHO.items()
+    ]
     kinds += [
         Kind(
             f"SIGSTOP of {who} for ever",
@@ -122,7 +124,14 @@ def slurm_kinds() -> list[Kind]:
         Kind("SIGKILL of srun's child", kill("srun", forked=True), ends=False, weight=0.5, early=False),
         Kind("SIGKILL of the launcher", kill(BATCH)),
         Kind("SIGSTOP of the launcher for 3 s", sleep(BATCH, 3.0), ends=False, weight=0.5),
-        Kind("SIGSTOP of the launcher for ever", sleep(BATCH, None), says="sign of life", seconds=LONG, weight=0.3, early=False),
+        Kind(
+            "SIGSTOP of the launcher for ever",
+            sleep(BATCH, None),
+            says="sign of life",
+            seconds=LONG,
+            weight=0.3,
+            early=False,
+        ),
         Kind("power cut", power_cut, seconds=LONG, weight=1.5, early=False),
         Kind("link cut for ever", link_cut(None), seconds=LONG, early=False),
         Kind("slurmd killed and started again", slurmd_again, ends=False),

@@ -1,6 +1,7 @@
 """Runs over the hosts of the test cluster: as a job of Slurm's, and under mpirun.
 
-Invariant: what is left is looked for on every host that has power, in its own /tmp and /dev/shm, against what was there before.
+Invariant: what is left is looked for on every host that has power, in its own /tmp and /dev/shm, against what was there
+before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class HostsBed(Bed):
     again = False  # it is refused, or starts nothing on the other hosts
 
     def __init__(self, cluster: Cluster, task: Path, shape: Mapping[str, Any]) -> None:
-        self.cluster, self.task, self.shape = cluster, task, shape
+        self.cluster = cluster
+        self.task = task
+        self.shape = shape
         self.before = {name: self._listed(name) for name in cluster.hosts}
 
     def _listed(self, host: str) -> set[str]:
@@ -49,7 +52,8 @@ class HostsBed(Bed):
             return set()  # without power, as its tmpfs is
 
     def left(self) -> list[str]:
-        """What killed processes have left goes when a host is used again: only the last attempt's hosts are looked at."""
+        """What killed processes have left goes when a host is used again: only the last attempt's hosts are looked
+        at."""
         try:
             plan = json.loads((self.root / "attempts" / str(self.attempt) / "plan.json").read_text())
         except (OSError, ValueError):
@@ -64,7 +68,8 @@ class HostsBed(Bed):
 
     def begin(self, folder: Path) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.root = folder, folder / "run"
+        self.folder = folder
+        self.root = folder / "run"
         self._begin(recipe(folder, self.task, **dict(self.shape)))
 
     @abstractmethod
@@ -93,7 +98,9 @@ class SlurmBed(HostsBed):
         return bool(states - ENDED)
 
     def _output(self) -> str:
-        return "\n".join(path.read_text(errors="replace") for path in sorted(self.root.glob("logs/*.out"), key=os.path.getmtime))
+        return "\n".join(
+            path.read_text(errors="replace") for path in sorted(self.root.glob("logs/*.out"), key=os.path.getmtime)
+        )
 
     def said(self) -> str:
         return " ".join(self._output()[self.heard :].split())

@@ -1,7 +1,7 @@
 """What is done to a run, to whom, and what must come of it.
 
-Invariant: a kind says beforehand whether the run survives it, within how many seconds everything is over if not, and what the words
-must name; so a run that dies of what it should survive is as wrong as one that lives on.
+Invariant: a kind says beforehand whether the run survives it, within how many seconds everything is over if not, and
+what the words must name; so a run that dies of what it should survive is as wrong as one that lives on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from tests.support.faults.local import LocalBed
 from tests.support.runs import REPO
 
 HANG = 15.0  #: --hang-timeout of the runs
-ENDS, LONG = 60.0, 100.0  #: seconds until everything of a struck run is over: usually; where somebody has to fall silent first
+ENDS, LONG = (
+    60.0,
+    100.0,
+)  #: seconds until everything of a struck run is over: usually; where somebody has to fall silent first
 
 #: whom -> a word of the command line, and what the run's words must match once he was killed
 WHO: dict[str, tuple[str, str]] = {
@@ -36,7 +39,8 @@ WHO: dict[str, tuple[str, str]] = {
 
 @dataclass
 class Struck:
-    """A fault that has happened.  heal: brings the machine, not the run, back to what it was; host: which the error must name."""
+    """A fault that has happened.  heal: brings the machine, not the run, back to what it was; host: which the error
+    must name."""
 
     victim: str
     heal: Callable[[], object] = lambda: None
@@ -45,10 +49,12 @@ class Struck:
 
 @dataclass(frozen=True)
 class Kind:
-    """strike: does it, once the moment has come.  ends: whether the run's attempt ends of it.  weight: how often it is drawn.
+    """strike: does it, once the moment has come.  ends: whether the run's attempt ends of it.  weight: how often it is
+    drawn.
 
-    says: what the words of the end must match.  seconds: until the end.  early: whether it may come while the run starts.  orderly:
-    whether nobody has to be killed, so that nothing may be left on disks, where else it goes at the next start.
+    says: what the words of the end must match.  seconds: until the end.  early: whether it may come while the run
+    starts.  orderly: whether nobody has to be killed, so that nothing may be left on disks, where else it goes at the
+    next start.
     """
 
     name: str
@@ -64,8 +70,8 @@ class Kind:
 def victim(bed: Bed, chance: random.Random, word: str, forked: bool = False) -> Process:
     """One of the processes that have the word in their command line.
 
-    forked: one that such a process has forked, as srun has a child and a rank one that writes its checkpoint; else none of these, for
-    nothing, or little, depends on them.
+    forked: one that such a process has forked, as srun has a child and a rank one that writes its checkpoint; else none
+    of these, for nothing, or little, depends on them.
     """
     found = bed.find(word)
     pids = {process.pid for process in found}
@@ -156,7 +162,9 @@ def kill_launcher(bed: Bed, chance: random.Random) -> Struck:
 def stop_command(bed: Bed, chance: random.Random) -> Struck:
     """`hpcrl stop`."""
     command = [sys.executable, "-m", "hpcrl", "stop", str(bed.root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(REPO)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(REPO)}
+    )
     if done.returncode:
         raise Missed(done.stderr)
     return Struck("hpcrl run")
@@ -203,7 +211,9 @@ def local_kinds() -> list[Kind]:
     ]
     kinds += [Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False) for who, (word, _) in WHO.items()]
     kinds += [
-        Kind(f"SIGSTOP of {who} for ever", sleep(word, None), says="sign of life", seconds=LONG, weight=0.12, early=False)
+        Kind(
+            f"SIGSTOP of {who} for ever", sleep(word, None), says="sign of life", seconds=LONG, weight=0.12, early=False
+        )
         for who, (word, _) in WHO.items()
     ]
     return [
@@ -251,7 +261,12 @@ def strike_engine(number: signal.Signals, core: bool) -> Callable[[Bed, random.R
 def engine_kinds() -> list[Kind]:
     """Faults of a run with an engine, which is started again whatever becomes of it."""
     kinds = [
-        Kind(f"{name} of the engine's {'core' if core else 'server'}", strike_engine(number, core), ends=False, early=False)
+        Kind(
+            f"{name} of the engine's {'core' if core else 'server'}",
+            strike_engine(number, core),
+            ends=False,
+            early=False,
+        )
         for name, number in (("SIGKILL", signal.SIGKILL), ("SIGSTOP for ever", signal.SIGSTOP))
         for core in (False, True)
     ]

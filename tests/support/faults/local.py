@@ -27,11 +27,13 @@ class LocalBed(Bed):
     """`hpcrl run` and `hpcrl run --resume`."""
 
     def __init__(self, task: Path, shape: Mapping[str, Any]) -> None:
-        self.task, self.shape = task, shape
+        self.task = task
+        self.shape = shape
         self.process: subprocess.Popen[bytes] | None = None
 
     def begin(self, folder: Path) -> None:
-        self.folder, self.root = folder, folder / "disk" / "run"
+        self.folder = folder
+        self.root = folder / "disk" / "run"
         for name in ("disk", "tmp", "shm"):
             (folder / name).mkdir(parents=True)
         self.disk = Disk(folder / "disk")
@@ -78,7 +80,12 @@ class LocalBed(Bed):
         return self.output.read_text(errors="replace")
 
     def left(self) -> list[str]:
-        found = [path for name in ("tmp", "shm") for path in (self.folder / name).iterdir() if not path.name.startswith(CACHES)]
+        found = [
+            path
+            for name in ("tmp", "shm")
+            for path in (self.folder / name).iterdir()
+            if not path.name.startswith(CACHES)
+        ]
         return [str(path.relative_to(self.folder)) for path in found]
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
-"""What a stranger on the same node may do to a port of a run, as a process of its own: `python stranger.py HOW HOST:PORT... `.
+"""What a stranger on the same node may do to a port of a run, as a process of its own: `python stranger.py HOW
+HOST:PORT... `.
 
-crowd: many connections that say nothing.  garbage: bytes that nobody sends, on several connections each: noise, lengths without end,
-requests without a key, greetings of other protocols, and a pickle whose reading would make the file that MARK names.
+crowd: many connections that say nothing.  garbage: bytes that nobody sends, on several connections each: noise, lengths
+without end, requests without a key, greetings of other protocols, and a pickle whose reading would make the file that
+MARK names.
 
 Prints how many connections were made.  Imports nothing but the standard library.
 """
@@ -18,7 +20,9 @@ import sys
 import time
 from pathlib import Path
 
-EACH, HELD = 400, 3.0  #: connections of a crowd to each port, and the seconds for which they are held
+#: connections of a crowd to each port, and the seconds for which they are held
+EACH = 400
+HELD = 3.0
 #: ZeroMQ's greeting (ZMTP 3.1) of somebody who wants no security, and its READY
 PLAIN = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 

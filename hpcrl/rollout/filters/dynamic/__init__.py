@@ -1,1 +1,2 @@
-"""Built-in filters of --dynamic-sampling-filter-path, one a file, named as the option's value: `keep(options, samples)`."""
+"""Built-in filters of --dynamic-sampling-filter-path, one a file, named as the option's value: `keep(options,
+samples)`."""

@@ -1,4 +1,5 @@
-"""The same, but equal rewards are taken where all groups in flight are finished and too few differ: no further ones are issued."""
+"""The same, but equal rewards are taken where all groups in flight are finished and too few differ: no further ones are
+issued."""
 
 from __future__ import annotations
 
