@@ -48,7 +48,7 @@ from hpcrl.rollout.making.stream import Stream  # noqa: E402
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import PromptSource  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
-from hpcrl.trainer.pace import publishes, settles  # noqa: E402
+from hpcrl.trainer.loop_schedule import publishes, settles  # noqa: E402
 
 TRACE = REPO / "bench" / "overlap_trace.json"
 SLOTS = 4

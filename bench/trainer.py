@@ -163,8 +163,8 @@ def measure_on_rank(options: Options, rounds: int) -> list[tuple[Times, Times]]:
     """(ours, bare) of each round, after one that does not count."""
     import torch.distributed as dist
 
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
     from hpcrl.trainer.step import train_batch
 
     ranks = parallel_state.initialize(options)

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     from hpcrl.trainer.megatron import cpu_shim
 
     cpu_shim.install()
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer import parallel_state
 
     ranks = parallel_state.initialize(options, store)
     try:
@@ -156,9 +156,9 @@ def convert(options: Options, ranks: Any) -> Path:
     UsageError if DIR holds a checkpoint; DataError for a model directory that does not fit its config.json.
     """
     from hpcrl.trainer.checkpoint import save_load
+    from hpcrl.trainer.collectives import agree
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.megatron.hf_weights import load_hf
-    from hpcrl.trainer.parallel.collectives import agree
 
     root = Path(str(options.save))
     final, beside = root / "release", root / ".partial-release"

@@ -62,7 +62,7 @@ def device_alone() -> torch.device:
     """The first GPU, or the CPU, as a trainer's only rank; Megatron works on either."""
     import torch
 
-    from hpcrl.trainer.parallel.devices import cuda_is_there
+    from hpcrl.trainer.parallel_state import cuda_is_there
 
     if importlib.util.find_spec("megatron") is not None:
         from hpcrl.trainer.megatron import cpu_shim

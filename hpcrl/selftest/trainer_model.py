@@ -47,8 +47,8 @@ def load(options: Options, ranks: Any = None) -> Any:
     os.environ.update(missing(wanted("trainer", Where(options)), os.environ))  # cuBLAS reads it when it is first used
     from torch.distributed import HashStore
 
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     policy = model.build(
         options, ranks or parallel_state.initialize(options, HashStore())

@@ -1,8 +1,8 @@
-"""When the trainer has its weights evaluated, whether it waits for that, and where the numbers go.
+"""When the trainer has its weights evaluated, whether it waits for the result, and where the numbers go.
 
-Invariants: every rank takes the same turn, as all of them hear rank 0's answers; one evaluation at a time, so another
-one that is due waits for the one before it; the last one of a run is waited for; a run that goes on makes up for one
-that was due and is not logged.
+Invariants: every rank takes the same branch, as all of them get rank 0's answers; one evaluation runs at a time, so
+the next one that is due waits for it; the last one of a run is waited for; a resumed run makes up for one that was due
+and is not logged.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.metrics import MetricsLog
 from hpcrl.report.timeline.names import EVALUATE
 from hpcrl.report.timeline.spans import Timeline
-from hpcrl.trainer.pace import evaluates_beside, last_evaluation
+from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation
 
 #: asks the rollout process; every rank gets the answer
 Ask = Callable[..., dict[str, Any]]
 
 
-class Evaluations:
+class EvaluationSchedule:
     """Of one attempt of `total` rollouts.  ask: answers at once; wait: asks until the answer is there; log: of rank 0
     alone;
     together: rank 0's value, on every rank."""

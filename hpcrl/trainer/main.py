@@ -1,13 +1,13 @@
-"""One trainer rank; rank 0 turns the crank of the whole run.
+"""One trainer rank; rank 0 drives the loop of the whole run.
 
     generate -> train -> publish weights -> save -> evaluate
 
-With --loop async and fully-async the next rollout is asked for before this one is trained on (`pace.py`).
-With --colocate it saves before it publishes: then the GPUs are the engines'.
+With --loop async and fully-async the next rollout is requested before this one is trained on (`loop_schedule.py`).
+With --colocate the checkpoint is saved before the weights are published: after that the engines have the GPUs.
 
-Invariants: all ranks take the same turn at every step, because rank 0's queue answers decide and are shared before
-anyone acts; the policy version grows by one with each optimizer step; what is saved is always the state between two
-rollouts; a resumed run first makes up for an evaluation that it owes.
+Invariants: all ranks take the same branch at every step, because the answers that rank 0 gets from the queue are
+broadcast before any rank acts on them; the policy version grows by one with each optimizer step; what is saved is
+always the state between two rollouts; a resumed run first makes up for an evaluation that is due.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TURN = 1.0  #: seconds that all ranks wait for the rollout process before they l
 ECHO = 6.0
 
 
-class Crank:
+class Trainer:
     """The training loop of one rank."""
 
     def __init__(self, context: RoleContext, timeline: Timeline) -> None:
@@ -50,13 +50,12 @@ class Crank:
         from hpcrl.trainer.checkpoint import save_load
         from hpcrl.trainer.checkpoint.resume import restore
         from hpcrl.trainer.checkpoint.saver import Saver
-        from hpcrl.trainer.colocation.turns import Turns
+        from hpcrl.trainer.collectives import make_patient
+        from hpcrl.trainer.custom_hooks import TrainerHooks
+        from hpcrl.trainer.gpu_sharing import GpuSharing
         from hpcrl.trainer.megatron import model
-        from hpcrl.trainer.other_models import OtherModels
-        from hpcrl.trainer.own_hooks import TrainerHooks
-        from hpcrl.trainer.parallel.collectives import make_patient
-        from hpcrl.trainer.parallel.parallel_state import initialize
-        from hpcrl.trainer.parallel.verify_groups import verify
+        from hpcrl.trainer.parallel_state import initialize, verify_groups
+        from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
         from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
 
@@ -64,15 +63,15 @@ class Crank:
         self.options = context.options
         self.timeline = timeline
         self.store = connect(context)
-        self.turns = Turns(context) if context.options.takes_turns else None  # before any rank touches a GPU
+        self.gpu_sharing = GpuSharing(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         with timeline.span("meet the other ranks"):
             self.ranks = initialize(context.options, self.store)
         self.hooks.initialized()
-        verify(context.options, self.ranks.rank)
+        verify_groups(context.options, self.ranks.rank)
         self.patient = make_patient(context.options)
-        if self.turns:
-            self.turns.begin(self.driver, self._together)
+        if self.gpu_sharing:
+            self.gpu_sharing.begin(self.driver, self._together)
         with timeline.span("build the model"):
             self.policy = model.build(context.options, self.ranks)
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
@@ -83,14 +82,14 @@ class Crank:
         if self.driver:
             say(said)
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
-        self.others = OtherModels(self.policy, self.ranks, context.options, resumed)
+        self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed)
         also = lambda beside: self.others.save(self.at.rollout_id, self.at.version, beside)  # noqa: E731
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         self.client = QueueClient(*args) if self.shares.fetches else None
-        if self.turns:
-            self.turns.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
+        if self.gpu_sharing:
+            self.gpu_sharing.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
         # seconds of this step
         self.stopping = False
@@ -103,16 +102,16 @@ class Crank:
 
     def _begin(self) -> None:
         """Tell the rollout process where the run goes on, and wait for the engines: the run is ready then."""
-        from hpcrl.trainer.evaluations import Evaluations
-        from hpcrl.trainer.megatron.optimizer import know_length
-        from hpcrl.trainer.parallel.collectives import broadcast_json
+        from hpcrl.trainer.collectives import broadcast_json
+        from hpcrl.trainer.evaluations import EvaluationSchedule
+        from hpcrl.trainer.megatron.model import know_length
 
         self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)
         together = partial(broadcast_json, group=self.patient)
         asking = (self._ask, self._await, self.log, together, self.timeline)
-        self.evaluations = Evaluations(self.options, self.total, *asking)
+        self.evaluations = EvaluationSchedule(self.options, self.total, *asking)
         self.updates = self._updates(together) if self.context.plan.engine_count else None
         if self.updates:
             with self.timeline.span("wait for engines"):
@@ -127,14 +126,14 @@ class Crank:
     def _updates(self, together: Callable[[Any], Any]) -> Updates:
         """How weights come to engines."""
         from hpcrl.queue.auth import client_keys, http_key
-        from hpcrl.trainer.engine_roster import QueueRoster
-        from hpcrl.trainer.weight_stream import WeightExit
+        from hpcrl.trainer.weight_export import WeightExporter
+        from hpcrl.weights.engine_fleet import QueueRoster
         from hpcrl.weights.sender import WeightSender
         from hpcrl.weights.updates import Updates
 
         at = self.context.plan.trainers[self.ranks.rank].at
         keys = client_keys(self.context.rundir, 0, "weights")
-        self.exit = WeightExit(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
+        self.exporter = WeightExporter(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir, options = self.context.rundir, self.options
         sender = WeightSender(
             rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written
@@ -168,10 +167,9 @@ class Crank:
 
     def _step(self) -> bool:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
-        from hpcrl.trainer.pace import publishes, settles
+        from hpcrl.trainer.loop_schedule import check_staleness, publishes, settles
         from hpcrl.trainer.step import train_batch
         from hpcrl.trainer.step.sample_record import record_samples
-        from hpcrl.trainer.step.staleness import check_staleness
 
         rollout_id = self.at.rollout_id
         begun = time.monotonic()
@@ -179,8 +177,8 @@ class Crank:
         self.waited = 0.0
         self._generate(rollout_id)
         fetched = self._fetch(rollout_id)
-        if self.turns:
-            self.turns.take()
+        if self.gpu_sharing:
+            self.gpu_sharing.take()
         share = self.shares.exchange(fetched)
         if share is None:
             return False
@@ -203,7 +201,7 @@ class Crank:
         snapshot = partial(self._await, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
         data = self._waiting(snapshot) if settle else snapshot()
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
-        metrics = share.metrics | metrics | (self._publish() if publishing and not self.turns else {})
+        metrics = share.metrics | metrics | (self._publish() if publishing and not self.gpu_sharing else {})
         if self.options.runs_ahead:
             self._waiting(self._generate, rollout_id + 2)
         metrics["perf/step_time"] = took = time.monotonic() - begun
@@ -218,7 +216,7 @@ class Crank:
                 say(f"saved {path}")
         if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
             self._save()
-        if self.turns:
+        if self.gpu_sharing:
             self._give_back(rollout_id)
         self.evaluations.look()
         if self.evaluations.due(rollout_id):
@@ -233,7 +231,7 @@ class Crank:
         """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has
         its own, and meanwhile serve engines that want weights: these samples may be waiting for them."""
         from hpcrl.queue.client import Late
-        from hpcrl.trainer.parallel.collectives import all_true
+        from hpcrl.trainer.collectives import all_true
 
         end = time.monotonic() + self.options.rollout_timeout
         fetched = None
@@ -254,7 +252,7 @@ class Crank:
     def _join(self) -> None:
         """The current weights into engines that have come, or come back."""
         if self.updates:
-            self.updates.join(self.exit.stream, self.weights)
+            self.updates.join(self.exporter.stream, self.weights)
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
         """The answer to what is answered once samples are made: the time counts as waiting for them."""
@@ -266,7 +264,7 @@ class Crank:
 
     def _generate(self, rollout_id: int) -> None:
         """Have the samples of a rollout made, if it is one of the run's and was not asked for before."""
-        from hpcrl.trainer.pace import steps_of
+        from hpcrl.trainer.loop_schedule import steps_of
 
         if not self.asked < rollout_id < self.total:
             return
@@ -281,17 +279,17 @@ class Crank:
 
     def _publish(self) -> dict[str, float]:
         """The current weights into every engine; with --colocate it is the engines' turn then."""
-        return self.turns.give_back(self._send_weights) if self.turns else self._send_weights()
+        return self.gpu_sharing.give_back(self._send_weights) if self.gpu_sharing else self._send_weights()
 
     def _give_back(self, rollout_id: int) -> None:
         """The engines' turn, once nothing more is to be done with the state that is on the GPUs."""
         metrics = self._publish()
         if self.log:
-            self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.turns.seconds})
+            self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.gpu_sharing.seconds})
 
     def _send_weights(self) -> dict[str, float]:
         with self.timeline.span(UPDATE, version=self.at.version):
-            metrics = self.updates.publish(self.exit.stream, self.at.version) if self.updates else {}
+            metrics = self.updates.publish(self.exporter.stream, self.at.version) if self.updates else {}
             if "perf/update_weights_pause_time" in metrics:
                 now = self.timeline.now()
                 self.timeline.add(PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
@@ -301,8 +299,8 @@ class Crank:
 
     def _save(self) -> None:
         """Save; the last time, and before an early end, to the end."""
-        if self.turns:
-            self.turns.take()
+        if self.gpu_sharing:
+            self.gpu_sharing.take()
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
         with self.timeline.span(SAVE, rollout_id=self.at.rollout_id):
@@ -318,7 +316,7 @@ class Crank:
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
         self._ask("finish", rollout_id=self.at.rollout_id)
         if self.updates:
-            self.exit.leave()
+            self.exporter.leave()
         if self.driver:
             self.log.close()
             self.updates and self.updates.close()
@@ -335,7 +333,7 @@ class Crank:
 
     def _ask(self, method: str, **params: object) -> dict:
         """Rank 0 asks the rollout process; every rank gets the answer."""
-        from hpcrl.trainer.parallel.collectives import broadcast_json
+        from hpcrl.trainer.collectives import broadcast_json
 
         answer = self.client.call(method, self.options.rollout_timeout, **params) if self.driver else None
         return broadcast_json(answer, group=self.patient)
@@ -356,7 +354,7 @@ def work(context: RoleContext, rank: int) -> int:
     """Be trainer rank `rank` to the end of the run; the exit status."""
 
     def late(error: BaseException) -> float:
-        from hpcrl.trainer.parallel.collectives import may_be_echo
+        from hpcrl.trainer.collectives import may_be_echo
 
         return ECHO if may_be_echo(error) else 0.0
 
@@ -365,7 +363,7 @@ def work(context: RoleContext, rank: int) -> int:
 
         cpu_shim.install()
         timeline = trainer_timeline(context.rundir, context.plan, rank)
-        Crank(context, timeline).run()
+        Trainer(context, timeline).run()
         timeline.close()
 
     return act("trainer", context, rank, body, late)

@@ -1,11 +1,11 @@
-"""In place of the trainer where nothing is trained (--debug-rollout-only): asks for one rollout after another.
+"""Takes the trainer's place where nothing is trained (--debug-rollout-only): requests one rollout after another.
 
     python -m hpcrl.trainer.rollout_driver RUN --attempt N
 
     generate -> fetch -> log -> evaluate
 
-Invariants: no torch and no model; the engines keep the weights of --hf-checkpoint, as policy version 0; after each
-rollout its position is on disk, so a run that was stopped or killed goes on with the next prompts.
+Invariants: imports no torch and builds no model; the engines keep the weights of --hf-checkpoint, as policy version 0;
+after each rollout its position is on disk, so a run that was stopped or killed resumes with the next prompts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.summary import Summary, write_summary
 from hpcrl.run.trouble.storage import PATIENCE
-from hpcrl.trainer.engine_roster import QueueRoster
-from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
+from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, QueueRoster
 from hpcrl.weights.engine_http import Address
 
 POSITION = "position.json"  #: in the run directory

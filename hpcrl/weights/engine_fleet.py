@@ -2,6 +2,10 @@
 
 Invariants: every call has a deadline; while one is pending the engines' health and the run's error file are looked at,
 because vLLM never answers a pending call once its engine core has died; an error names engine, host and phase.
+
+@@ engine_roster.py: The registry of engines as trainer rank 0 asks it: calls over the rollout queue.
+
+Invariant: the registry lives in the rollout process alone; nothing of it is kept here.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
+from hpcrl.queue.client import QueueClient
 from hpcrl.run.engines.lives import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
@@ -179,3 +184,20 @@ def joined(work: Callable[[], Any], pending: PendingCalls) -> Any:
     while wait([future], timeout=GLANCE / 2).not_done:
         pending.check()
     return future.result()
+
+
+class QueueRoster:
+    """`weights.updates.Roster` over the queue; timeout: seconds that a call may take."""
+
+    def __init__(self, client: QueueClient, timeout: float) -> None:
+        self._client = client
+        self._timeout = timeout
+
+    def engines(self) -> dict[str, Any]:
+        return self._client.call("engines", self._timeout)
+
+    def updated(self, engines: list[list[int]], version: int, alone: bool) -> None:
+        self._client.call("engines_updated", self._timeout, engines=engines, version=version, alone=alone)
+
+    def lost(self, engines: list[list[Any]]) -> None:
+        self._client.call("engines_lost", self._timeout, engines=engines)

@@ -9,7 +9,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
-from hpcrl.trainer.pace import evaluates_beside, last_evaluation, publishes, settles, steps_of
+from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation, publishes, settles, steps_of
 from tests.config.test_flags import GRPO, SFT
 
 ASYNC = GRPO | {"loop": "async"}

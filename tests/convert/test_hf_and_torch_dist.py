@@ -69,7 +69,7 @@ def common_on_rank(path: str) -> dict[str, Any]:
 def convert_on_rank(every: list[list[str]]) -> list[str]:
     """Run several conversions in the groups of one layout; the paths, or errors, on this rank."""
     from hpcrl.convert.to_torch_dist import convert, read_options
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer import parallel_state
 
     world = int(os.environ["WORLD_SIZE"])
     ranks = None

@@ -26,7 +26,7 @@ from hpcrl.run.gpu_environment import (
 )
 from hpcrl.run.role import RoleContext
 from hpcrl.run.rundir import RunDir
-from hpcrl.trainer.start.environment import DUMPS, cpu_threads, prepare_environment
+from hpcrl.trainer.start.torchrun import DUMPS, cpu_threads, prepare_environment
 
 
 def options(**values: Any) -> Options:

@@ -58,8 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def measured(every: list[Options]) -> list[dict[str, Any]]:
     """On a rank: bytes of weights, gradients and optimizer states of each model, and its pipeline stage."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     ranks, found = None, []
     for opts in every:
@@ -119,8 +119,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def kept(every: dict[int, Options]) -> dict[str, float]:
     """On a rank: bytes that one layer's forward pass keeps, by what is recomputed: the difference of models of two
     lengths."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     ranks, found = None, {}
     for name, recompute in RECOMPUTE.items():

@@ -336,7 +336,7 @@ def test_layouts_and_settings_that_do_not_fit_are_refused(models: dict[str, Path
 def layout_errors(every: list[tuple[Any, dict[str, Any]]]) -> list[str]:
     """What check_layout says of options and a model's fields, without any groups."""
     from hpcrl.errors import UsageError
-    from hpcrl.trainer.parallel.parallel_state import check_layout
+    from hpcrl.trainer.parallel_state import check_layout
 
     messages = []
     for opts, fields in every:

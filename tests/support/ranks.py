@@ -3,7 +3,7 @@
     run_ranks(4, function, *args, timeout=60) -> [result of rank 0, result of rank 1, ...]
 
 `function(*args)` runs in n processes that have RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun
-sets them, so `hpcrl.trainer.parallel.parallel_state.initialize` works as in a run.  It must be a function of a module
+sets them, so `hpcrl.trainer.parallel_state.initialize` works as in a run.  It must be a function of a module
 that can be imported; arguments and results are pickled.
 
 How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and

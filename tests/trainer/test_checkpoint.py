@@ -95,9 +95,9 @@ def train_and_save(every: list[tuple[Options, Path]]) -> list[list[float]]:
 
 def go_on(every: list[tuple[Options, Path]], steps: int = STEPS - BEFORE) -> list[Any]:
     """Losses of going on from each checkpoint, in one layout; or the error."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     ranks, found = None, []
     for opts, directory in every:
@@ -115,8 +115,8 @@ def go_on(every: list[tuple[Options, Path]], steps: int = STEPS - BEFORE) -> lis
 
 def asked_of_megatron(opts: Options, directory: str) -> list[dict[str, Any]]:
     """What a release that knows several ways to save in the background is asked, and one that knows its own alone."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
-    from hpcrl.trainer.parallel import parallel_state
 
     parallel_state.initialize(opts)
     asked: list[dict[str, Any]] = []
@@ -241,9 +241,9 @@ def test_every_parameter_counts_its_own_steps_after_loading(models: dict[str, Pa
 
 
 def steps_after_loading(opts: Options, directory: Path) -> set[float]:
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.megatron import cpu_shim, model
-    from hpcrl.trainer.parallel import parallel_state
 
     policy = model.build(opts, parallel_state.initialize(opts))
     save_load.load_checkpoint(policy, policy.ranks, save_load.latest(directory), "run")
@@ -270,7 +270,7 @@ def read_with_megatron_alone(opts: Options, path: Path) -> tuple[dict[str, torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer import parallel_state
 
     parallel_state.initialize(opts)
     config = TransformerConfig(
@@ -297,9 +297,9 @@ def read_with_megatron_alone(opts: Options, path: Path) -> tuple[dict[str, torch
 
 
 def exported(opts: Options, directory: Path) -> dict[str, torch.Tensor]:
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     policy = model.build(opts, parallel_state.initialize(opts))
     save_load.load_weights(policy, policy.ranks, save_load.latest(directory))
@@ -311,9 +311,9 @@ def exported(opts: Options, directory: Path) -> dict[str, torch.Tensor]:
 
 def begin_each(every: list[Options], checkpoints: list[Path]) -> list[Any]:
     """(position, what was said, the first weights) of beginning with each of the options; or the error."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint.resume import restore
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     ranks, found = None, []
     for opts, directory in zip(every, checkpoints, strict=True):

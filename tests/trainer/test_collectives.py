@@ -29,7 +29,7 @@ def left_alone() -> list[tuple[str, bool]]:
     other kinds."""
     import torch
 
-    from hpcrl.trainer.parallel.collectives import may_be_echo
+    from hpcrl.trainer.collectives import may_be_echo
 
     dist = start()
     if dist.get_rank() == 1:
@@ -72,7 +72,7 @@ def test_an_error_of_a_collective_is_known_by_its_class_and_not_by_its_words() -
 
 
 def alone() -> bool:
-    from hpcrl.trainer.parallel.collectives import may_be_echo
+    from hpcrl.trainer.collectives import may_be_echo
 
     before = may_be_echo(RuntimeError("x"))
     start()
@@ -84,7 +84,7 @@ def test_a_single_rank_has_nobody_to_echo() -> None:
 
 
 def agree_on_rank(error: HpcrlError) -> tuple[str, str, str]:
-    from hpcrl.trainer.parallel.collectives import agree
+    from hpcrl.trainer.collectives import agree
 
     dist = start()
 

@@ -14,7 +14,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.trainer.megatron import cpu_shim, packed_rope, thd
+from hpcrl.trainer.megatron import cpu_shim, packed_attention, thd
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 
@@ -97,10 +97,10 @@ def rotated() -> list[tuple[float, str]]:
                 for rank in range(cp):
                     rows = thd.cp_indices(cu, cp, rank)
                     bounds = torch.tensor(cu, dtype=torch.int32)
-                    mine = packed_rope.packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
+                    mine = packed_attention.packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
                     error = float((mine - torch.cat(whole)[rows]).abs().max())
                     found.append((error, f"interleaved {interleaved}, {rotary} of 16, cp {cp}"))
-    assert rope_utils._apply_rotary_pos_emb_thd is packed_rope.packed
+    assert rope_utils._apply_rotary_pos_emb_thd is packed_attention.packed
     return found
 
 
@@ -131,8 +131,8 @@ def test_attention_is_not_told_of_padding() -> None:
 
 def adam_after_load(directory: str, hint: bool) -> list[float]:
     """How often Adam thinks that it has stepped, per parameter, after a load and one more step."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     opts = Options(hf_checkpoint=directory, bf16=False, actor_num_gpus_per_node=1, lr=1e-3)
     policy = model.build(opts, parallel_state.initialize(opts))

@@ -52,11 +52,11 @@ def head() -> torch.Tensor:
 
 def train_on_rank(opts: Options, times: int = 3) -> list[dict[str, float]]:
     """Metrics of rollouts from the policy's weights and the value head above."""
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
     from hpcrl.trainer.step import train_batch
 
     policy = start(opts)
-    others = OtherModels(policy, policy.ranks, opts, None).of_share(0, 0)
+    others = ReferenceAndCritic(policy, policy.ranks, opts, None).of_share(0, 0)
     for module in others.critic.modules:
         if module.post_process:
             module.output_layer.weight.data.copy_(head())
@@ -74,8 +74,8 @@ def beginnings_on_rank(opts: Options, directory: Path) -> list[dict[str, torch.T
     """The critic's weights: by default, from a Hugging Face directory, from a policy's checkpoint, and from a
     critic's."""
     from hpcrl.trainer.checkpoint import save_load
-    from hpcrl.trainer.critic import Critic
-    from hpcrl.trainer.megatron.host_weights import weights
+    from hpcrl.trainer.megatron.host_memory import weights
+    from hpcrl.trainer.reference_and_critic import Critic
 
     policy = start(opts.model_copy(update={"critic_load": None}))
     found = []
@@ -198,7 +198,7 @@ def test_same_steps_whatever_the_packing(model: Path) -> None:
 
 
 def test_a_critic_has_its_own_rate() -> None:
-    from hpcrl.trainer.critic import critic_options
+    from hpcrl.trainer.reference_and_critic import critic_options
 
     own = critic_options(Options(lr=1e-3, lr_warmup_iters=5, min_lr=1e-4, critic_lr=1e-5, critic_lr_warmup_iters=2))
     assert (own.lr, own.lr_warmup_iters, own.min_lr) == (1e-5, 2, 1e-5)

@@ -40,13 +40,13 @@ def train_on_rank(every: list[Options]) -> list[dict[str, Any]]:
 
 
 def trained(opts: Options, ranks: Any, turns: bool) -> tuple[dict[str, Any], Any]:
-    from hpcrl.trainer.colocation.device_state import DeviceState
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.megatron.host_memory import DeviceState
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
     from hpcrl.trainer.step import train_batch
 
     torch.manual_seed(0)
     policy = start(opts, ranks)
-    models = OtherModels(policy, policy.ranks, opts, None)
+    models = ReferenceAndCritic(policy, policy.ranks, opts, None)
     mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])
     state = DeviceState([policy, *models.trained_too])
     metrics = []
@@ -79,7 +79,7 @@ def exported(policy: Any) -> dict[str, torch.Tensor]:
 
 def state_of(policies: list[Any]) -> dict[str, torch.Tensor]:
     """Weights and optimizer states of this rank."""
-    from hpcrl.trainer.megatron.host_weights import weights
+    from hpcrl.trainer.megatron.host_memory import weights
 
     found = {}
     for number, policy in enumerate(policies):

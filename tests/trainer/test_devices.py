@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpcrl.errors import UsageError
-from hpcrl.trainer.parallel import devices
-from hpcrl.trainer.parallel.devices import cuda_is_there, device_index
+from hpcrl.trainer import parallel_state
+from hpcrl.trainer.parallel_state import cuda_is_there, device_index
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
 
@@ -63,7 +63,11 @@ def test_a_rank_stays_beside_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked: list[tuple[str, Path]] = []
     found = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(devices, "bind_beside", lambda device, system: asked.append((device, system)) or frozenset({3}))
-    assert devices.stay_beside(torch.device("cuda", 2), tmp_path) == {3} and asked == [("0001:3b:00.0", tmp_path)]
+    monkeypatch.setattr(
+        parallel_state, "bind_beside", lambda device, system: asked.append((device, system)) or frozenset({3})
+    )
+    assert parallel_state.stay_beside(torch.device("cuda", 2), tmp_path) == {3} and asked == [
+        ("0001:3b:00.0", tmp_path)
+    ]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert devices.stay_beside(torch.device("cuda", 2), tmp_path) == frozenset(), "a build that does not say"
+    assert parallel_state.stay_beside(torch.device("cuda", 2), tmp_path) == frozenset(), "a build that does not say"

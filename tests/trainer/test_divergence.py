@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.trainer.step.divergence import Direction, TeacherRows, divergence
-from hpcrl.trainer.step.token_logprobs import Vocabulary, tokens_of
+from hpcrl.trainer.step.token_logprobs import Direction, TeacherRows, Vocabulary, divergence, tokens_of
 from tests.support.live_bytes import LiveBytes
 
 VOCAB = 11

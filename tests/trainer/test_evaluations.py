@@ -12,7 +12,7 @@ from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.metrics import MetricsLog, read_metrics
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.rundir import RunDir
-from hpcrl.trainer.evaluations import Evaluations
+from hpcrl.trainer.evaluations import EvaluationSchedule
 from tests.config.test_flags import GRPO
 
 
@@ -40,9 +40,9 @@ def log(tmp_path: Path) -> MetricsLog:
     return MetricsLog(RunDir.create(tmp_path / "run"))
 
 
-def evaluations(rollout: Rollout, log: MetricsLog, **values: Any) -> Evaluations:
+def evaluations(rollout: Rollout, log: MetricsLog, **values: Any) -> EvaluationSchedule:
     options = Options(**(GRPO | {"loop": "fully-async", "eval_interval": 2} | values))
-    return Evaluations(options, 5, rollout.ask, rollout.wait, log, lambda value: value, Timeline(None))
+    return EvaluationSchedule(options, 5, rollout.ask, rollout.wait, log, lambda value: value, Timeline(None))
 
 
 def logged(log: MetricsLog) -> list[tuple[int, float]]:

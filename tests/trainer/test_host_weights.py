@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.trainer.megatron import host_weights
-from hpcrl.trainer.megatron.host_weights import HostWeights, weights
+from hpcrl.trainer.megatron import host_memory
+from hpcrl.trainer.megatron.host_memory import HostWeights, weights
 from tests.support.live_bytes import LiveBytes
 
 
@@ -62,7 +62,7 @@ def test_changing_places_needs_but_a_piece_on_the_device(monkeypatch: pytest.Mon
     second = numbers(policy(seed=1, width=512))
     held = filled(model, second)
     size = sum(value.nbytes for value in weights(model).values())
-    monkeypatch.setattr(host_weights, "PIECE", 4096)
+    monkeypatch.setattr(host_memory, "PIECE", 4096)
     with LiveBytes() as live, held.swapped_in():
         pass
     assert equal(numbers(model), numbers(policy(width=512)))

@@ -210,8 +210,8 @@ def shares(opts: Options, data: SampleBatch | None = None) -> list[Share]:
 
 
 def start(opts: Options, ranks: Any = None) -> Any:
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     policy = model.build(opts, ranks or parallel_state.initialize(opts))
     model.load_hf(policy, opts.hf_checkpoint)
@@ -220,9 +220,9 @@ def start(opts: Options, ranks: Any = None) -> Any:
 
 def others_of(policy: Any, opts: Options) -> Any:
     """The models beside the trained one."""
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
 
-    return OtherModels(policy, policy.ranks, opts, None).of_share(0, 0)
+    return ReferenceAndCritic(policy, policy.ranks, opts, None).of_share(0, 0)
 
 
 def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list[dict[str, float]]:

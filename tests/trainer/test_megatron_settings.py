@@ -360,7 +360,7 @@ def test_contradictions(line: str, error: str) -> None:
 
 def rates_on_rank(every: list[Options], steps: int) -> list[list[tuple[float, float]] | str]:
     """(learning rate, weight decay) of each step."""
-    from hpcrl.trainer.megatron.optimizer import make_scheduler
+    from hpcrl.trainer.megatron.model import make_scheduler
 
     group: dict[str, Any] = {"default_config": True, "params": []}
     optimizer = SimpleNamespace(param_groups=[group])
@@ -383,7 +383,7 @@ def rates_when_known(
 ) -> tuple[list[tuple[float, float]], dict[str, Any], str]:
     """(rates of each step, its state half-way, the error for a run of one rollout) of a schedule whose length comes
     later."""
-    from hpcrl.trainer.megatron.optimizer import know_length, make_scheduler
+    from hpcrl.trainer.megatron.model import know_length, make_scheduler
 
     group: dict[str, Any] = {"default_config": True, "params": []}
     optimizer = SimpleNamespace(param_groups=[group])
@@ -493,8 +493,8 @@ def test_a_refusal_comes_before_the_model(tmp_path: Path) -> None:
 
 
 def build_on_rank(opts: Options) -> str:
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     try:
         model.build(opts, parallel_state.initialize(opts))

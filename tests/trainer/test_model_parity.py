@@ -103,8 +103,8 @@ def pack(parts: list[torch.Tensor], cp_size: int, cp_rank: int) -> tuple[torch.T
 
 def start(opts: Options, ranks: Any = None) -> Any:
     """A loaded policy; in groups of this process that exist already, if `ranks` are given."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.parallel import parallel_state
 
     policy = model.build(opts, ranks or parallel_state.initialize(opts))
     model.load_hf(policy, opts.hf_checkpoint)
@@ -200,7 +200,7 @@ def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
 def refused_on_rank(every: list[Options], known: bool = False) -> list[str]:
     """The error of each of several options; known: the groups are made once, with the first."""
     from hpcrl.errors import HpcrlError
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer import parallel_state
 
     ranks = parallel_state.initialize(every[0].model_copy(update={"megatron": {}})) if known else None
     messages = []

@@ -56,13 +56,13 @@ def rollouts(policy: Any, others: Any, opts: Options, first: int, last: int) -> 
 def train_and_save(every: list[tuple[Options, Path]]) -> list[list[dict[str, float]]]:
     """Of each of the options, in one layout, all rollouts with a checkpoint between them."""
     from hpcrl.trainer.checkpoint.save_load import Position, save
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
 
     ranks, found = None, []
     for opts, directory in every:
         policy = start(opts, ranks)
         ranks = policy.ranks
-        others = OtherModels(policy, ranks, opts, None)
+        others = ReferenceAndCritic(policy, ranks, opts, None)
         first = rollouts(policy, others, opts, 0, BEFORE)
         also = lambda beside, others=others: others.save(BEFORE, BEFORE, beside)  # noqa: E731
         save(policy, ranks, directory, Position(BEFORE, BEFORE, {}), "run", also)
@@ -72,29 +72,29 @@ def train_and_save(every: list[tuple[Options, Path]]) -> list[list[dict[str, flo
 
 def go_on(every: list[tuple[Options, Path]]) -> list[list[dict[str, float]]]:
     """Of each checkpoint the rollouts after it, in one layout."""
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.other_models import OtherModels
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
 
     ranks, found = None, []
     for opts, directory in every:
         policy = model.build(opts, ranks or parallel_state.initialize(opts))
         ranks, path = policy.ranks, save_load.latest(directory)
         save_load.load_checkpoint(policy, ranks, path, "run")
-        found.append(rollouts(policy, OtherModels(policy, ranks, opts, path), opts, BEFORE, ROLLOUTS))
+        found.append(rollouts(policy, ReferenceAndCritic(policy, ranks, opts, path), opts, BEFORE, ROLLOUTS))
     return found
 
 
 def metrics_on_rank(every: list[Options]) -> list[list[dict[str, float]]]:
     """Metrics of three rollouts of each of the options."""
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
 
     ranks, found = None, []
     for opts in every:
         policy = start(opts, ranks)
         ranks = policy.ranks
-        found.append(rollouts(policy, OtherModels(policy, ranks, opts, None), opts, 0, 3))
+        found.append(rollouts(policy, ReferenceAndCritic(policy, ranks, opts, None), opts, 0, 3))
     return found
 
 
@@ -106,12 +106,12 @@ def old_actor_on_rank(
     from hpcrl.errors import HpcrlError
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.megatron import model
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
     from hpcrl.trainer.step import train_batch
 
     policy = start(opts)
     ranks, (mine,) = policy.ranks, shares(opts)
-    others = OtherModels(policy, ranks, opts, None)
+    others = ReferenceAndCritic(policy, ranks, opts, None)
     others.published(0)
     first = train_batch.train(policy, ranks, opts, mine, others.of_share(0, 0))
     others.published(1)
@@ -127,28 +127,28 @@ def old_actor_on_rank(
     again = model.build(opts, ranks)
     path = save_load.latest(directory)
     save_load.load_checkpoint(again, ranks, path, "run")
-    resumed = train_batch.train(again, ranks, opts, mine, OtherModels(again, ranks, opts, path).of_share(0, 1))
+    resumed = train_batch.train(again, ranks, opts, mine, ReferenceAndCritic(again, ranks, opts, path).of_share(0, 1))
     return first, late, resumed, error
 
 
 def peaks_on_rank(every: list[Options]) -> tuple[list[int], int]:
     """Most bytes alive at once while a rollout is trained on with each of the options, and bytes of the policy's
     weights."""
-    from hpcrl.trainer.megatron import host_weights
-    from hpcrl.trainer.other_models import OtherModels
+    from hpcrl.trainer.megatron import host_memory
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
     from hpcrl.trainer.step import train_batch
 
-    host_weights.PIECE = 2**16
+    host_memory.PIECE = 2**16
     ranks, found = None, []
     for opts in every:
         policy = start(opts, ranks)
         ranks = policy.ranks
-        others, (mine,) = OtherModels(policy, ranks, opts, None).of_share(0, 0), shares(opts)
+        others, (mine,) = ReferenceAndCritic(policy, ranks, opts, None).of_share(0, 0), shares(opts)
         train_batch.train(policy, ranks, opts, mine, others)  # the optimizer's state is made
         with LiveBytes() as live:
             train_batch.train(policy, ranks, opts, mine, others)
         found.append(live.peak)
-    return found, sum(value.nbytes for value in host_weights.weights(policy).values())
+    return found, sum(value.nbytes for value in host_memory.weights(policy).values())
 
 
 # ---- tests

@@ -106,7 +106,7 @@ def provide_on_rank(every: list[Options]) -> list[Any]:
 
 
 def train_on_rank(every: list[Options], masked: bool = False) -> list[tuple[dict[str, float], list[str]]]:
-    from hpcrl.trainer.own_hooks import TrainerHooks
+    from hpcrl.trainer.custom_hooks import TrainerHooks
     from hpcrl.trainer.step import train_batch
 
     data = batch()

@@ -27,7 +27,7 @@ def exchange_on_rank(opts: Options) -> tuple[bool, bool, bool, list[int]]:
     collectives])."""
     import torch.distributed as dist
 
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.step import share_exchange
 
     ranks = parallel_state.initialize(opts)
@@ -73,7 +73,7 @@ def test_a_share_that_was_made_here_is_encoded_once() -> None:
 
 
 def made_on_rank(opts: Options) -> bool:
-    from hpcrl.trainer.parallel import parallel_state
+    from hpcrl.trainer import parallel_state
     from hpcrl.trainer.step.share_exchange import ShareExchange
 
     exchange = ShareExchange(parallel_state.initialize(opts))

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
-from hpcrl.trainer.step.staleness import check_staleness
+from hpcrl.trainer.loop_schedule import check_staleness
 from tests.support.shares import share
 
 

@@ -32,8 +32,8 @@ def sums_on_rank(uneven: bool) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """This rank's part of the loss, the gradient of its tokens, and which tokens those are."""
     from megatron.core import parallel_state as groups
 
-    from hpcrl.trainer.parallel import parallel_state
-    from hpcrl.trainer.step.sample_sums import sums_over_samples
+    from hpcrl.trainer import parallel_state
+    from hpcrl.trainer.step.sums import sums_over_samples
 
     ranks = parallel_state.initialize(Options(actor_num_gpus_per_node=2, context_parallel_size=2))
     mine = [i for i in range(TOKENS) if (ranks.cp_rank == 0 if uneven else i % 2 == ranks.cp_rank)]
@@ -48,7 +48,7 @@ def sums_on_rank(uneven: bool) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 @pytest.mark.parametrize("uneven", [False, True])
 def test_sums_over_ranks_have_the_gradient_of_the_whole(uneven: bool) -> None:
     """Also where one rank has no token at all."""
-    from hpcrl.trainer.step.sample_sums import sums_over_samples
+    from hpcrl.trainer.step.sums import sums_over_samples
 
     values, sample = tokens()
     values.requires_grad_()
@@ -63,8 +63,8 @@ def test_sums_over_ranks_have_the_gradient_of_the_whole(uneven: bool) -> None:
 def totals_on_rank(layout: dict[str, Any], odd: bool = False) -> Any:
     """The totals of two micro-batches on each rank."""
     from hpcrl.algorithms.interface import Report
-    from hpcrl.trainer.parallel import parallel_state
-    from hpcrl.trainer.step.report_totals import total
+    from hpcrl.trainer import parallel_state
+    from hpcrl.trainer.step.sums import total
 
     ranks = parallel_state.initialize(Options(actor_num_gpus_per_node=4, **layout))
     number = lambda x: torch.tensor(float(x), dtype=torch.float64)  # noqa: E731

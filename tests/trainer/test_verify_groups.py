@@ -9,13 +9,12 @@ from tests.support.ranks import RankError, run_ranks
 
 
 def verified(built: dict[str, int], planned: dict[str, int]) -> str:
-    from hpcrl.trainer.parallel.parallel_state import initialize, shutdown
-    from hpcrl.trainer.parallel.verify_groups import verify
+    from hpcrl.trainer.parallel_state import initialize, shutdown, verify_groups
 
     base = {"actor_num_gpus_per_node": 4, "bf16": False}
     ranks = initialize(Options(**base, **built))
     try:
-        verify(Options(**base, **planned), ranks.rank)
+        verify_groups(Options(**base, **planned), ranks.rank)
     finally:
         shutdown()
     return "the same"

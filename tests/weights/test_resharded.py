@@ -13,10 +13,10 @@ from hpcrl.convert.to_fp8 import convert
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
+from hpcrl.trainer.collectives import make_patient
 from hpcrl.trainer.megatron.model import build, export, load_hf
-from hpcrl.trainer.parallel.collectives import make_patient
-from hpcrl.trainer.parallel.parallel_state import initialize
-from hpcrl.trainer.weight_stream import WeightExit
+from hpcrl.trainer.parallel_state import initialize
+from hpcrl.trainer.weight_export import WeightExporter
 from hpcrl.weights.digest import digest
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
 from hpcrl.weights.engine_http import Address
@@ -50,7 +50,9 @@ def rank_side(
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
     patient = make_patient(options)
-    way_out = WeightExit(policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint)
+    way_out = WeightExporter(
+        policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint
+    )
     options = options.model_copy(update={"weight_update": updates[0]})
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
@@ -129,7 +131,7 @@ def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wid
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, wide)
-    way_out = WeightExit(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
+    way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
         sender.connect([FleetEngine(0, addresses[0])])
@@ -211,7 +213,7 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, wide)
-    way_out = WeightExit(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
+    way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     found: dict[str, float] = {}
 

@@ -1,11 +1,13 @@
-"""Where a run's weights come from, and from where it goes on.
+"""Where the weights of a run come from, and where it resumes.
 
-    1. a checkpoint in --save that this run saved: everything goes on (--load that names the same directory: whoever saved it)
-    2. --load: the weights of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a Hugging Face model
+    1. a checkpoint in --save that this run saved: everything is restored (where --load names the same directory,
+       whichever run saved it)
+    2. --load: the weights of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a Hugging
+       Face model
     3. --ref-load: the same, where --load is not given or holds nothing yet
     4. --hf-checkpoint
 
-Invariant: rank 0 looks, and all ranks do what it found.
+Invariant: rank 0 looks, and all ranks act on what it found.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from hpcrl.model_files.vocabulary import check_same_vocabulary
 from hpcrl.run.rundir import TRACKER
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.megatron.model import NoOptimizer, Policy, load_hf
-from hpcrl.trainer.parallel.collectives import agree, broadcast_json
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.parallel_state import Ranks
 
 TEACHER = "--opd-teacher-load"
 

@@ -1,8 +1,8 @@
 """Checkpoints: Megatron's torch_dist layout, written whole or not at all.
 
     DIR/iter_0000020/                   20 rollouts done: model, optimizer, schedule, RNG (torch_dist), hpcrl.json
-    DIR/iter_0000020/reference/         further sets of weights, where a run has them (`weight_sets.py`)
-    DIR/iter_0000020/critic/            a second model, where a run has one (`trainer/critic.py`)
+    DIR/iter_0000020/reference/         further sets of weights, where a run has them (`trainer/reference_and_critic.py`)
+    DIR/iter_0000020/critic/            a second model, where a run has one (`trainer/reference_and_critic.py`)
     DIR/latest_checkpointed_iteration.txt   "20"
 
 Invariant: a directory named iter_* is complete.  A checkpoint is written under another name, flushed, renamed, and only
@@ -40,13 +40,13 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run.rundir import TRACKER, flush, write_atomic
 from hpcrl.run.trouble import storage
-from hpcrl.trainer.checkpoint import compatibility, rng_state
-from hpcrl.trainer.checkpoint.megatron_args import megatron_args
+from hpcrl.trainer.checkpoint import contents
+from hpcrl.trainer.checkpoint.contents import megatron_args
 from hpcrl.trainer.checkpoint.writers import write_here
+from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
-from hpcrl.trainer.parallel.collectives import agree, agree_in_step, broadcast_json
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.parallel_state import Ranks
 
 __all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
 
@@ -263,7 +263,7 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     cpu_shim.after_load(policy.optimizer)
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])
     if "rng_state" in request:
-        rng_state.restore(state["rng_state"][0])
+        contents.restore_rng(state["rng_state"][0])
 
 
 def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
@@ -289,7 +289,7 @@ def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tupl
 
     spare: tensors of the model that the checkpoint may have and nobody asks for.
     """
-    compatibility.check_fits(request, stored, policy.vocab_size, spare)
+    contents.check_fits(request, stored, policy.vocab_size, spare)
     try:
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(stored.path)),
@@ -348,7 +348,7 @@ def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: boo
         "iteration": position.rollout_id,
         "optimizer": optimizer,
         "opt_param_scheduler": policy.scheduler.state_dict(),
-        "rng_state": rng_state.as_object(ranks),
+        "rng_state": contents.rng_object(ranks),
     }
 
 

@@ -1,12 +1,12 @@
-"""Saving while a run goes on: at once or in the background, and which old checkpoints go.
+"""Saving during training, at once or in the background, and the removal of old checkpoints.
 
     saver = Saver(policy, ranks, directory, run_id, options, also)
-    saver.save(position)           # with --async-save the files are written by a process beside the training; not those of `also`
+    saver.save(position)           # with --async-save a separate process writes the files, but not those of `also`
     saver.poll()                   # between steps: names the checkpoint in the tracker once all ranks have written
     saver.finish()                 # before the run ends: waits, with a deadline
 
-Invariants: the tracker names a checkpoint only when every rank's files are on disk; old checkpoints go only after that;
-one that another run saved is never removed.
+Invariants: the tracker names a checkpoint only when every rank's files are on disk; old checkpoints are removed only
+after that; one that another run saved is never removed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.writers import killed_writers_told
+from hpcrl.trainer.collectives import agree, agree_in_step, device
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.parallel.collectives import agree, agree_in_step, device
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.parallel_state import Ranks
 
 ENDING = 10.0  #: seconds that a writer which has written may take to end
 

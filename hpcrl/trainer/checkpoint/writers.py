@@ -1,8 +1,8 @@
-"""Writing what Megatron has planned of a checkpoint: it forks a process for each file (a later release has threads),
-and would wait for ever for one that is killed.
+"""Watching the processes that write a checkpoint: Megatron forks one for each file (a later release uses threads), and
+would wait for ever for one that is killed.
 
-Invariant: who waits for such processes hears within a second that one was killed, and by what; one that fails says so
-itself.
+Invariant: whoever waits for such a process learns within a second that it was killed, and by what; one that fails
+reports its own error.
 """
 
 from __future__ import annotations

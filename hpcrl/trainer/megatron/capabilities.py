@@ -1,7 +1,7 @@
 """Settings of Megatron-core that this machine cannot honour, or that nothing here would read.
 
-Megatron notices some of them when the model is built, some at the first step, and some never: the run would go on
-without what was asked for.  Invariant: a setting that passes `check` has its effect.
+Megatron notices some of them when the model is built, some at the first step, and some never: the run would continue
+without what was asked for.  Invariant: a setting that passes `check_capabilities` has its effect.
 """
 
 from __future__ import annotations

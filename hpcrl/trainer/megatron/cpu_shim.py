@@ -91,7 +91,7 @@ def _quiet() -> None:
 
 
 def _quiet_on_cpu() -> None:
-    """Advice on CUDA streams, which start/environment.py follows where there are any."""
+    """Advice on CUDA streams, which `torchrun.prepare_environment` follows where there are any."""
     warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)
     warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)
 
@@ -150,8 +150,8 @@ def _megatron_on_cpu() -> None:
     Engine."""
     import torch
 
-    from hpcrl.trainer.megatron import packed_rope as rope_functions
-    from hpcrl.trainer.parallel import uneven_collectives
+    from hpcrl.trainer import collectives
+    from hpcrl.trainer.megatron import packed_attention as rope_functions
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
@@ -175,9 +175,9 @@ def _megatron_on_cpu() -> None:
     moe.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
     # gloo refuses pieces of unequal length, which the dispatcher exchanges where several ranks share an expert.
-    mappings._gather_along_first_dim = _unless_equal(mappings._gather_along_first_dim, uneven_collectives.gather)
+    mappings._gather_along_first_dim = _unless_equal(mappings._gather_along_first_dim, collectives.gather_uneven)
     scatter = mappings._reduce_scatter_along_first_dim
-    mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, uneven_collectives.reduce_scatter)
+    mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, collectives.reduce_scatter_uneven)
 
     # The stock function pins memory, which needs CUDA.
     rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = rope_functions.table_of_cp_rank

@@ -26,7 +26,7 @@ from hpcrl.models.family import Rule
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.redistribution.holdings import held_parts
 from hpcrl.redistribution.layouts import Pattern
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.weights.pieces.numbers import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 
@@ -127,7 +127,7 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
         yield from zip(held.rule.hf, _collect(policy, held, own[1] if own else None), strict=True)
 
 
-def _collect(policy: Policy, held: Held, parameter: torch.Tensor | None) -> list[torch.Tensor]:
+def _collect(policy: Policy, held: HeldParameter, parameter: torch.Tensor | None) -> list[torch.Tensor]:
     """The tensors of one rule, on rank 0; elsewhere their likes on "meta"."""
     rank = policy.ranks.rank
     cut = CUTS[held.rule.kind]
@@ -150,7 +150,7 @@ def _exchange(operation: Callable[..., Any], pairs: list[tuple[torch.Tensor, int
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who holds the parts.
 
     copies: for each part, in order of TP (of an expert's: ETP) rank, the global ranks that hold it.
@@ -167,7 +167,7 @@ class Held:
         return tuple(ranks[0] for ranks in self.copies)
 
 
-def _table(policy: Policy) -> list[Held]:
+def _table(policy: Policy) -> list[HeldParameter]:
     """Every parameter that some rank holds, agreed among all ranks as a table of numbers.
 
     HpcrlError if a part of one is held by nobody.
@@ -199,7 +199,7 @@ def _table(policy: Policy) -> list[Held]:
             )
         if () in groups[key]:
             raise HpcrlError(f"no rank holds part {groups[key].index(())} of {rule.megatron}")
-        found.append(Held(rule, (rows, columns)[:dims], DTYPES[dtype], groups[key]))
+        found.append(HeldParameter(rule, (rows, columns)[:dims], DTYPES[dtype], groups[key]))
     return found
 
 

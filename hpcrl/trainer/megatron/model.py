@@ -1,14 +1,15 @@
-"""The trained model: Megatron's GPTModel under its DDP wrapper, with optimizer and schedule.
+"""The trained model: Megatron's GPTModel under its DDP wrapper, with optimizer and learning-rate schedule.
 
     policy = build(options, ranks)
-    load_hf(policy, directory)          # or checkpoint.load: a built model holds no weights yet
-    logits = policy.chunks[-1](ids, positions, None, packed_seq_params=packed)   # [1, t, vocabulary / TP] on the last stage
+    load_hf(policy, directory)          # or checkpoint.load: a newly built model holds no weights yet
+    logits = policy.chunks[-1](ids, positions, None, packed_seq_params=packed)   # [1, t, vocabulary / TP], last stage
 
 A rank holds one chunk of consecutive layers, or with virtual pipeline stages several: chunk i of every pipeline rank
 comes before chunk i + 1 of any.
 
-Invariant: all of the architecture comes from config.json of --hf-checkpoint; a model that an own function makes
-(--custom-model-provider-path) has the same parameters, or loading it says which it has not.
+Invariants: all of the architecture comes from config.json of --hf-checkpoint; a model that the user's function builds
+(--custom-model-provider-path) has the same parameters, or loading it names those that are missing; the schedule counts
+optimizer steps: `scheduler.step(1)` after each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from typing import Any, cast
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -28,16 +32,16 @@ from megatron.core.transformer.module import Float16Module
 from hpcrl.config.dotted_path import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
+from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.trainer.megatron.hf_weights import export, load_hf
-from hpcrl.trainer.megatron.optimizer import make_optimizer, make_scheduler
+from hpcrl.trainer.megatron.output_head import give_values
 from hpcrl.trainer.megatron.packed_attention import block_spec
 from hpcrl.trainer.megatron.settings import Settings, construct, refusals, resolve_settings
-from hpcrl.trainer.megatron.value_head import give_values
-from hpcrl.trainer.parallel.parallel_state import Ranks, check_layout
+from hpcrl.trainer.parallel_state import Ranks, check_layout
 
 __all__ = ["Policy", "build", "export", "load_hf"]
 PROVIDER = "custom_model_provider_path"
@@ -209,3 +213,72 @@ def _wrap(
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     return Policy(tuple(chunks), config, family, hf_config, optimizer, scheduler, ranks)
+
+
+def make_optimizer(chunks: list[Any], values: dict[str, Any]) -> MegatronOptimizer:
+    """AdamW over the chunks' DDP buffers; norms and biases without weight decay (Megatron-LM's rule)."""
+    config = construct(OptimizerConfig, values)
+    with refusals("the optimizer"):
+        return get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+
+
+def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
+    """Clip the gradients, whose norm over all ranks is `norm`, to --clip-grad and step; False if the optimizer refuses.
+
+    For gradients after `prepare_grads()`: what Megatron's own `step()` does, without preparing and measuring them
+    again.
+    """
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(leaf, "is_stub_optimizer", False) or leaf.config.clip_grad <= 0:
+            continue
+        if parameters := leaf.get_parameters():
+            decoupled = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, leaf.config.clip_grad, norm, decoupled)
+    return optimizer.step_with_ready_grads()
+
+
+def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant or down to --min-lr, over --lr-decay-iters; weight decay constant or growing over
+    the whole run, as in Megatron-LM.
+
+    Options that `check_options` has let pass.
+    """
+    grows = options.weight_decay_incr_style != "constant"
+    with refusals("the learning-rate schedule"):
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=options.lr_warmup_init,
+            max_lr=options.lr,
+            min_lr=options.min_lr if options.lr_decay_style != "constant" else 0.0,
+            lr_decay_style=options.lr_decay_style,
+            start_wd=options.start_weight_decay if grows else options.weight_decay,
+            end_wd=options.end_weight_decay if grows else options.weight_decay,
+            wd_incr_style=options.weight_decay_incr_style,
+            use_checkpoint_opt_param_scheduler=True,
+            wsd_decay_steps=options.lr_wsd_decay_iters,
+            lr_wsd_decay_style=options.lr_wsd_decay_style,
+            **_lengths(options),
+        )
+
+
+def _lengths(options: Options) -> dict[str, Any]:
+    """The scheduler's numbers of steps; of a run whose length is not known yet those that pass until `know_length`."""
+    steps = schedule_steps(options) or max(options.lr_warmup_iters + 1, options.lr_wsd_decay_iters or 0)
+    return {
+        "lr_warmup_steps": warmup_steps(options, steps),
+        "lr_decay_steps": steps,
+        "wd_incr_steps": run_steps(options) or steps,
+    }
+
+
+def know_length(scheduler: OptimizerParamScheduler, options: Options, rollouts: int) -> None:
+    """Give the schedule of a run with --num-epoch its length: so many rollouts, as the prompts turned out to fill.
+
+    One that goes on from a checkpoint has it from there.  UsageError if the parts of the schedule do not fit into it.
+    """
+    if options.num_rollout is not None or scheduler.num_steps:
+        return
+    known = options.model_copy(update={"num_rollout": rollouts})
+    check_schedules(known)
+    scheduler.load_state_dict(scheduler.state_dict() | _lengths(known))
+    scheduler.step(0)  # the rates of the first step

@@ -1,12 +1,15 @@
-"""The output layer apart from the rest of the model: only for rows that are trained on, and some rows at a time.
+"""Output layers: the policy's, applied only to rows that are trained on, some rows at a time; and the critic's.
 
     with apart(model, rows) as head:
-        model(tokens, ...)               # as ever, but without logits
-    logits = head.logits(head.hidden)    # or of a part of the rows, as often as wanted
+        model(tokens, ...)               # as usual, but without logits
+    logits = head.logits(head.hidden)    # or of a part of the rows, as often as needed
 
-A prompt's rows, and padding, need no logits, and at a vocabulary of 150 000 the logits of all other rows are the
-largest tensors of a step.  Invariant: logits and gradients are those of the whole output, whose other rows nobody looks
-at.
+A prompt's rows, and padding, need no logits, and at a vocabulary of 150,000 the logits of all other rows are the
+largest tensors of a step.  The critic's layer has one output for each row, in place of one for each token of the
+vocabulary.
+
+Invariants: logits and gradients are those of the whole output at the rows that are used; every tensor-parallel rank
+holds the same critic's head and computes the same values and gradients, so these are not summed over TP ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass
@@ -79,3 +85,23 @@ def _whole_rows(layer: Any) -> Iterator[Any]:
         yield layer
     finally:
         layer.sequence_parallel = split
+
+
+class ValueHead(MegatronModule):
+    """weight . hidden + bias, in fp32; 0 at first.  Called as Megatron's output layer is."""
+
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+        self.sequence_parallel = config.sequence_parallel  # `output_head` gathers the rows before it
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """[rows, 1, 1] of [rows, 1, hidden size]."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+
+
+def give_values(module: GPTModel, device: torch.device) -> None:
+    """Put a value head in the place of the output layer, if the chunk has one."""
+    if module.post_process:
+        module.output_layer = ValueHead(module.config, device)

@@ -1,10 +1,12 @@
-"""How fast the trainer group adds up: one all-reduce, timed, before a run burns an hour on a slow network.
+"""Bandwidth of the trainer group: one timed all-reduce, before a run spends an hour on a slow network.
 
-    RANK=0 WORLD_SIZE=16 MASTER_ADDR=10.0.0.1 MASTER_PORT=29400 [LOCAL_RANK=0] python -m hpcrl.trainer.start.network_speed
+    RANK=0 WORLD_SIZE=16 MASTER_ADDR=10.0.0.1 MASTER_PORT=29400 [LOCAL_RANK=0] \\
+        python -m hpcrl.trainer.start.network_speed
 
 Rank 0 prints one JSON line.  NCCL over GPUs, gloo where there are none.
 
-Invariants: the sum is checked, so a fast wrong network is no result; rank 0 listens on MASTER_ADDR alone.
+Invariants: the sum is checked, so that a fast network that is wrong is not a result; rank 0 listens on MASTER_ADDR
+alone.
 """
 
 from __future__ import annotations

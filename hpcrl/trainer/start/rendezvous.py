@@ -1,7 +1,7 @@
 """Where the ranks meet: a store that listens on the address of the first trainer's host and nowhere else.
 
-torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and lets anybody in.
-Invariant: ours binds one address of the plan, port 0, tells the port through the run directory, lets in who holds the
+torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and admits anybody.
+Invariant: ours binds one address of the plan, port 0, publishes the port in the run directory, admits whoever has the
 ranks' key of this attempt, and holds only what torch.distributed puts there.
 """
 
@@ -51,7 +51,7 @@ def connect(context: RoleContext) -> KeyedStore:
     return KeyedStore(found.host, found.port, keys, TIMEOUT, context.rundir.check)
 
 
-class Meeting(RendezvousHandler):
+class RunRendezvous(RendezvousHandler):
     """torchrun's view of it: one rendezvous, of as many torchruns as there are trainer hosts."""
 
     def __init__(self, context: RoleContext, number: int, run_id: str) -> None:
@@ -92,6 +92,6 @@ def register(context: RoleContext, number: int) -> None:
     """Make `--rdzv-backend hpcrl` known to torchrun in this process, which is that of trainer host `number`."""
 
     def create(params: RendezvousParameters) -> Any:
-        return Meeting(context, number, params.run_id)
+        return RunRendezvous(context, number, params.run_id)
 
     rendezvous_handler_registry.register(BACKEND, create)

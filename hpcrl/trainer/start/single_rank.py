@@ -2,7 +2,7 @@
 
     python -m hpcrl.trainer.start.single_rank RUN --attempt N --index RANK
 
-Invariant: the rank sees the environment that torchrun would have given it, so that nothing above knows the difference.
+Invariant: the rank sees the environment that torchrun would have set, so nothing above can tell the difference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role
-from hpcrl.trainer.start.environment import prepare_environment
+from hpcrl.trainer.start.torchrun import prepare_environment
 
 
 def join(context: RoleContext) -> object:

@@ -1,23 +1,27 @@
-"""Start the trainer ranks of one host under torchrun.
+"""Start the trainer ranks of one host under torchrun, in the environment that they need.
 
-    python -m hpcrl.trainer.start.torchrun RUN --attempt N --index HOST      HOST: number of the host among those with trainers
+    python -m hpcrl.trainer.start.torchrun RUN --attempt N --index HOST      HOST: index among the hosts with trainers
 
-Invariant: the ranks die with this process, and a rank that dies is named, with its exit code or signal, in the run's
-error before anybody else's complaint about the lost connection.
+Invariants: the ranks die with this process, and a rank that dies is named, with its exit code or signal, in the run's
+error before any other rank's complaint about the lost connection; gloo and NCCL use the plan's network, never whatever
+interface the host's name resolves to; torch is imported only after the environment is set.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
+from hpcrl.processors import cores
 from hpcrl.run.exit_status import how_it_ended, signal_name
+from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.trouble.memory import MemoryWatch
 from hpcrl.run.trouble.scratch import scratch
-from hpcrl.trainer.start.environment import prepare_environment
 
 LISTEN = 3.0  #: seconds that whoever is told to end waits for the word of who knows why
 
@@ -87,3 +91,27 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+#: where torch's flight recorder puts what it knows of NCCL's collectives when one takes too long (the rank's number is
+#: added), by its name and its elder one
+DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
+    """Set the environment of these ranks, which share a host; what the user has set stays, and is said."""
+    threads = cpu_threads(context.options, cores(os.sched_getaffinity(0), os.environ), len(ranks))
+    wishes = wanted("trainer", Where(context.options, context.plan.trainers[ranks[0]].interface, threads))
+    base = {**os.environ, **context.options.train_env_vars}
+    for line in overruled(wishes, base):
+        say(line)
+    os.environ.update(missing(wishes, base) | compile_caches(base))
+    if not base.keys() & DUMPS:  # a node's /tmp may go with the job
+        os.environ[DUMPS[0]] = str(context.rundir.logs / "nccl-trace-rank-")
+    os.environ.update(context.options.train_env_vars)
+
+
+def cpu_threads(options: Options, count: int, ranks: int) -> int:
+    """Threads of one of `ranks` ranks that share `count` cores: --trainer-threads, or its share where the CPU does
+    Adam's work."""
+    return max(options.trainer_threads, count // ranks if options.megatron.get("optimizer_cpu_offload") else 1)

@@ -1,11 +1,14 @@
-"""A micro-batch as one packed row of tokens, for one rank.
+"""A micro-batch as one packed row of tokens, for one rank; and numbers of tokens between packed rows and whole responses.
 
 Row t predicts token t + 1 of its sequence, so the log-prob of a response's token p belongs to row p - 1.  Each sequence
 is padded only to what the layout needs: a multiple of 2 x CP rows, and the whole to a multiple of TP under sequence
 parallelism; never to the longest.  Under CP a rank holds its zig-zag part of every sequence.
 
+A *column* has one number for each response token of the share's samples, in the order of its rows, without prompts.
+
 Invariants: only rows that predict an unmasked response token are listed in `rows`, so that padding and prompts cannot
-count anywhere; what is known of a row depends on its own sample alone.
+count anywhere; what is known of a row depends on its own sample alone; packed rows and columns hold the same numbers;
+columns are the same on all TP, CP and PP ranks of a data-parallel rank, and 0 at tokens that are not trained on.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
-from hpcrl.trainer.step.divergence import TeacherRows
+from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
+from hpcrl.trainer.step.token_logprobs import TeacherRows
 
 if TYPE_CHECKING:
-    from hpcrl.trainer.parallel.parallel_state import Ranks
+    from hpcrl.trainer.parallel_state import Ranks
 
 
 @dataclass
@@ -159,3 +165,25 @@ def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start, start + 1, ... of every span, one after another [sum of lengths]."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(starts, lengths) + within
+
+
+def to_columns(micro_batches: Sequence[Packed], rows: Sequence[torch.Tensor], size: int, ranks: Ranks) -> torch.Tensor:
+    """float32 [size] from [r] of each micro-batch; collective over CP and PP.
+
+    rows: on the last pipeline stage; ignored on the others.
+    """
+    column = torch.zeros(size, device=ranks.device)
+    if ranks.last_stage:
+        for packed, values in zip(micro_batches, rows, strict=True):
+            column[packed.source] = values.float()
+        if ranks.cp_size > 1:  # a token is on one CP rank, the others have 0
+            dist.all_reduce(column, group=parallel_state.get_context_parallel_group())
+    if ranks.pp_size > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(column, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return column
+
+
+def to_rows(column: torch.Tensor, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
+    """float32 [r] of each micro-batch from a column."""
+    return [column[packed.source].float() for packed in micro_batches]

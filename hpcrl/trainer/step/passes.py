@@ -19,7 +19,7 @@ from hpcrl.trainer.megatron.output_head import Head, apart
 from hpcrl.trainer.megatron.packed_attention import boundaries
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.routing_replay import Difference, How, routed
-from hpcrl.trainer.step.token_logprobs import Tokens, Vocabulary, tokens_of
+from hpcrl.trainer.step.token_logprobs import TokenScores, Vocabulary, tokens_of
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
         )
 
 
-def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -> Tokens:
+def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -> TokenScores:
     """What the model says of the tokens that are trained on."""
     assert head.hidden is not None
     group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None

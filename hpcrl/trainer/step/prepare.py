@@ -23,14 +23,13 @@ from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
-from hpcrl.trainer.megatron.host_weights import HostWeights
+from hpcrl.trainer.custom_hooks import TrainerHooks
+from hpcrl.trainer.megatron.host_memory import HostWeights
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.own_hooks import TrainerHooks
 from hpcrl.trainer.step import passes
-from hpcrl.trainer.step.divergence import TeacherRows
-from hpcrl.trainer.step.packing import Packed
-from hpcrl.trainer.step.response_columns import to_columns, to_rows
+from hpcrl.trainer.step.packing import Packed, to_columns, to_rows
 from hpcrl.trainer.step.routing_replay import How
+from hpcrl.trainer.step.token_logprobs import TeacherRows
 
 #: what the old policy's pass does about experts, by whose choice is trained with
 OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}

@@ -18,9 +18,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.queue.share_format import Share
 from hpcrl.report.sample_records import Trained, write_tokens, write_trained
-from hpcrl.trainer.parallel.parallel_state import Ranks
-from hpcrl.trainer.step.packing import Packed
-from hpcrl.trainer.step.response_columns import to_columns
+from hpcrl.trainer.parallel_state import Ranks
+from hpcrl.trainer.step.packing import Packed, to_columns
 
 
 def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, micro_batches: Sequence[Packed]) -> None:

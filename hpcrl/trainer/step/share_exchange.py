@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hpcrl.queue.share_format import MOST_FRAMES, Buffer, Share, decode, encode
 
 if TYPE_CHECKING:
-    from hpcrl.trainer.parallel.parallel_state import Ranks
+    from hpcrl.trainer.parallel_state import Ranks
 
 ALIGNMENT = 8  #: bytes; a frame begins at a multiple of it, so that `decode` makes views and no copies
 

@@ -28,18 +28,16 @@ from hpcrl.config.rules.algorithm_needs import routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import responses_of
-from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.megatron.optimizer import take_step
+from hpcrl.trainer.custom_hooks import TrainerHooks
+from hpcrl.trainer.loop_schedule import steps_of
+from hpcrl.trainer.megatron.model import Policy, take_step
 from hpcrl.trainer.megatron.output_head import Head
-from hpcrl.trainer.own_hooks import TrainerHooks
-from hpcrl.trainer.pace import steps_of
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
-from hpcrl.trainer.step.report_totals import Totals, total
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
-from hpcrl.trainer.step.sample_sums import sums_over_samples
+from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
 
 #: of --max-logprob-diff, without and with bf16
 MAX_LOGPROB_DIFF = (1e-3, 0.1)

@@ -37,7 +37,7 @@ ENDING = 30.0  #: seconds that the ranks may take to notice that an update has f
 
 @runtime_checkable
 class Source(Protocol):
-    """The trainer's ranks, as rank 0 directs them (`hpcrl/trainer/weight_stream.py`)."""
+    """The trainer's ranks, as rank 0 directs them (`hpcrl/trainer/weight_export.py`)."""
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         """Who holds which part of each tensor, and the whereabouts of each rank."""

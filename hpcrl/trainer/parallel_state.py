@@ -1,7 +1,8 @@
-"""Process groups of the trainer: torch.distributed, Megatron's parallel state, seeds, determinism.
+"""Devices and process groups of the trainer: torch.distributed, Megatron's parallel state, seeds, determinism.
 
-Invariant: what a rank is, it learns from torchrun's environment and the options alone; a layout that does not divide
-is refused before any group is made.
+Invariants: a rank learns its place from torchrun's environment and the options alone; a layout that does not divide is
+refused before any group is made; a GPU that is present is used, or it is an error that it cannot be; a rank that is in
+another group than `hpcrl plan` printed ends the run before the first step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,10 @@ from megatron.core import parallel_state, tensor_parallel
 from hpcrl.config.options import Options
 from hpcrl.config.rules.layout_rules import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.groups import planned
 from hpcrl.pickles.writer import refuse_foreign_pickles
-from hpcrl.trainer.parallel.devices import cuda_is_there, device_index, stay_beside
+from hpcrl.plan import NO_GPUS
+from hpcrl.processors import SYSTEM, bind_beside
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,63 @@ def _seed(seed: int, ranks: Ranks) -> None:
 
 
 def _deterministic() -> None:
-    """Same input, same bits: only algorithms that torch knows to be so.  start/environment.py has told the
-    libraries."""
+    """Same input, same bits: only algorithms that torch knows to be so.  `torchrun.prepare_environment` has told
+    the libraries."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def cuda_is_there(visible: str | None) -> bool:
+    """Whether to compute on GPUs.
+
+    visible: CUDA_VISIBLE_DEVICES.  UsageError, with torch's own reason, if it names GPUs, torch is a CUDA build, and
+    yet none can be used, as with too old a driver: the run would go on, a thousand times slower.
+    """
+    if torch.cuda.is_available():
+        return True
+    if torch.version.cuda and visible is not None and visible not in NO_GPUS:
+        try:
+            torch.cuda.init()
+            reason = "torch finds no device"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} cannot use them:"
+            f" {reason}",
+            "does nvidia-smi work here, and is its driver new enough (docs/install.md)? CUDA_VISIBLE_DEVICES= runs on the CPU",
+        )
+    return False
+
+
+def device_index(local: int, count: int) -> int:
+    """The number of a rank's GPU among the `count` that it sees: its local rank, or 0 where it is bound to its own."""
+    return 0 if count == 1 else local
+
+
+def stay_beside(device: torch.device, system: Path = SYSTEM) -> frozenset[int]:
+    """Keep this process on the processors of its GPU's NUMA node; which these are, none if nothing was changed."""
+    found = torch.cuda.get_device_properties(device)
+    if not hasattr(found, "pci_bus_id"):  # of AMD's, with some builds
+        return frozenset()
+    return bind_beside(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0", system)
+
+
+def verify_groups(options: Options, rank: int) -> None:
+    """HpcrlError names the group, its ranks here and those of the plan."""
+    found = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "dp-cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "etp": parallel_state.get_expert_tensor_parallel_group(),
+        "edp": parallel_state.get_expert_data_parallel_group(),
+    }
+    for kind, groups in planned(options).items():
+        mine = next(group for group in groups if rank in group)
+        built = sorted(dist.get_process_group_ranks(found[kind]))
+        if built != mine:
+            raise HpcrlError(
+                f"rank {rank} is in {kind} group {built}, the plan says {mine}", "which Megatron-core is installed?"
+            )

@@ -1,13 +1,13 @@
-"""The policy's weights on their way out: gathered on rank 0, or sent in pieces by every rank.
+"""The policy's weights on their way to the engines: gathered on rank 0, or sent in pieces by every rank.
 
-    exit = WeightExit(policy, patient group, address)
-    sender.publish(exit.stream(), version)            # on every rank: rank 0 directs, the others do what it says
+    exporter = WeightExporter(policy, patient group, address, ...)
+    sender.publish(exporter.stream(), version)        # on every rank: rank 0 directs, the others follow its commands
 
-A stream is an iterator of (name, whole tensor), valid on rank 0, as `export` gives it; on rank 0 it is a `Source` too.
-The other ranks, which merely iterate, take part in whatever rank 0 asks for.
+A stream is an iterator of (name, whole tensor), valid on rank 0, as `export` yields it; on rank 0 it is a `Source` too.
+The other ranks, which only iterate, take part in whatever rank 0 asks for.
 
-Invariants: rank 0's word is shared before anyone acts; a rank that cannot send keeps its error until rank 0 has said
-what became of the update, so that nobody waits for it in vain; nothing is pickled.
+Invariants: rank 0's command is broadcast before any rank acts; a rank that cannot send keeps its error until rank 0 has
+said how the update ended, so that no rank waits for it in vain; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from hpcrl.errors import PeerError
 from hpcrl.queue.auth import ClientKeys
+from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
 from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.parallel.collectives import broadcast_bytes, broadcast_json
 from hpcrl.weights import gloo_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
 from hpcrl.weights.pieces.ipc_post import Shelf
@@ -41,7 +41,7 @@ Word = Literal["gather", "describe", "join", "prepare", "send", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
 
-class Errand(msgspec.Struct, frozen=True):
+class JoinCommand(msgspec.Struct, frozen=True):
     """What every rank is told when the members of an update meet."""
 
     meeting: Meeting
@@ -52,7 +52,7 @@ class Errand(msgspec.Struct, frozen=True):
     keep: bool
 
 
-class WeightExit:
+class WeightExporter:
     """What a rank keeps between updates.
 
     patient: a gloo group of all ranks; host: this rank's own address; keys: to the store where the members of an update
@@ -96,15 +96,15 @@ class WeightExit:
         dist.all_gather(found, mine, group=self.patient)
         return held, [place.numpy().tobytes().decode().strip() for place in found]
 
-    def join(self, errand: Errand, pieces: np.ndarray) -> None:
+    def join(self, command: JoinCommand, pieces: np.ndarray) -> None:
         self.leave()
-        meeting = errand.meeting
+        meeting = command.meeting
         group = gloo_group.join(
             meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds
         )
         post = post_of(group, self.rank, meeting, self.shelf if meeting.ipc else None)
-        self.outbox = Outbox(post, pieces, errand.names, errand.addressees[self.rank], errand.limit, errand.keep)
-        self.dtypes = errand.dtypes
+        self.outbox = Outbox(post, pieces, command.names, command.addressees[self.rank], command.limit, command.keep)
+        self.dtypes = command.dtypes
 
     def prepare(self) -> None:
         self.numbers = prepare(self.own, self.dtypes, self.scheme, self._agree)
@@ -135,11 +135,11 @@ class WeightExit:
 class WeightStream:
     """One update.  On rank 0 also a `Source` of pieces (`hpcrl/weights/pieces/transport.py`)."""
 
-    def __init__(self, exit: WeightExit) -> None:
-        self.exit = exit
+    def __init__(self, exporter: WeightExporter) -> None:
+        self.exporter = exporter
         self.ended = False
         self.error = None
-        self._pairs = self._directed() if exit.rank == 0 else self._following()
+        self._pairs = self._directed() if exporter.rank == 0 else self._following()
 
     def __iter__(self) -> Pairs:
         return self
@@ -157,29 +157,29 @@ class WeightStream:
     def gathered(self) -> Pairs:
         """Every whole tensor."""
         self._say("gather")
-        yield from export(self.exit.policy)
+        yield from export(self.exporter.policy)
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         self._say("describe")
-        return self.exit.describe()
+        return self.exporter.describe()
 
-    def join(self, errand: dict[str, Any], plan: bytes) -> None:
-        self._say("join", msgspec.to_builtins(errand))
-        broadcast_bytes(plan, group=self.exit.patient)
-        known = msgspec.convert(msgspec.to_builtins(errand), Errand)
-        self._outcome(lambda: self.exit.join(known, pieces_of(0, plan)))
+    def join(self, command: dict[str, Any], plan: bytes) -> None:
+        self._say("join", msgspec.to_builtins(command))
+        broadcast_bytes(plan, group=self.exporter.patient)
+        known = msgspec.convert(msgspec.to_builtins(command), JoinCommand)
+        self._outcome(lambda: self.exporter.join(known, pieces_of(0, plan)))
 
     def prepare(self) -> None:
         self._say("prepare")
-        self.exit.prepare()
+        self.exporter.prepare()
 
     def send(self, changes: bool) -> int:
         self._say("send", changes)
-        return self._outcome(lambda: self.exit.send(changes))
+        return self._outcome(lambda: self.exporter.send(changes))
 
     def abort(self) -> None:
         """From another thread: have what is under way here fail."""
-        self.exit.leave()
+        self.exporter.leave()
 
     def end(self) -> None:
         """Let the other ranks go on; nothing more is asked of them."""
@@ -188,27 +188,29 @@ class WeightStream:
             self._say("end")
 
     def _say(self, word: Word, what: Any = None) -> None:
-        broadcast_json([word, what], group=self.exit.patient)
+        broadcast_json([word, what], group=self.exporter.patient)
 
     # ---- the others
 
     def _following(self) -> Pairs:
         while True:
-            word, what = broadcast_json(None, group=self.exit.patient)
+            word, what = broadcast_json(None, group=self.exporter.patient)
             if word == "end":
                 return
             if word == "gather":
-                yield from export(self.exit.policy)
+                yield from export(self.exporter.policy)
             elif word == "join":
-                plan = broadcast_bytes(None, group=self.exit.patient)
-                errand = msgspec.convert(what, Errand)
-                self._outcome(lambda errand=errand, plan=plan: self.exit.join(errand, pieces_of(self.exit.rank, plan)))
+                plan = broadcast_bytes(None, group=self.exporter.patient)
+                command = msgspec.convert(what, JoinCommand)
+                self._outcome(
+                    lambda command=command, plan=plan: self.exporter.join(command, pieces_of(self.exporter.rank, plan))
+                )
             elif word == "send":
-                self._outcome(lambda changes=what: self.exit.send(changes))
+                self._outcome(lambda changes=what: self.exporter.send(changes))
             elif word == "prepare":
-                self.exit.prepare()
+                self.exporter.prepare()
             else:
-                self.exit.describe()
+                self.exporter.describe()
 
     def _outcome(self, work: Callable[[], int | None]) -> int:
         """Do it; rank 0 learns whether all did: bytes of all together, or the error of the first that failed.
@@ -220,17 +222,17 @@ class WeightStream:
             sent = work() or 0
         except Exception as caught:  # noqa: BLE001  (told to rank 0)
             error = caught
-            self.exit.leave()  # whoever waits for us waits no more
-        text = f"trainer rank {self.exit.rank}: {error}".encode()[: TEXT - 8] if error is not None else b""
+            self.exporter.leave()  # whoever waits for us waits no more
+        text = f"trainer rank {self.exporter.rank}: {error}".encode()[: TEXT - 8] if error is not None else b""
         told = torch.frombuffer(bytearray(struct.pack("<q", sent) + text.ljust(TEXT - 8)), dtype=torch.uint8)
-        all_told = [torch.empty_like(told) for _ in range(self.exit.policy.ranks.world)]
-        dist.all_gather(all_told, told, group=self.exit.patient)
+        all_told = [torch.empty_like(told) for _ in range(self.exporter.policy.ranks.world)]
+        dist.all_gather(all_told, told, group=self.exporter.patient)
         found = [one.numpy().tobytes() for one in all_told]
         texts = [one[8:].decode(errors="replace").strip() for one in found]
         if any(texts):
-            self.exit.leave()
-        if self.exit.rank == 0 and error is not None:
+            self.exporter.leave()
+        if self.exporter.rank == 0 and error is not None:
             raise error
-        if self.exit.rank == 0 and any(texts):
+        if self.exporter.rank == 0 and any(texts):
             raise PeerError(next(filter(None, texts)))
         return sum(struct.unpack("<q", one[:8])[0] for one in found)

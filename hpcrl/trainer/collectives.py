@@ -1,11 +1,12 @@
-"""Small facts that one trainer rank knows and all must act upon.
+"""Small collectives of trainer ranks: a decision, an error or a few bytes of one rank known to all, and the gathering and
+reduce-scattering of pieces of unequal length, which gloo refuses.
 
-Invariant: bytes travel as uint8 tensors; nothing is pickled.
+Invariants: bytes travel as uint8 tensors, nothing is pickled; results and the order of sums are the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -146,3 +147,21 @@ def short(error: BaseException) -> str:
     """The line of an error that says most: a CheckpointException lists the ranks first and the cause last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1 if isinstance(error, CheckpointException) else 0][:300] if lines else ""
+
+
+def gather_uneven(piece: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
+    """The pieces of all ranks laid end to end [sum of sizes, ...]; sizes: rows of each rank's piece."""
+    if (longest := max(sizes)) == 0:
+        return piece
+    padded = torch.cat([piece, piece.new_zeros(longest - piece.size(0), *piece.shape[1:])])
+    found = piece.new_empty(longest * len(sizes), *piece.shape[1:])
+    dist.all_gather_into_tensor(found, padded.contiguous(), group=group)
+    return torch.cat([rows[:size] for rows, size in zip(found.split(longest), sizes, strict=True)])
+
+
+def reduce_scatter_uneven(whole: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
+    """The sum over ranks of their `whole`'s rows that belong to this rank; sizes: rows of each rank."""
+    mine, ranks = sizes[group.rank()], len(sizes)
+    found = whole.new_empty(mine * ranks, *whole.shape[1:])
+    dist.all_to_all_single(found, whole.contiguous(), [mine] * ranks, list(sizes), group=group)
+    return found.view(ranks, mine, *whole.shape[1:]).sum(0)

@@ -1,37 +1,129 @@
-"""The models beside the policy: reference, teacher and the actors that sampled, sets of its weights in host memory; the
-critic.
+"""The models in addition to the policy: reference, teacher and old actors, which are sets of its weights in host memory,
+and the critic.
 
-Invariants: a model that nothing needs is not there; each is the same after a resume as without one, bit for bit: what a
-checkpoint does not hold is read again from where it came, --ref-load or --opd-teacher-load.
+    DIR/iter_0000020/reference/     a torch_dist checkpoint of weights alone, in the dtype that the run keeps them in
+    DIR/iter_0000020/critic/        the critic's weights, optimizer and schedule
+
+The critic has the policy's architecture and layout on the policy's ranks, and its own optimizer and learning rate; it
+estimates the value of a response before each of its tokens.
+
+Invariants: a model that no option needs is not built; each is the same after a resume as without one, bit for bit: what
+a checkpoint does not hold is loaded again from --ref-load or --opd-teacher-load; a critic starts with the policy's
+weights and a head of 0, or with those of --critic-load; further sets of weights are written before the checkpoint that
+holds them gets its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import listed
-from hpcrl.trainer.checkpoint.resume import load_reference, load_teacher
-from hpcrl.trainer.checkpoint.weight_sets import load_set, save_set
-from hpcrl.trainer.critic import Critic, critic_options
-from hpcrl.trainer.megatron.host_weights import HostWeights
-from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.megatron.optimizer import know_length
-from hpcrl.trainer.parallel.collectives import agree, broadcast_json
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.checkpoint import save_load
+from hpcrl.trainer.checkpoint.resume import find_weights, load_reference, load_teacher, take
+from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.collectives import agree, broadcast_json
+from hpcrl.trainer.megatron.host_memory import HostWeights, weights
+from hpcrl.trainer.megatron.model import Policy, build, know_length
+from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.prepare import OtherWeights
 
-REFERENCE, OLD_ACTOR = "reference", "old_actor_"
+#: folders of a checkpoint: the critic's, the reference's, and the old actors' (the name ends with the policy version)
+CRITIC = "critic"
+REFERENCE = "reference"
+OLD_ACTOR = "old_actor_"
 #: sets of weights that --keep-old-actor keeps: those that the engines have, and those that sampled what is trained on
 #: next
 OLD_ACTORS = 2
 
 
-class OtherModels:
+def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Write a set of weights (names of `host_memory.weights`) into a new directory; collective."""
+    save_load.make_directory(directory, policy.ranks)
+    save_load.write(_request(policy, values), directory)
+
+
+def load_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+    """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.  DataError as
+    `load_weights`."""
+    stored = save_load.open_whole(directory, policy.ranks)
+    state = save_load.read(_request(policy, values), stored, policy)
+    return {name: state[model][key] for name, (model, key) in _places(policy, values).items()}
+
+
+def _request(policy: Policy, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The policy's own weights in a checkpoint, with other numbers in them."""
+    request = save_load.weights(policy)
+    for name, (model, key) in _places(policy, values).items():
+        if key not in request[model]:
+            raise HpcrlError(f"a checkpoint of this model does not keep {key}, a reference or old actor needs it")
+        part = request[model][key]
+        typed = {"dtype": values[name].dtype} if hasattr(part, "dtype") else {}
+        request[model][key] = replace(part, data=values[name], **typed)
+    return request
+
+
+def _places(policy: Policy, values: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, str]]:
+    """Name of `host_memory.weights` -> (part of the checkpoint, key in it)."""
+    many = len(policy.modules) > 1
+    split = {name: name.split(".", 1) for name in values}
+    return {name: (f"model{chunk if many else ''}", key) for name, (chunk, key) in split.items()}
+
+
+class Critic:
+    """The critic of a run; every method is collective.
+
+    actor: the policy with the weights that it starts from.  resumed: the checkpoint that the run goes on from, or None.
+    """
+
+    def __init__(self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
+        self.model = build(critic_options(options), ranks, value_head=True)
+        if resumed is not None:
+            save_load.load_state(self.model, ranks, resumed / CRITIC)
+        elif options.critic_load is not None:
+            take(self.model, ranks, find_weights(options.critic_load, "--critic-load", ranks))
+        else:
+            _begin_as(self.model, actor)
+
+    def save(self, rollouts: int, directory: Path) -> None:
+        """Write model, optimizer and schedule into a checkpoint's directory."""
+        folder = directory / CRITIC
+        save_load.make_directory(folder, self.model.ranks)
+        save_load.write(save_load.everything(self.model, self.model.ranks, Position(rollouts)), folder)
+
+
+def critic_options(options: Options) -> Options:
+    """The options that a critic is built with: its own learning rate and warm-up, the policy's schedule after that."""
+    lr = options.lr if options.critic_lr is None else options.critic_lr
+    own: dict[str, Any] = {
+        "lr": lr,
+        "min_lr": min(options.min_lr, lr),
+        "lr_warmup_iters": options.critic_lr_warmup_iters,
+        "lr_warmup_fraction": None,
+        "lr_warmup_init": 0.0,
+    }
+    return options.model_copy(update=own)
+
+
+@torch.no_grad()
+def _begin_as(critic: Policy, actor: Policy) -> None:
+    """Take all weights of the policy but its output layer's."""
+    found = weights(actor)
+    for name, value in weights(critic).items():
+        if ".output_layer." not in name:
+            value.copy_(found[name])
+    critic.optimizer.reload_model_params()
+
+
+class ReferenceAndCritic:
     """Reference, teacher, old actors and critic of a run; every method is collective.
 
     resumed: the checkpoint that the run goes on from, or None.

@@ -1,7 +1,8 @@
-"""The trainer's own hooks of the user's: what is called when, with slime's names and meanings.
+"""The user's functions that the trainer calls (--custom-megatron-...-path and others): when, and with which arguments.
+Names and meanings are slime's.
 
-Invariants: every rank calls each hook at the same place; whatever one raises is an error that names its option; loss
-masks may lose tokens and never gain one, and the loss is then that of the tokens that are left, in every layout.
+Invariants: every rank calls each hook at the same place; whatever a hook raises becomes an error that names its option;
+a loss mask may lose tokens and never gain one, and the loss is then that of the remaining tokens, in every layout.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""What all micro-batches of all ranks report of one optimizer step, by name.
+"""Sums over ranks in an optimizer step: over the trained tokens of each sample, wherever context parallelism put them, and
+over all that micro-batches report, by name.
 
-Invariants: one collective, whatever the number of names; every rank adds the same numbers in the same order, so all
-have the same totals bit for bit.
+Invariants: every CP rank gets the sum over all of them, and a loss that uses it has the gradient of the whole: what any
+rank does with the sum flows back to the tokens of all; the report takes one collective, whatever the number of names,
+and all ranks have the same totals bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import torch
@@ -16,8 +19,8 @@ from megatron.core import parallel_state
 
 from hpcrl.algorithms.interface import Report
 from hpcrl.errors import HpcrlError
-from hpcrl.trainer.parallel.collectives import broadcast_bytes
-from hpcrl.trainer.parallel.parallel_state import Ranks
+from hpcrl.trainer.collectives import broadcast_bytes
+from hpcrl.trainer.parallel_state import Ranks
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -86,3 +89,32 @@ def _row(report: Report, names: list[list[str]], ranks: Ranks) -> torch.Tensor:
         )
     values = [value.detach().double().to(ranks.device) for part in parts for value in part.values()]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=ranks.device)
+
+
+def sums_over_samples(
+    values: torch.Tensor, sample: torch.Tensor, samples: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """float [k, samples]: each row of `values` [k, r] summed over the tokens of every sample; collective over `group`.
+
+    sample: int64 [r], which sample a token belongs to.  group: the context-parallel ranks; None: one rank has all.
+    """
+    own = values.new_zeros(len(values), samples).index_add(1, sample, values)
+    return own if group is None else _SumOverRanks.apply(own, group)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce whose gradient is the all-reduce of the ranks' gradients: each rank's loss depends on every rank's
+    part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        found = own.clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = gradient.clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None

@@ -1,13 +1,14 @@
-"""The trainer takes the GPUs that it shares with the engines, and gives them back with its new weights.
+"""Handing the GPUs that trainer and engines share (--colocate) back and forth, the trainer's side.
 
-    turns = Turns(...)           # on every rank, before it touches a GPU: returns when all engines are up, and asleep
-    turns.begin(policies, ...)   # the trainer's turn from the start
-    turns.take()                 # no more requests, engines asleep, the trainer's state on the GPUs; nothing to do in its own turn
-    turns.give_back(publish)     # gradients and optimizer away, engines' weights awake, `publish`, weights away, engines awake
+    sharing = GpuSharing(context)   # on every rank, before it uses a GPU: returns when all engines are up and asleep
+    sharing.begin(driver, ...)      # the trainer has the GPUs from the start
+    sharing.take()                  # requests stop, engines sleep, the trainer's state comes back onto the GPUs
+    sharing.give_back(publish)      # offloads gradients and optimizer, wakes the engines' weights, calls `publish`,
+                                    # offloads the weights, wakes the engines
 
 Invariants: every step of the hand-over is allowed by `hpcrl.handover` on this rank, in every engine and in the rollout
-process, or the run ends; no rank goes on before all have done their part; who gives up memory hears of it before
-whoever takes it.
+process, or the run ends; no rank continues before all have done their part; whoever frees memory is told before whoever
+allocates it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpcrl.handover import ENGINES_UP, Event, HandOver, Trainer
 from hpcrl.queue.client import QueueClient
 from hpcrl.run.role import RoleContext, say
-from hpcrl.trainer.colocation.device_state import DeviceState
+from hpcrl.trainer.megatron.host_memory import DeviceState
 from hpcrl.weights.engine_fleet import Fleet, fleet_of
 from hpcrl.weights.engine_http import TURN
 
@@ -30,7 +31,7 @@ SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itsel
 T = TypeVar("T")
 
 
-class Turns:
+class GpuSharing:
     """One rank's part in the hand-over; every method is collective.  DeadlineError or PeerError if an engine does not
     come up."""
 
