@@ -230,7 +230,11 @@ def test_what_cannot_run_is_refused_before_anything_is_made(
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
         (["run", "examples/quickstart.tml"], 2, "No such file or directory; did you mean examples/quickstart.toml?"),
-        (["run", "RECIPE", "--rm-type", "maths", "--dry-run"], 2, "--rm-type maths is no reward; did you mean math?"),
+        (
+            ["run", "RECIPE", "--rm-type", "maths", "--dry-run"],
+            2,
+            "--rm-type maths is not a reward; did you mean math?",
+        ),
         (["run", "RECIPE", "--num-rolout", "3"], 2, "did you mean --num-rollout?"),
         (["run", "RECIPE", "--dry-rum"], 2, "did you mean --dry-run?"),
         (["run", "--resume"], 2, "--resume: expected text, got nothing"),

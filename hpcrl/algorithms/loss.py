@@ -17,7 +17,7 @@ from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBat
 from hpcrl.algorithms.mismatch import add_difference, mismatch_report, off_policy_mask
 from hpcrl.algorithms.preference import dpo_loss
 from hpcrl.algorithms.registry import find
-from hpcrl.config.dotted_path import guarded
+from hpcrl.config.custom_functions import guarded
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.algorithm_needs import policy_loss_name

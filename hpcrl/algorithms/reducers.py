@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.config.dotted_path import guarded
+from hpcrl.config.custom_functions import guarded
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import HpcrlError

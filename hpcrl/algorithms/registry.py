@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrl.config.algorithm_files import Kind, algorithm_files, is_path
-from hpcrl.config.dotted_path import guarded
+from hpcrl.config.custom_functions import guarded
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import UsageError
 

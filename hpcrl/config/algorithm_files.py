@@ -13,11 +13,12 @@ Invariant: nothing is said of a file here but what stands in it, so a new file n
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from hpcrl.toolbox.plugins import PluginRoom
 
 Kind = Literal["estimators", "losses", "corrections", "kl"]
 ROOM = Path(__file__).parents[1] / "algorithms"
@@ -30,6 +31,8 @@ NEEDS = {
     "greedy": "the reward of a greedy response to each prompt",
     "teacher": "a teacher",
 }
+#: what a file may declare -> what it means to declare nothing
+DEFAULTS = {"NEEDS": (), "OPTIONS": (), "LOSS": "ppo", "KL": "reward"}
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,21 @@ class AlgorithmFile:
     """What a file declares; title: the first line of its docstring."""
 
     title: str
-    needs: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    loss: str = "ppo"
-    kl: str = "reward"
+    needs: tuple[str, ...]
+    options: tuple[str, ...]
+    loss: str
+    kl: str
 
 
 @cache
 def algorithm_files(kind: Kind) -> dict[str, AlgorithmFile]:
     """Name -> what its file declares, of every file of a kind, by name."""
-    paths = sorted((ROOM / kind).glob("*.py"))
-    return {path.stem: _read(path) for path in paths if not path.stem.startswith("_")}
+    room = PluginRoom(ROOM / kind)
+    declared = {name: room.literals(name, DEFAULTS) for name in room.names()}
+    return {
+        name: AlgorithmFile(room.title(name), **{key.lower(): value for key, value in found.items()})
+        for name, found in declared.items()
+    }
 
 
 def is_path(name: str) -> bool:
@@ -62,14 +69,3 @@ def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
     there is not: one rule refuses it (`config/rules/algorithm_rules.py`).
     """
     return algorithm_files(kind).get(name)
-
-
-def _read(path: Path) -> AlgorithmFile:
-    tree = ast.parse(path.read_text())
-    found: dict[str, Any] = {"title": (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name in ("NEEDS", "OPTIONS", "LOSS", "KL"):
-                found[name.lower()] = ast.literal_eval(node.value)
-    return AlgorithmFile(**found)

@@ -1,10 +1,13 @@
-"""Megatron's settings that have no place in hpcrl: arguments of its training script, and fields of Megatron-core's own.
+"""Megatron's settings that hpcrl does not take, and what those that it takes need: CUDA, and which packages.
 
-They steer what hpcrl does not have, or does in one way only.  Invariant: each is refused with what to use instead, or
-with why there is nothing to set; none is taken and ignored.
+What is not taken steers what hpcrl does not have, or does in one way only.  Invariants: each is refused with what to use
+instead, or with why there is nothing to set; none is taken and ignored.  Nothing is imported here, torch least of all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 _STEPS = "schedules count optimizer steps: use --lr-warmup-iters, --lr-decay-iters and --lr-wsd-decay-iters"
 _LENGTH = "use --num-rollout"
@@ -69,7 +72,7 @@ _TOGETHER = {
 NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name in names.split()} | {
     "average_in_collective": "gradients are summed and divided once by what the loss counts",
     "config_logger_dir": "all settings are in the run's options.json",
-    "log_num_zeros_in_grad": "it is no metric of hpcrl's",
+    "log_num_zeros_in_grad": "it is not a metric of hpcrl's",
     "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose choice it is",
     "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
     "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is Transformer Engine's",
@@ -80,3 +83,55 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
     "use_kitchen": "hpcrl builds no layers of NVIDIA's kitchen",
     "use_ring_exchange_p2p": "no release of torch has ring_exchange",
 }
+
+
+# ---- needed parts
+
+#: what a setting may need besides CUDA -> the packages of which one must be installed
+PARTS: dict[str, tuple[str, ...]] = {
+    "Transformer Engine": ("transformer_engine",),
+    "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),
+    "DeepEP": ("deep_ep",),
+    "Apex": ("apex",),
+}
+
+_CUDA = """
+fp8 fp4 nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
+pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
+"""
+_ENGINE = """
+apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading fp8_param
+fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion moe_router_fusion qk_clip
+use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
+"""
+#: a setting that is on -> the part that it needs ("" is CUDA alone)
+NEEDS: dict[str, str] = (
+    dict.fromkeys(_CUDA.split(), "")
+    | dict.fromkeys(_ENGINE.split(), "Transformer Engine")
+    | {
+        "gradient_accumulation_fusion": "Apex",  # the output layer is Megatron's own, whatever the others are
+        "moe_enable_deepep": "DeepEP",
+        "persist_layer_norm": "Transformer Engine",
+    }
+)
+#: a setting with this value -> the part that it needs
+VALUE_NEEDS: dict[tuple[str, Any], str] = {
+    ("attention_backend", "flash"): "flash-attn or Transformer Engine",
+    ("attention_backend", "fused"): "Transformer Engine",
+    ("attention_backend", "unfused"): "Transformer Engine",
+    ("attention_softmax_in_fp32", False): "Transformer Engine",  # ours always is in fp32
+    ("cp_comm_type", "a2a"): "Transformer Engine",
+    ("cp_comm_type", "p2p"): "Transformer Engine",
+    ("moe_token_dispatcher_type", "flex"): "DeepEP",
+    ("transformer_impl", "transformer_engine"): "Transformer Engine",
+}
+
+
+def settings_with_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(field, value, part) of every setting that needs a part of PARTS; values as a recipe has them."""
+    for name, value in settings.items():
+        part = (NEEDS.get(name) if value else None) or (
+            VALUE_NEEDS.get((name, value)) if isinstance(value, (str, bool)) else None
+        )
+        if part:
+            yield name, value, part

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.config.option_fields import Base, opt
 from hpcrl.config.rules.speculation_rules import drafts_with_weights
-from hpcrl.config.sections.agents import AgentOptions
-from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions
-from hpcrl.config.sections.batching import BatchOptions
-from hpcrl.config.sections.cluster import ClusterOptions
-from hpcrl.config.sections.data import DataOptions
-from hpcrl.config.sections.distillation import DistillationOptions
-from hpcrl.config.sections.evaluation import EvalOptions
-from hpcrl.config.sections.looking import LookOptions
-from hpcrl.config.sections.model import ModelOptions
-from hpcrl.config.sections.optimizer import OptimizerOptions
-from hpcrl.config.sections.plugins import PluginOptions
-from hpcrl.config.sections.rewards import RewardOptions
-from hpcrl.config.sections.run import RunOptions
-from hpcrl.config.sections.sampling import RolloutOptions
-from hpcrl.config.sections.weights import WeightOptions
+from hpcrl.config.sections import Base, opt
+from hpcrl.config.sections.algorithm import AlgorithmOptions, DistillationOptions, OffPolicyOptions, OptimizerOptions
+from hpcrl.config.sections.data import DataOptions, EvalOptions, RewardOptions
+from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOptions
+from hpcrl.config.sections.run import LookOptions, RunOptions, WeightOptions
+from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
 
 
 class Options(

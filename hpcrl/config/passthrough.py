@@ -278,5 +278,5 @@ def find_setting(table: Table, flag: str, shown: str) -> Target | None:
         )
     target = spellings(table).get(flag)
     if target and target.kind.base == "none":
-        raise UsageError(f"{shown} cannot be set: it is no value that can be written", "leave it out")
+        raise UsageError(f"{shown} cannot be set: it is not a value that can be written", "leave it out")
     return target

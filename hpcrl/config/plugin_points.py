@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.algorithm_files import is_path
-from hpcrl.config.dotted_path import is_foreign, load_class, load_function
-from hpcrl.config.module_search import missing
+from hpcrl.config.custom_functions import is_foreign, load_class, load_function, missing
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 

@@ -27,16 +27,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpcrl.careful_files import as_given, read_given
-from hpcrl.config.dotted_path import ours
+from hpcrl.config.custom_functions import ours
+from hpcrl.config.custom_settings import with_own_settings
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
-from hpcrl.config.rules.own_settings import with_own_settings
 from hpcrl.config.rules.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.shipped_files import copy_hint
 
-_STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are no options
+_STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are not options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _TAKEN = {
     "prepared",
@@ -149,13 +149,13 @@ def _prepare(value: Any, where: str) -> Iterator[tuple[str, ...]]:
         )
     for command in commands:
         if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
-            raise UsageError(f"{where}: prepare: {spell(command)} is no command", "write it as a list of words")
+            raise UsageError(f"{where}: prepare: {spell(command)} is not a command", "write it as a list of words")
         yield tuple(command)
 
 
 def _stages(value: Any, where: str) -> Iterator[Stage]:
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        raise UsageError(f"{where}: stage is no list of tables", "begin each stage with [[stage]]")
+        raise UsageError(f"{where}: stage is not a list of tables", "begin each stage with [[stage]]")
     seen: set[str] = set()
     for number, table in enumerate(value, 1):
         name = table.get("name")

@@ -9,18 +9,17 @@ node without the packages of the rollout process refuses what that process would
 
 from __future__ import annotations
 
-import ast
-import difflib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hpcrl.errors import UsageError
+from hpcrl.toolbox.plugins import PluginRoom
 
-FOLDER = Path(__file__).parents[1] / "rollout" / "rewards"
+REWARDS = PluginRoom(Path(__file__).parents[1] / "rollout" / "rewards")
 BOXED = "boxed_"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -40,22 +39,14 @@ class RewardWord:
     weight: float
 
 
-@cache
 def reward_names() -> tuple[str, ...]:
     """Every name, in order."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_")))
+    return REWARDS.names()
 
 
-@cache
-def declared(name: str) -> dict[str, object]:
+def declared(name: str) -> dict[str, Any]:
     """The constants that a reward's file declares: NEEDS_LABEL (default true), KEYS (of its result; default none)."""
-    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
-    found: dict[str, object] = {"NEEDS_LABEL": True, "KEYS": ()}
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Name) and target.id in found and isinstance(node, ast.Assign):
-            found[target.id] = ast.literal_eval(node.value)
-    return found
+    return REWARDS.literals(name, {"NEEDS_LABEL": True, "KEYS": ()})
 
 
 def read_words(rm_type: str | Sequence[str] | None) -> tuple[RewardWord, ...]:
@@ -85,12 +76,12 @@ def _read(word: str) -> RewardWord:
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value == 0:
-            raise UsageError(f"--rm-type {word}: {weight!r} is no weight", "write NAME:WEIGHT, such as math:1.0")
+            raise UsageError(f"--rm-type {word}: {weight!r} is not a weight", "write NAME:WEIGHT, such as math:1.0")
     if _DOTTED.fullmatch(name):
         return RewardWord(name, name.rpartition(".")[2], "", False, value)
     file = file_of(name)
     if file is None:
-        raise UsageError(f"--rm-type {name} is no reward", _hint(name))
+        raise UsageError(f"--rm-type {name} is not a reward", _hint(name))
     return RewardWord(name, name, file, name != file, value)
 
 
@@ -102,12 +93,9 @@ def file_of(name: str) -> str | None:
 
 
 def _hint(name: str) -> str:
-    known = reward_names()
-    prefix = BOXED if name.startswith(BOXED) else ""
-    near = difflib.get_close_matches(name.removeprefix(BOXED), known, n=1, cutoff=0.5)
-    return (
-        f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(known)}; an own one is module.function"
-    )
+    boxed = BOXED if name.startswith(BOXED) else ""
+    hint = REWARDS.hint(name.removeprefix(BOXED), "a function of your own is module.function")
+    return hint.replace("did you mean ", f"did you mean {boxed}")
 
 
 def needing_labels(words: Sequence[RewardWord]) -> list[str]:
@@ -119,7 +107,7 @@ def check_key(words: Sequence[RewardWord], key: str, flag: str) -> None:
     """UsageError if none of the rewards returns an object with this key, as far as that is known."""
     if any(not item.file or item.file == "remote_rm" for item in words):
         return
-    keys = sorted({str(k) for item in words for k in declared(item.file)["KEYS"]})  # type: ignore[attr-defined]
+    keys = sorted({str(k) for item in words for k in declared(item.file)["KEYS"]})
     shown = " ".join(item.word for item in words)
     if not keys:
         raise UsageError(f"{flag} {key} has no effect here: --rm-type {shown} returns a number", "leave it out")

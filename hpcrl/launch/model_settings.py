@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import needed_parts
+from hpcrl.config import megatron_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.rules.speculation_rules import check_draft_layers
@@ -100,8 +100,8 @@ def missing_packages(options: Options, installed: Callable[[str], bool] | None =
     there = installed or (lambda name: importlib.util.find_spec(name) is not None)
     if not locate("megatron"):
         return
-    for name, value, part in needed_parts.settings_with_parts(options.megatron):
-        packages = needed_parts.PARTS[part]
+    for name, value, part in megatron_flags.settings_with_parts(options.megatron):
+        packages = megatron_flags.PARTS[part]
         if not any(there(package) for package in packages):
             yield UsageError(
                 f"{as_flag(name, value)} needs {part}, and {' or '.join(packages)} is not installed",

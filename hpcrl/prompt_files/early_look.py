@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import eval_sets
-from hpcrl.config.prompts.prompt_words import PromptWord, read_words
+from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.findings import Finding
 from hpcrl.prompt_files.row_checks import Keys, read_row

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import EvalSet
 from hpcrl.config.reward_names import RewardWord, declared, file_of, needing_labels, read_words
 from hpcrl.config.rules.option_rules import label_key
 from hpcrl.errors import DataError

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 import numpy as np
 
-from hpcrl.config.prompts.prompt_words import KINDS, PromptWord
+from hpcrl.config.prompt_words import KINDS, PromptWord
 from hpcrl.errors import DataError
 
 BOM = b"\xef\xbb\xbf"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.config.dotted_path import named, said_of, settled, short, trace_of
+from hpcrl.config.custom_functions import named, said_of, settled, short, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import spelled
 from hpcrl.errors import DataError, HpcrlError

@@ -17,8 +17,7 @@ from hpcrl.config.passthrough import dashed
 from hpcrl.config.recipe import build_options
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.rules.stage_flags import split_name
-from hpcrl.config.setting_names import own
-from hpcrl.config.unknown_names import nearest
+from hpcrl.config.setting_names import nearest, own
 from hpcrl.errors import UsageError
 from hpcrl.slime.flag_table import other_defaults, says_default, verdicts
 from hpcrl.slime.readers import READERS, Given, Reading, own_function
@@ -220,7 +219,7 @@ def _drop_inert(found: _Found) -> None:
             return
         defaults = {name: info.get_default(call_default_factory=True) for name, info in Options.model_fields.items()}
         without = {name: why for name, why in _inert(options).items() if name in found.values}
-        wrong = _broken(options)  # what contradicts something else is no flag without effect
+        wrong = _broken(options)  # what contradicts something else is not a flag without effect
         changed = [name for name in without if found.values[name] != defaults[name]]
         dropped = {name: without[name] for name in changed if f"--{dashed(name)} " not in f"{wrong} "}
         if not dropped:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.prompts.yaml_file import read_yaml
+from hpcrl.config.custom_settings import read_yaml
 from hpcrl.errors import UsageError
 
 FLAG = "--custom-config-path"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.config.dotted_path import ours
+from hpcrl.config.custom_functions import ours
 from hpcrl.config.reward_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
@@ -47,7 +47,7 @@ def eval_prompt_data(flag: str, given: Given) -> Reading:
 
 
 def own_function(flag: str, given: Given) -> Reading:
-    """A function by its dotted path: slime's own are ours where they are the same (`config/dotted_path.py` says
+    """A function by its dotted path: slime's own are ours where they are the same (`config/custom_functions.py` says
     which)."""
     path = one(given, flag)
     try:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from hpcrl.config.dotted_path import guarded, short
+from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import spelled
 from hpcrl.errors import HpcrlError

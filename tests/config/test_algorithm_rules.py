@@ -52,7 +52,7 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         (DPO | {"n_samples_per_prompt": 4}, "compares two responses, --n-samples-per-prompt is 4"),
         (
             DPO | {"global_batch_size": 2, "actor_num_gpus_per_node": 2},
-            "2 samples of one optimizer step are no whole pairs",
+            "2 samples of one optimizer step are not whole pairs",
         ),
         ({"loss_type": "custom_loss"}, "give --custom-loss-function-path"),
         ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs and --use-tis exclude each other"),
@@ -91,7 +91,10 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             "--opd-type megatron needs the teacher's weights; give --opd-teacher-load",
         ),
         (SERVER | {"opd_teacher_url": None}, "--opd-type vllm has nowhere to ask; give --opd-teacher-url"),
-        (SERVER | {"opd_teacher_url": "node7:8000"}, "--opd-teacher-url node7:8000 is no address; it begins with http"),
+        (
+            SERVER | {"opd_teacher_url": "node7:8000"},
+            "--opd-teacher-url node7:8000 is not an address; it begins with http",
+        ),
         (
             SERVER | {"opd_kl_type": "forward"},
             "--opd-kl-type forward needs the teacher's whole vocabulary, a server gives",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.dotted_path import (
+from hpcrl.config.custom_functions import (
     BUILT_INS,
     guarded,
     is_async,

@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from hpcrl.config import passthrough, unknown_names
+from hpcrl.config import passthrough, setting_names
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.setting_names import find_flag, gather, own
-from hpcrl.config.unknown_names import elsewhere, nearest
+from hpcrl.config.setting_names import elsewhere, find_flag, gather, nearest, own
 from hpcrl.errors import UsageError, UsageErrors
 
 
@@ -77,11 +76,11 @@ def test_a_hint_names_only_what_there_is() -> None:
     """And no word of others' hides a setting of Megatron's or vLLM's where these are not installed."""
     known = {*passthrough.spellings("megatron"), *passthrough.spellings("vllm"), *own()}
     assert known > {"lr", "recompute-granularity", "vllm-max-num-seqs"}
-    for text in unknown_names._HERE:
+    for text in setting_names._HERE:
         for option in re.findall(r"{(.+?)}", text):
             assert find_flag(option)
-    stale = known & {*unknown_names._WORDS, *unknown_names._REASONS}
-    assert not stale, f"these are options now: drop {sorted(stale)} from unknown_names.py"
+    stale = known & {*setting_names._WORDS, *setting_names._REASONS}
+    assert not stale, f"these are options now: drop {sorted(stale)} from setting_names.py"
 
 
 def test_a_hint_for_what_is_not_there_waits_until_it_is() -> None:

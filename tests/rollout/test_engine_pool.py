@@ -16,8 +16,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Place, Plan

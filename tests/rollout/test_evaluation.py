@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import EvalSet, eval_sets
 from hpcrl.errors import UsageError
 from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.evaluation.evaluator import sampling_of
@@ -103,7 +103,7 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
         ("- a", "has no table `eval`"),
         ("eval: {datasets: [}", "is not YAML"),
         ("eval: {datasets: []}\nseed: 1", "seed is an unknown key"),
-        ("eval: {datasets: []}", "eval.datasets is no list of sets"),
+        ("eval: {datasets: []}", "eval.datasets is not a list of sets"),
         ("eval: {datasets: [{name: a}]}", "set 1 has no path"),
         ("eval: {datasets: [{path: a.jsonl}]}", "set 1 has no name"),
         ("eval: {datasets: [{name: a, path: a.jsonl}, {name: a, path: b.jsonl}]}", "gives a name twice: a"),
@@ -132,7 +132,7 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
         ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, rm_type: maths}]}",
-            "rm-type maths is no reward; did you mean math?",
+            "rm-type maths is not a reward; did you mean math?",
         ),
         ("eval: {datasets: [{name: a, path: a.jsonl, rm_type: f1, custom_rm_path: a.b}]}", "exclude each other"),
         ("eval: {datasets: [{name: a, path: 'a.jsonl=2'}]}", "has a weight, which means nothing"),

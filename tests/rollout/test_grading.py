@@ -172,7 +172,7 @@ def test_a_set_may_have_rewards_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("f2", "line 4: metadata rm_type: f2 is no reward; did you mean f1?"),
+        ("f2", "line 4: metadata rm_type: f2 is not a reward; did you mean f1?"),
         ("os.system", "no reward of hpcrl's"),
         ("remote_rm", "--rm-url is not given"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.prompts.prompt_words import PromptWord
+from hpcrl.config.prompt_words import PromptWord
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.prompt_files.parquet_rows import first_parquet_rows
 from hpcrl.prompt_files.rows import open_rows

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
+from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import eval_sets
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.prompts import prompt_files
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, Reading, read_prompts

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.prompt_words import PromptWord, read_word
+from hpcrl.config.prompt_words import PromptWord, read_word
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.row_checks import Keys, read_row
 from hpcrl.prompt_files.rows import first_rows, open_rows

@@ -19,6 +19,7 @@ from hpcrl.errors import UsageError
 from hpcrl.rollout.grading.rewards import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
+from hpcrl.toolbox.plugins import PluginRoom
 from tests.support.http_server import Server
 
 
@@ -293,16 +294,12 @@ def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "brief.py").write_text(
         "NEEDS_LABEL = False\nKEYS = ()\ndef reward(options, sample):\n    return 1 / len(sample.response)\n"
     )
-    monkeypatch.setattr(names, "FOLDER", tmp_path)
+    monkeypatch.setattr(names, "REWARDS", PluginRoom(tmp_path))
     monkeypatch.setattr(package, "__path__", [str(tmp_path)])
-    names.reward_names.cache_clear()
-    names.declared.cache_clear()
     try:
         assert names.reward_names() == ("brief",) and read_words("brief:2")[0].weight == 2
         assert not names.needing_labels(read_words("boxed_brief"))
         assert worth("brief", "four") == 0.25 and worth("boxed_brief", r"a long one \boxed{ab}") == 0.5
     finally:
         monkeypatch.undo()
-        names.reward_names.cache_clear()
-        names.declared.cache_clear()
         sys.modules.pop("hpcrl.rollout.rewards.brief", None)

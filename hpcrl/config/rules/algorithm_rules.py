@@ -1,7 +1,7 @@
-"""What the options of an algorithm must say together: pure functions of the resolved options.
+"""What the options of an algorithm, on-policy distillation included, must say together: pure functions of the options.
 
-Invariant: an estimator, loss or correction without what it needs ends here, and so does an option that the chosen ones
-do not read; what each needs and reads is said in its own file (`algorithm_files.py`).
+Invariant: an estimator, loss, correction or teacher without what it needs ends here, before anything starts, and so does
+an option that the chosen ones do not read; what each needs and reads is declared in its own file (`algorithm_files.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algo
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name, routing
+from hpcrl.config.sections.algorithm import DistillationOptions
 from hpcrl.errors import UsageError, failures, raise_together
 
-#: what the losses that are no policy gradient read of the algorithm's options
+#: what the losses that are not policy gradients read of the algorithm's options
 READ = {
     "sft_loss": {"loss_type", "calculate_per_token_loss"},
     "dpo_loss": {"loss_type", "dpo_beta", "ref_ckpt_step"},
@@ -155,7 +156,7 @@ def _pairs(o: Options) -> None:
         )
     if o.step_batch_size % (2 * o.data_parallel_size):
         raise UsageError(
-            f"{o.step_batch_size} samples of one optimizer step are no whole pairs on each of {o.data_parallel_size} data-parallel ranks",
+            f"{o.step_batch_size} samples of one optimizer step are not whole pairs on each of {o.data_parallel_size} data-parallel ranks",
             "change --global-batch-size or --num-steps-per-rollout",
         )
 
@@ -231,3 +232,49 @@ def _without_correction(o: Options) -> Iterator[tuple[str, str]]:
         yield "rs_level rs_lower_bound rs_upper_bound rs_veto_threshold", "--use-rs is not given"
     if not o.use_opsm:
         yield "opsm_delta", "--use-opsm is not given"
+
+
+# ---- distillation rules
+
+TYPES = "--opd-type vllm with --opd-teacher-url, or --opd-type megatron with --opd-teacher-load"
+
+
+def check_distillation(o: Options) -> None:
+    """UsageError for the first thing that a teacher lacks or cannot say."""
+    if not o.use_opd or o.loss_type not in ("policy_loss", "custom_loss"):
+        return
+    if o.opd_type is None:
+        raise UsageError("--use-opd does not say where the teacher is", f"give {TYPES}")
+    if o.opd_type == "megatron":
+        if o.opd_teacher_load is None:
+            raise UsageError("--opd-type megatron needs the teacher's weights", "give --opd-teacher-load")
+        return
+    if o.opd_teacher_url is None:
+        raise UsageError("--opd-type vllm has nowhere to ask", "give --opd-teacher-url")
+    if not o.opd_teacher_url.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--opd-teacher-url {o.opd_teacher_url} is not an address", "it begins with http:// or https://"
+        )
+    if o.opd_kl_type != "sampled":
+        raise UsageError(
+            f"--opd-kl-type {o.opd_kl_type} needs the teacher's whole vocabulary, a server gives the sampled tokens alone",
+            "give --opd-type megatron, or leave --opd-kl-type out",
+        )
+    if o.rollout_temperature != 1.0:
+        raise UsageError(
+            f"--opd-type vllm gives log-probs at temperature 1, the student samples at --rollout-temperature {o.rollout_temperature:g}",
+            "leave the temperature at 1, or give --opd-type megatron",
+        )
+
+
+def inert_in_distillation(o: Options) -> Iterator[tuple[str, str]]:
+    """(names, why) of the options of distillation that do nothing in this combination."""
+    every = list(DistillationOptions.__annotations__)
+    if o.loss_type in ("sft_loss", "dpo_loss"):
+        yield " ".join(every), f"--loss-type is {o.loss_type}"
+    elif not o.use_opd:
+        yield " ".join(every[1:]), "--use-opd is not given"
+    elif o.opd_type == "vllm":
+        yield "opd_teacher_load opd_teacher_ckpt_step", "--opd-type is vllm"
+    elif o.opd_type == "megatron":
+        yield "opd_teacher_url opd_teacher_model", "--opd-type is megatron"

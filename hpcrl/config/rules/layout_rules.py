@@ -1,13 +1,18 @@
-"""How ranks, stages and experts divide the trainer's GPUs: pure functions of the resolved options.
+"""How ranks, stages and experts divide the trainer's GPUs, and what goes together where engines share them: pure functions
+of the options.
 
-Invariant: what passes makes whole numbers of everything; whether the model can be cut so is
-`hpcrl/models/divisions.py`.
+Invariants: what passes makes whole numbers of everything (whether the model can be divided so is
+`hpcrl/models/divisions.py`); what would be lost while a side is not on the GPUs, and what has no effect, is refused
+before anything starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.rules.speculation_rules import drafts_with_weights
 from hpcrl.errors import UsageError
 
 
@@ -52,3 +57,36 @@ def check_virtual_stages(o: Options) -> None:
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
             f"--pipeline-model-parallel-size {o.pipeline_model_parallel_size}"
         )
+
+
+# ---- sharing rules
+
+
+def check_sharing(o: Options) -> None:
+    """UsageError for the first thing that would not outlive the others' turn."""
+    if o.offloads_train and o.megatron.get("nccl_ub"):
+        raise UsageError(
+            "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its memory up",
+            "leave out --nccl-ub, or give --no-offload-train",
+        )
+    if o.sleep_level == 2 and o.vllm.get("enable_expert_parallel"):
+        raise UsageError(
+            "--rollout-sleep-level 2 with --vllm-enable-expert-parallel: vLLM's map of the experts would go with the weights, and no "
+            "update brings it",
+            "leave one of them out",
+        )
+    if o.sleep_level == 2 and drafts_with_weights(o.vllm.get("speculative_config")):
+        raise UsageError(
+            "--rollout-sleep-level 2 with --vllm-speculative-config: the drafts' weights would go with the others, and no update "
+            "brings them",
+            "leave one of them out",
+        )
+
+
+def inert_in_sharing(o: Options) -> Iterator[tuple[str, str]]:
+    """Options of sharing that do nothing in this combination, and why."""
+    if not o.takes_turns:
+        why = "there is no engine beside a trainer" if o.colocate else "--colocate is not given"
+        yield "offload_train offload_rollout rollout_sleep_level", why
+    elif not o.sleep_level:
+        yield "rollout_sleep_level", "--no-offload-rollout keeps the engines in memory"

@@ -10,24 +10,32 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hpcrl.config.algorithm_files import is_path
+from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.plugin_points import POINTS, paths_of
-from hpcrl.config.prompts.eval_sets import eval_sets
-from hpcrl.config.prompts.prompt_words import read_words as read_prompt_words
+from hpcrl.config.prompt_words import read_words as read_prompt_words
 from hpcrl.config.reward_names import check_key, needing_labels, read_words
-from hpcrl.config.rules.algorithm_rules import check_algorithm, inert_in_algorithm
-from hpcrl.config.rules.distillation_rules import check_distillation, inert_in_distillation
-from hpcrl.config.rules.engine_rules import check_engines, check_external, inert_in_external
-from hpcrl.config.rules.layout_rules import check_ranks, check_virtual_stages
-from hpcrl.config.rules.looking_rules import check_looking
-from hpcrl.config.rules.loop_rules import check_loop, inert_in_loop
+from hpcrl.config.rules.algorithm_rules import (
+    check_algorithm,
+    check_distillation,
+    inert_in_algorithm,
+    inert_in_distillation,
+)
+from hpcrl.config.rules.engine_rules import (
+    check_engines,
+    check_external,
+    check_weights,
+    inert_in_external,
+    inert_in_weights,
+)
+from hpcrl.config.rules.layout_rules import check_ranks, check_sharing, check_virtual_stages, inert_in_sharing
 from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
+from hpcrl.config.rules.run_rules import check_looking, check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
-from hpcrl.config.rules.sharing_rules import check_sharing, inert_in_sharing
 from hpcrl.config.rules.speculation_rules import check_speculation
-from hpcrl.config.rules.weight_rules import check_weights, inert_in_weights
 from hpcrl.errors import UsageError, failures, raise_together
+from hpcrl.toolbox.plugins import PluginRoom
 
 #: each file is a built-in filter, named as the option's value
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
@@ -90,7 +98,7 @@ def _saving(o: Options) -> None:
     kept, each = o.save_retain_interval, o.save_interval
     if kept and each and kept % each:
         raise UsageError(
-            f"--save-retain-interval {kept} is no multiple of --save-interval {each}", "change one of them"
+            f"--save-retain-interval {kept} is not a multiple of --save-interval {each}", "change one of them"
         )
 
 
@@ -161,21 +169,17 @@ def _filling(o: Options) -> None:
             "it is how many groups are issued at a time",
         )
     for name, room in (("dynamic_sampling_filter_path", "dynamic"), ("buffer_filter_path", "buffer")):
-        value, built_in = getattr(o, name), _files(FILTERS / room)
+        value, built_in = getattr(o, name), PluginRoom(FILTERS / room)
         if value is not None and not is_path(value) and value not in built_in:
             raise UsageError(
-                f"{flag(name)} {value} is no filter", f"there are {', '.join(built_in)}, or give module.function"
+                f"{flag(name)} {value} is not a filter",
+                built_in.hint(value, "a function of your own is module.function"),
             )
     if o.partial_rollout and o.deterministic_mode:
         raise UsageError(
             "--partial-rollout and --deterministic-mode exclude each other: how far a response has come when it is ended depends on the clock",
             "leave one of them out",
         )
-
-
-def _files(room: Path) -> list[str]:
-    """The names that a file each stands for."""
-    return sorted(path.stem for path in room.glob("*.py") if not path.stem.startswith("_"))
 
 
 def _rewards(o: Options) -> None:
@@ -197,7 +201,7 @@ def _rewards(o: Options) -> None:
     if any(item.file == "remote_rm" for item in words) and o.rm_url is None:
         raise UsageError("--rm-type remote_rm has nowhere to ask", "give --rm-url")
     if o.rm_url is not None and not o.rm_url.startswith(("http://", "https://")):
-        raise UsageError(f"--rm-url {o.rm_url} is no address", "it begins with http:// or https://")
+        raise UsageError(f"--rm-url {o.rm_url} is not an address", "it begins with http:// or https://")
     for name in ("reward_key", "eval_reward_key"):
         if (key := getattr(o, name)) is not None and words:
             check_key(words, key, flag(name))

@@ -1,13 +1,15 @@
-"""The options of algorithms: estimators, losses, and what corrects for samples of another policy.
+"""Options of what is learned: estimators, losses, KL, corrections for samples of another policy, on-policy distillation,
+and the optimizer with its schedule.
 
-Invariant: names and meanings are slime's where it has them; which of them an algorithm reads stands in its own file.
+Invariant: names and meanings are slime's (of distillation also vime's) where it has them; which of them an algorithm
+reads is declared in its own file.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.sections import Base, opt
 
 
 class AlgorithmOptions(Base):
@@ -115,3 +117,66 @@ class OffPolicyOptions(Base):
     )
     critic_lr: float | None = opt(None, "learning rate of the critic; default --lr", "slime", ge=0)
     critic_lr_warmup_iters: int = opt(0, "optimizer steps of the critic's linear warm-up", "slime", ge=0)
+
+
+# ---- distillation
+
+
+class DistillationOptions(Base):
+    """on-policy distillation (docs/algorithms.md)"""
+
+    use_opd: bool = opt(False, "learn from a teacher what it says of the tokens that were sampled", "slime")
+    opd_type: Literal["vllm", "megatron"] | None = opt(
+        None,
+        "where the teacher is: a server at --opd-teacher-url, or the weights of --opd-teacher-load on the trainer's ranks",
+        "vime",
+    )
+    opd_kl_coef: float = opt(1.0, "weight of the KL to the teacher; 0 measures it only", "slime", ge=0)
+    opd_kl_type: Literal["sampled", "reverse", "forward"] = opt(
+        "sampled",
+        "sampled: the reverse KL of each sampled token is taken off its advantage; reverse, forward: the KL over the whole "
+        "vocabulary is a term of the loss (megatron alone)",
+    )
+    opd_teacher_load: str | None = opt(
+        None, "teacher of --hf-checkpoint's architecture: a checkpoint or a Hugging Face directory", "slime"
+    )
+    opd_teacher_ckpt_step: int | None = opt(
+        None, "step of --opd-teacher-load to read; default: the newest", "slime", ge=0
+    )
+    opd_teacher_url: str | None = opt(
+        None, "address of a vLLM server whose tokenizer is the student's; its key is taken from HPCRL_OPD_TEACHER_KEY"
+    )
+    opd_teacher_model: str | None = opt(None, "name of the model there; default: the one that it serves", "vime")
+
+
+# ---- optimizer
+
+
+class OptimizerOptions(Base):
+    """optimizer (more of Megatron's OptimizerConfig by its own flag names)"""
+
+    lr: float = opt(1e-6, "learning rate (Megatron has no default; slime's is the same)", "megatron", ge=0)
+    min_lr: float = opt(0.0, "learning rate at the end of the decay", "megatron", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = opt(
+        "constant",
+        "schedule after warm-up; WSD: constant, then the decay of --lr-wsd-decay-style (Megatron's default: linear)",
+        "megatron",
+    )
+    lr_warmup_iters: int = opt(0, "optimizer steps of linear warm-up", "megatron", ge=0)
+    lr_warmup_fraction: float | None = opt(None, "the same as a part of the schedule's steps", "megatron", ge=0, lt=1)
+    lr_warmup_init: float = opt(0.0, "learning rate at the start of the warm-up", "megatron", ge=0)
+    lr_decay_iters: int | None = opt(None, "optimizer steps of the schedule; default: all of the run", "megatron", ge=1)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = opt(
+        "exponential", "how WSD decays at its end", "megatron"
+    )
+    lr_wsd_decay_iters: int | None = opt(None, "optimizer steps of that decay", "megatron", ge=1)
+    weight_decay: float = opt(0.0, "weight decay (Megatron's default: 0.01)", "megatron", ge=0)
+    start_weight_decay: float | None = opt(None, "weight decay at the start, where it grows", "megatron", ge=0)
+    end_weight_decay: float | None = opt(None, "weight decay at the end of the schedule", "megatron", ge=0)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = opt(
+        "constant", "how it grows from --start-weight-decay to --end-weight-decay", "megatron"
+    )
+    adam_beta1: float = opt(0.9, "Adam's first decay rate", "megatron", ge=0, lt=1)
+    adam_beta2: float = opt(0.95, "Adam's second decay rate (Megatron's default: 0.999)", "megatron", ge=0, lt=1)
+    adam_eps: float = opt(1e-8, "Adam's epsilon", "megatron", gt=0)
+    clip_grad: float = opt(1.0, "clip the gradient to this norm; 0 does not", "megatron", ge=0)

@@ -1,10 +1,10 @@
-"""Prompt files and what is read from them."""
+"""Options of prompts and their grading: prompt files, rewards, and held-out sets."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.sections import Base, opt
 
 
 class DataOptions(Base):
@@ -38,3 +38,78 @@ class DataOptions(Base):
     )
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
     rollout_seed: int = opt(42, "seed of the shuffle and of every sample", "slime")
+
+
+# ---- rewards
+
+
+class RewardOptions(Base):
+    """rewards (docs/rewards.md)"""
+
+    rm_type: str | list[str] | None = opt(
+        None,
+        "reward: a file of hpcrl/rollout/rewards/ such as math, boxed_NAME for the boxed part of the response, or module.function; "
+        "several with weights are added up: math:1.0 my.brief:0.1; a prompt's metadata may name another",
+        "slime",
+    )
+    custom_rm_path: str | None = opt(
+        None,
+        "module.function of an own reward: (options, sample, **kwargs) -> number or object, plain or async",
+        "slime",
+    )
+    group_rm: bool = opt(False, "--custom-rm-path takes the list of a group's samples and returns a list", "slime")
+    rm_url: str | None = opt(None, "where --rm-type remote_rm posts prompt, response and label", "slime")
+    reward_key: str | None = opt(None, "key of the reward where a reward is an object", "slime")
+    eval_reward_key: str | None = opt(None, "the same in evaluations; default --reward-key", "slime")
+    reward_num_workers: int | None = opt(None, "processes that grade; default: the CPUs less one, 8 at most", ge=1)
+    reward_cpu_limit: float = opt(
+        5.0, "CPU seconds that one grading may use; reading and comparing takes a thousandth", gt=0
+    )
+    reward_timeout: float = opt(120.0, "seconds that one grading may take by the clock, whatever it waits for", gt=0)
+    reward_memory_gb: float = opt(2.0, "GiB that one grading may take beyond what its process holds at its start", gt=0)
+    reward_max_failed: float = opt(
+        0.1, "stop the run when more than this share of a rollout's gradings fails; below it they count 0", ge=0, le=1
+    )
+
+
+# ---- evaluation
+
+
+class EvalOptions(Base):
+    """evaluation (docs/evaluation.md)"""
+
+    eval_interval: int | None = opt(
+        None, "evaluate every N rollouts, before the first and after the last", "slime", ge=1
+    )
+    eval_prompt_data: list[str] = opt(
+        [],
+        "NAME PATH [NAME PATH ...]: the held-out prompt files, as --prompt-data has them; one path alone is named by its file",
+        "slime",
+    )
+    eval_config: str | None = opt(
+        None,
+        "YAML file of held-out sets, each with a reward and sampling of its own; in place of --eval-prompt-data",
+        "slime",
+    )
+    eval_input_key: str | None = opt(None, "key of the prompt there; default --input-key", "slime")
+    eval_label_key: str | None = opt(None, "key of the label there; default --label-key", "slime")
+    eval_tool_key: str | None = opt(None, "key of the tool schemas there; default --tool-key", "slime")
+    n_samples_per_eval_prompt: int = opt(1, "responses to each held-out prompt", "slime", ge=1)
+    eval_temperature: float | None = opt(None, "temperature there; default --rollout-temperature", "slime", ge=0)
+    eval_top_p: float | None = opt(None, "top-p there; default --rollout-top-p", "slime", gt=0, le=1)
+    eval_top_k: int | None = opt(None, "top-k there; default --rollout-top-k", "slime", ge=-1)
+    eval_min_p: float | None = opt(None, "min-p there; default --rollout-min-p", ge=0, le=1)
+    eval_max_response_len: int | None = opt(
+        None, "tokens of a response there; default --rollout-max-response-len", "slime", ge=1
+    )
+    eval_max_prompt_len: int | None = opt(
+        None, "tokens of a prompt there; default --rollout-max-prompt-len", "slime", ge=1
+    )
+    eval_max_context_len: int | None = opt(
+        None, "prompt and response together there; default --rollout-max-context-len", "slime", ge=2
+    )
+    eval_min_new_tokens: int | None = opt(None, "tokens of a response there at least; default 0", "slime", ge=0)
+    skip_eval_before_train: bool = opt(False, "no evaluation before the first step", "slime")
+    log_passrate: bool = opt(
+        False, "log pass@k, k = 1, 2, 4 ..., of evaluations with several responses a prompt", "slime"
+    )

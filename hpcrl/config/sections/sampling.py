@@ -1,10 +1,12 @@
-"""How a rollout is sampled."""
+"""Options of sampling: sizes and sampling parameters of a rollout, custom generate functions (tools, agents), and the
+custom functions of every other plug-in point, of which docs/customise.md has an example each.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from hpcrl.config.option_fields import Base, opt
+from hpcrl.config.sections import Base, opt
 
 
 class RolloutOptions(Base):
@@ -78,4 +80,107 @@ class RolloutOptions(Base):
     )
     rollout_server_concurrency: int = opt(
         512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1
+    )
+
+
+# ---- agents
+
+
+class AgentOptions(Base):
+    """rollout: several turns, tools, agents (docs/customise.md)"""
+
+    custom_generate_function_path: str | None = opt(
+        None,
+        "module.function that makes a response: async (args, sample, sampling_params) -> sample, list of samples, or None",
+        "slime",
+    )
+    custom_generate_num_workers: int = opt(1, "processes that run it, many calls at once in each", ge=1)
+    custom_generate_timeout: float = opt(
+        300.0,
+        "seconds that one call may take by the clock while it waits for no engine: tools, environments, own servers",
+        gt=0,
+    )
+    custom_generate_max_failed: float = opt(
+        0.1,
+        "stop the run when more than this share of a rollout's calls fails; below it they earn 0 and train nothing",
+        ge=0,
+        le=1,
+    )
+
+
+# ---- plugins
+
+
+class PluginOptions(Base):
+    """own functions, each a module.function (docs/customise.md)"""
+
+    rollout_function_path: str | None = opt(
+        None,
+        "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl's own way",
+        "slime",
+    )
+    eval_function_path: str | None = opt(
+        None,
+        "(options, rollout_id, data_source, *, evaluation) -> samples, or numbers, by set: evaluates in place of hpcrl's own way",
+        "slime",
+    )
+    data_source_path: str | None = opt(
+        None,
+        "a class that is made with (options) and has take, state and restore: gives the prompts in place of --prompt-data",
+        "slime",
+    )
+    rollout_sample_hook_path: list[str] = opt(
+        [],
+        "(options, sample, *, rollout_id, evaluation) on every sample before its reward; several are called in order",
+        "slime",
+    )
+    rollout_sample_filter_path: str | None = opt(
+        None, "(options, groups): sets remove_sample of samples that are to be out of the loss", "slime"
+    )
+    rollout_all_samples_process_path: str | None = opt(
+        None, "(options, groups, data_source): is shown all samples of a rollout, dropped ones included", "slime"
+    )
+    custom_rollout_log_function_path: str | None = opt(
+        None,
+        "(rollout_id, options, samples, metrics, seconds): adds metrics; true: instead of the usual ones of rollout/",
+        "slime",
+    )
+    custom_eval_rollout_log_function_path: str | None = opt(
+        None, "(rollout_id, options, data, metrics): the same of evaluations", "slime"
+    )
+    custom_reward_post_process_path: str | None = opt(
+        None, "(options, samples) -> raw and processed rewards: in place of the group's normalisation", "slime"
+    )
+    custom_convert_samples_to_train_data_path: str | None = opt(
+        None, "(options, samples) -> samples, or slime's train data: what the trainer gets of a rollout", "slime"
+    )
+    custom_model_provider_path: str | None = opt(
+        None,
+        "(options, config, build, *, pre_process, post_process, vp_stage) -> GPTModel: makes the model of a rank, with the same parameters",
+        "slime",
+    )
+    custom_update_weight_post_write_path: str | None = opt(
+        None,
+        "(options, version_dir, rollout_engines), once --weight-transfer disk has written the files of an update",
+        "slime",
+    )
+    custom_megatron_init_path: str | None = opt(None, "(options), once Megatron's groups are there", "slime")
+    custom_megatron_before_log_prob_hook_path: str | None = opt(
+        None, "(options, model, store_prefix), before each pass for log-probs", "slime"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = opt(
+        None, "(options, rollout_id, step_id, model, optimizer, scheduler), before each optimizer step", "slime"
+    )
+    rollout_data_postprocess_path: str | None = opt(
+        None,
+        "(options, rollout_id, rollout_data), once log-probs are known: may take tokens out of the loss masks",
+        "slime",
+    )
+    custom_config_path: str | None = opt(
+        None,
+        "a YAML file of settings of your own: own functions read them as options.NAME, as those of [custom]",
+        "slime",
+    )
+    custom: dict[str, Any] = opt(
+        {}, "settings of your own, in a recipe the table [custom]: own functions read them as options.NAME"
     )

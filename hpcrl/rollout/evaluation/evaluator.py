@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import EvalSet, eval_sets
 from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
 from hpcrl.rollout.evaluation.results import results
 from hpcrl.rollout.grading.service import GradedBy, Grading

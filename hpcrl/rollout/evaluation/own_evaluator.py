@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.config.dotted_path import named, settled, short
+from hpcrl.config.custom_functions import named, settled, short
+from hpcrl.config.eval_sets import NAME
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import NAME
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut

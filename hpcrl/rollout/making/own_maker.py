@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcrl.config.dotted_path import named, settled, short
+from hpcrl.config.custom_functions import named, settled, short
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.dotted_path import is_async, named, short
+from hpcrl.config.custom_functions import is_async, named, short
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.prompt_files.rows import kind_of_json

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.eval_sets import EvalSet
-from hpcrl.config.prompts.prompt_words import PromptWord, read_words
+from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.row_checks import Keys, Row, read_row
 from hpcrl.prompt_files.rows import Rows, open_rows

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from hpcrl.config.dotted_path import is_async, said_of, takes, trace_of
+from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError, UsageError

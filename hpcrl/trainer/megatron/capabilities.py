@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hpcrl.config.megatron_flags import INFERENCE
-from hpcrl.config.needed_parts import NEEDS, PARTS, VALUE_NEEDS
+from hpcrl.config.megatron_flags import INFERENCE, NEEDS, PARTS, VALUE_NEEDS
 from hpcrl.config.passthrough import as_flag
 from hpcrl.config.rules.passed_through_rules import check_megatron
 from hpcrl.errors import UsageError

@@ -29,7 +29,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from hpcrl.config.dotted_path import guarded, short
+from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps

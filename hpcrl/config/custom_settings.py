@@ -1,7 +1,8 @@
-"""Settings of the user's own for own functions: the table `[custom]` of a recipe, and the file of --custom-config-path.
+"""Settings of the user's own for custom functions: the table `[custom]` of a recipe, and the YAML file of
+--custom-config-path.
 
-Invariant: none of them is a setting of hpcrl's, so nothing goes round a check; where a file and the table say the same,
-the table counts.
+Invariant: none of them is an option of hpcrl, so no check is bypassed; where a file and the table say the same, the
+table counts. Of a YAML file plain values alone are read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.prompts.yaml_file import read_yaml
+from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
 
 
@@ -35,7 +36,7 @@ def _read(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     flag = "--custom-config-path"
     found, shown = read_yaml(path, flag), f"{flag} {path}"
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise UsageError(f"{shown} is no table of names and values")
+        raise UsageError(f"{shown} is not a table of names and values")
     for key in found:
         name = key.replace("-", "_")
         if name in known:
@@ -44,3 +45,18 @@ def _read(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
                 f"write it as --{name.replace('_', '-')} or in the recipe, where it is checked",
             )
     return found
+
+
+# ---- yaml file
+
+
+def read_yaml(path: Path, flag: str) -> Any:
+    """What it holds.  UsageError if it cannot be read, or is no YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(read_given(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {flag} {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} is not YAML: {' '.join(str(error).split())}") from error

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.custom_settings import read_yaml
 from hpcrl.config.options import Options
-from hpcrl.config.prompts.prompt_words import KINDS, PromptWord, read_word
-from hpcrl.config.prompts.yaml_file import read_yaml
+from hpcrl.config.prompt_words import KINDS, PromptWord, read_word
 from hpcrl.config.reward_names import RewardWord, needing_labels, own_reward, read_words
-from hpcrl.config.unknown_names import nearest
+from hpcrl.config.setting_names import nearest
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 
@@ -182,12 +182,12 @@ def _of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(rows, dict):
         rows = [{"name": name, **(row if isinstance(row, dict) else {"path": row})} for name, row in rows.items()]
     if not isinstance(rows, list) or not rows:
-        raise UsageError(f"{path}: eval.datasets is no list of sets", "each has a name and a path")
+        raise UsageError(f"{path}: eval.datasets is not a list of sets", "each has a name and a path")
     names = [str(row.get("name")) for row in rows if isinstance(row, dict)]
     for number, row in enumerate(rows, 1):
         shown = f"{path}: eval.datasets, set {number}"
         if not isinstance(row, dict):
-            raise UsageError(f"{shown} is no table", "write name: ... and path: ...")
+            raise UsageError(f"{shown} is not a table", "write name: ... and path: ...")
         own = _table(row, shown, _KEYS | _OF_A_SET)
         for key in _OF_A_SET:
             if key not in own:
@@ -212,7 +212,7 @@ def _document(path: Path) -> dict[str, Any]:
 def _table(row: Any, shown: str, known: Mapping[str, tuple[Kind, float | None, float | None]]) -> dict[str, Any]:
     """The settings of a set or of the defaults, checked; null ones left out."""
     if not isinstance(row, dict):
-        raise UsageError(f"{shown} is no table")
+        raise UsageError(f"{shown} is not a table")
     found = {}
     for key, value in row.items():
         if key not in known:

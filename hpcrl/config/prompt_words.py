@@ -46,19 +46,19 @@ def read_word(word: str, flag: str) -> PromptWord:
     match = _WORD.fullmatch(word)
     if match is None:
         if "@[" in word:
-            raise UsageError(f"{flag} {word} is no slice of a .jsonl or .parquet file", "write PATH@[START:STOP]")
+            raise UsageError(f"{flag} {word} is not a slice of a .jsonl or .parquet file", "write PATH@[START:STOP]")
         return PromptWord(word, word)
     start = stop = weight = None
     if (text := match["slice"]) is not None:
         if (found := _SLICE.fullmatch(text)) is None:
             raise UsageError(
-                f"{flag} {word}: [{text}] is no slice", "write PATH@[START:STOP], such as train.jsonl@[:1000]"
+                f"{flag} {word}: [{text}] is not a slice", "write PATH@[START:STOP], such as train.jsonl@[:1000]"
             )
         start, stop = (int(part) if part else None for part in found.groups())
     if (text := match["weight"]) is not None:
         weight = _weight(text)
         if weight is None:
-            raise UsageError(f"{flag} {word}: {text!r} is no weight", "write PATH=WEIGHT, a number above 0")
+            raise UsageError(f"{flag} {word}: {text!r} is not a weight", "write PATH=WEIGHT, a number above 0")
     return PromptWord(word, match["path"], start, stop, weight)
 
 

@@ -1,0 +1,5 @@
+"""One of each small mechanism that every process needs; this room knows nothing of training, launchers or engines.
+
+deadline.py    how long something may take, and waiting for it
+plugins.py     what a folder of files registers: one file, one name
+"""

@@ -1,0 +1,36 @@
+"""Plug-ins found by the names of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.toolbox.plugins import PluginRoom
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> PluginRoom:
+    (tmp_path / "exact.py").write_text('"""Exact matches.\n\nMore."""\nKEYS = ("a", "b")\nimport absent_package\n')
+    (tmp_path / "maths.py").write_text("KEYS = made()\n")
+    (tmp_path / "_shared.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    return PluginRoom(tmp_path)
+
+
+def test_names_are_those_of_files(room: PluginRoom) -> None:
+    assert room.names() == ("exact", "maths")
+    assert "exact" in room and "_shared" not in room
+
+
+def test_what_a_file_declares_is_read_without_importing_it(room: PluginRoom) -> None:
+    assert room.literals("exact", {"KEYS": (), "NEEDS_LABEL": True}) == {"KEYS": ("a", "b"), "NEEDS_LABEL": True}
+    assert room.title("exact") == "Exact matches" and room.title("maths") == ""
+    with pytest.raises(ValueError, match="malformed"):
+        room.literals("maths", {"KEYS": ()})
+
+
+def test_a_hint_names_the_nearest_or_all(room: PluginRoom) -> None:
+    assert room.hint("math") == "did you mean maths?"
+    assert room.hint("zzz", "or your own") == "there are exact, maths; or your own"
+    assert room.hint("aut", also=["auto"]) == "did you mean auto?"
