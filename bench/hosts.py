@@ -171,11 +171,14 @@ def main() -> int:
         [
             "# What a run costs as hosts are added",
             "",
-            "`python bench/hosts.py`: one host real and under strace, the others simulated by what they leave in the directory.",
+            "`python bench/hosts.py`: one host real and under strace, the others simulated by what they leave in the "
+            "directory.",
             "",
-            f"In the steady state a host makes {found['steady_calls_per_second']:.2f} calls a second on the run directory.",
+            f"In the steady state a host makes {found['steady_calls_per_second']:.2f} calls a second on the run "
+            "directory.",
             "",
-            "| hosts | calls of a host, to meet | its connections | s to hand out all cards | sruns to ask all hosts | s |",
+            "| hosts | calls of a host, to meet | its connections | s to hand out all cards | sruns to ask all hosts | "
+            "s |",
             "|---|---|---|---|---|---|",
             *rows,
             "",

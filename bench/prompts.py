@@ -131,7 +131,10 @@ def main() -> None:
 
     def line(what: str, row: dict[str, float]) -> str:
         n = row["lines"]
-        return f"| {what} | {n:,} | {row['open s']:.1f} | {row['open s'] / n * 1e6:.1f} | {row['MiB']:.0f} | {row['MiB'] * 2**20 / n:.0f} |"
+        return (
+            f"| {what} | {n:,} | {row['open s']:.1f} | {row['open s'] / n * 1e6:.1f} | {row['MiB']:.0f} | "
+            f"{row['MiB'] * 2**20 / n:.0f} |"
+        )
 
     text = f"""Prompt files of short chat messages; the larger one is {size:.0f} MiB.
 

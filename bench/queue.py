@@ -194,7 +194,10 @@ def row(transport: Transport, found: dict[str, list[Measured]], kilobytes: float
     rate = statistics.median(m.rate for m in its)
     times = ratios(found, transport.name, BASE)
     cpu = [m.cpu for m in its if m.cpu is not None]
-    cells = f"{rate:.0f} | {rate * kilobytes / 1000:.0f} | {statistics.median(times):.3g} ({min(times):.3g}..{max(times):.3g})"
+    cells = (
+        f"{rate:.0f} | {rate * kilobytes / 1000:.0f} | {statistics.median(times):.3g} "
+        f"({min(times):.3g}..{max(times):.3g})"
+    )
     return (
         f"| {transport.label} | {cells} | {statistics.median(cpu):.0f} |"
         if cpu

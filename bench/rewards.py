@@ -138,7 +138,10 @@ def report(found: dict[str, dict[str, list[float]]], right: dict[str, float], ro
             if way != "math-verify":
                 ratios[f"{load.replace(' ', '_')}_{way.replace(' ', '_')}_over_math_verify"] = round(ratio, 2)
     head = "| load | way | answers/s, median | over math-verify, median of the rounds' ratios |\n|---|---|---|---|\n"
-    truth = f"Judged as the table of {sum(1 for _ in pairs())} hand-written truths has it: ours {right['ours']:.1%}, math-verify {right['math-verify']:.1%}.\n"
+    truth = (
+        f"Judged as the table of {sum(1 for _ in pairs())} hand-written truths has it: ours {right['ours']:.1%}, "
+        f"math-verify {right['math-verify']:.1%}.\n"
+    )
     text = f"Grading, {os.cpu_count()} cores, {rounds} rounds.\n\n{head}" + "\n".join(lines) + f"\n\n{truth}"
     print(text)
     (REPO / "bench" / "results" / "rewards.md").write_text(text)

@@ -341,7 +341,10 @@ def simulated_part(root: Path, args: argparse.Namespace) -> dict[str, float]:
         ratios[f"ours_over_aiohttp_{tokens}_tokens"] = round(ratio(ways["our route"], ways["raw aiohttp"]), 3)
         ratios[f"kept_over_aiohttp_{tokens}_tokens"] = round(ratio(ways[KEPT], ways["raw aiohttp"]), 3)
         ratios[f"us_a_sample_{tokens}_tokens"] = round(1e6 * statistics.median(ways[KEPT]), 1)
-    head = f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.0f}, {args.rounds} rounds of {args.groups} groups of {EACH}, {IN_FLIGHT} samples in flight"
+    head = (
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.0f}, {args.rounds} rounds of {args.groups} groups "
+        f"of {EACH}, {IN_FLIGHT} samples in flight"
+    )
     parts = [f"The cost of a sample in the rollout process: {head}.\n"]
     parts.append(table("| tokens | way | processor time a sample, us | least of the rounds | over raw aiohttp |", rows))
     fleets = asyncio.run(over_fleets(root, args.rounds, args.groups, 8))
@@ -371,7 +374,8 @@ def real_part(found: dict[str, Ways], rounds: int) -> dict[str, float]:
             if values is not own:
                 beyond[f"us_beyond_{'ours' if name == 'our route' else 'vllm'}_{load.split()[0]}_tokens"] = round(more)
     parts = [
-        f"The cost of a sample in the server of a real engine (vLLM, tiny model), its core not counted: {rounds} rounds.\n"
+        f"The cost of a sample in the server of a real engine (vLLM, tiny model), its core not counted: {rounds} "
+        "rounds.\n"
     ]
     parts.append(table("| load | way | processor time a sample, us | beyond the engine's client, us |", rows))
     show("rollout_server.md", parts)

@@ -222,10 +222,12 @@ def main() -> None:
     parameters = f"{MODEL['num_hidden_layers']} layers of {MODEL['hidden_size']}, vocabulary {MODEL['vocab_size']}"
     text = "\n".join(
         [
-            f"One training step: Qwen3 of {parameters}, fp32, {SAMPLES} samples of {tokens} tokens, micro-batches of up to "
+            f"One training step: Qwen3 of {parameters}, fp32, {SAMPLES} samples of {tokens} tokens, micro-batches of "
+            "up to "
             f"{LIMIT}, {rounds} rounds, {os.cpu_count()} cores.",
             "",
-            "Tokens/s of the fastest step of each, and their ratio, ours over bare; the median over the rounds of the ratio within",
+            "Tokens/s of the fastest step of each, and their ratio, ours over bare; the median over the rounds of the "
+            "ratio within",
             "one round; the same of CPU time of all ranks.",
             "",
             "| layout | hpcrl, tokens/s | bare Megatron-core, tokens/s | ratio | median ratio (min..max) | of CPU time |",

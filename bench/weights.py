@@ -42,8 +42,10 @@ from hpcrl.rendezvous.server import StoreServer  # noqa: E402
 HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
 LOAD = (
-    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries before each row; the "
-    "ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta keeps a copy too."
+    "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries "
+    "before each row; the "
+    "ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta "
+    "keeps a copy too."
 )
 ONE_HOST = (
     ("gathered", True),

@@ -89,7 +89,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     ids=["help", "run help", "dry run", "unknown flag"],
 )
 def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
-    code = f"import sys; from hpcrl.cli import main; main(sys.argv[1:]); print('imported', [m for m in {spared!r} if m in sys.modules])"
+    code = (
+        f"import sys; from hpcrl.cli import main; main(sys.argv[1:]); print('imported', [m for m in {spared!r} if m in "
+        "sys.modules])"
+    )
     words = [str(recipe) if word == "RECIPE" else word for word in argv]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "imported []", done.stdout + done.stderr
@@ -173,7 +176,8 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
     monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: gpus)
     file = tmp_path / "r.toml"
     file.write_text(
-        'hf_checkpoint = "{prepared}/m"\nprompt_data = "{prepared}/p"\nlabel_key = "l"\nloss_type = "sft_loss"\nnum_rollout = 2\nrollout_num_gpus = 0\n'
+        'hf_checkpoint = "{prepared}/m"\nprompt_data = "{prepared}/p"\nlabel_key = "l"\nloss_type = '
+        '"sft_loss"\nnum_rollout = 2\nrollout_num_gpus = 0\n'
     )
     assert main(["run", str(file), "--dry-run", *said]) == 0
     out, err = capsys.readouterr()

@@ -95,5 +95,8 @@ def test_no_call_waits_for_ever() -> None:
 
 
 def test_the_walk_sees_what_it_should() -> None:
-    text = "p.wait()\np.wait(3)\nt.join()\n','.join(x)\nt.join(timeout=1)\nsubprocess.run(a)\nsubprocess.run(a, timeout=1)\nurlopen(u)\n"
+    text = (
+        "p.wait()\np.wait(3)\nt.join()\n','.join(x)\nt.join(timeout=1)\nsubprocess.run(a)\nsubprocess.run(a, "
+        "timeout=1)\nurlopen(u)\n"
+    )
     assert [line for line, _ in endless(ast.parse(text))] == [1, 3, 6, 8]

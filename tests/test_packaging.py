@@ -74,7 +74,8 @@ def test_ci_takes_the_distributions_python_where_it_suits(suits: bool, chosen: s
 
 
 def test_an_environment_of_another_python_is_refused(tmp_path: Path) -> None:
-    """Made anew over another one's, it would be a mixture whose modules do not load; without PYTHON= it keeps its own."""
+    """Made anew over another one's, it would be a mixture whose modules do not load; without PYTHON= it keeps its
+    own."""
     other = tmp_path / "venv" / "bin" / "python"
     other.parent.mkdir(parents=True)
     other.write_text("#!/bin/sh\necho /elsewhere 3.11.99\n")

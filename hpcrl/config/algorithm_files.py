@@ -6,7 +6,7 @@ literals that are read here:
     NEEDS    what must be given or hold: see `NEEDS`
     OPTIONS  the options that it reads, beyond those that every algorithm reads: given with another, they have no effect
     LOSS     of an estimator, the policy loss that belongs to it (default: ppo)
-    KL       of an estimator, what --kl-coef acts on: "token", its rewards of tokens, or "reward" (default), the response's
+    KL       of an estimator, what --kl-coef acts on: "token", its rewards of tokens, or "reward" (default)
 
 Invariant: nothing is said of a file here but what stands in it, so a new file needs no second place.
 """

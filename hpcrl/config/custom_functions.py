@@ -42,7 +42,9 @@ BUILT_INS = {
     "rollout.data_source.RolloutDataSourceWithBuffer": "",
     "rollout.data_source.pop_first": "pop_first",
     "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "check_reward_nonzero_std",
-    "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback": "check_reward_nonzero_std_with_fallback",
+    "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback": (
+        "check_reward_nonzero_std_with_fallback"
+    ),
     "rollout.sglang_rollout.generate_rollout": "",
     "rollout.vllm_rollout.generate_rollout": "",
 }

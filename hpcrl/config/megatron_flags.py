@@ -1,7 +1,8 @@
 """Megatron's settings that hpcrl does not take, and what those that it takes need: CUDA, and which packages.
 
-What is not taken steers what hpcrl does not have, or does in one way only.  Invariants: each is refused with what to use
-instead, or with why there is nothing to set; none is taken and ignored.  Nothing is imported here, torch least of all.
+What is not taken steers what hpcrl does not have, or does in one way only.  Invariants: each is refused with what to
+use instead, or with why there is nothing to set; none is taken and ignored.  Nothing is imported here, torch least of
+all.
 """
 
 from __future__ import annotations
@@ -55,17 +56,20 @@ _BUFFERS = "hpcrl does not set up Transformer Engine's user buffers"
 _PLAN = "hpcrl's forward step gives no schedule plan"
 _ROWS = "hpcrl runs the output layer itself, for the rows that are trained on and some of them at a time"
 _TOGETHER = {
-    INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication symmetric_ar_type "
+    INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication "
+    "symmetric_ar_type "
     "cache_mla_latents mlp_chunks_for_prefill",
     _GRAPH: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope",
     _PARAMETERS: "overlap_param_gather align_param_gather overlap_param_gather_with_optimizer_step",
-    _WRAPPER: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer "
+    _WRAPPER: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
+    "fsdp_double_buffer "
     "init_model_with_meta_device fsdp_manual_registration",
     _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     _BUFFERS: "tp_comm_overlap",
     _ROWS: "defer_embedding_wgrad_compute wgrad_deferral_limit",
     _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
-    "the loss is computed by hpcrl, of the rows that are trained on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
+    "the loss is computed by hpcrl, of the rows that are trained "
+    "on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     "multi-token prediction is not trained": "mtp_standalone",
 }
 #: a setting that is on or differs from its default -> why it has no place here
@@ -73,11 +77,14 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
     "average_in_collective": "gradients are summed and divided once by what the loss counts",
     "config_logger_dir": "all settings are in the run's options.json",
     "log_num_zeros_in_grad": "it is not a metric of hpcrl's",
-    "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose choice it is",
+    "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose "
+    "choice it is",
     "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
-    "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is Transformer Engine's",
+    "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is "
+    "Transformer Engine's",
     "num_distributed_optimizer_instances": "the optimizer's state is spread over all data-parallel ranks",
-    "num_microbatches_with_partial_activation_checkpoints": "use --recompute-granularity full with --recompute-method block",
+    "num_microbatches_with_partial_activation_checkpoints": "use --recompute-granularity full with --recompute-method "
+    "block",
     "pipeline_model_parallel_comm_backend": "the pipeline's groups are NCCL's with CUDA, else gloo's",
     "test_mode": "it is for Megatron's own tests",
     "use_kitchen": "hpcrl builds no layers of NVIDIA's kitchen",
@@ -100,9 +107,9 @@ fp8 fp4 nccl_ub optimizer_cpu_offload overlap_p2p_comm_warmup_flush
 pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
 """
 _ENGINE = """
-apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading fp8_param
-fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion moe_router_fusion qk_clip
-use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
+apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading
+fp8_param fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm
+moe_permute_fusion moe_router_fusion qk_clip use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
 """
 #: a setting that is on -> the part that it needs ("" is CUDA alone)
 NEEDS: dict[str, str] = (

@@ -16,7 +16,8 @@ from hpcrl.errors import UsageError
 _INTRO = """\
 # Options
 
-Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/sections/`; do not edit it by hand.
+Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/sections/`; do not
+edit it by hand.
 
 Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores.
 A switch is turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is
@@ -31,15 +32,17 @@ says whose name and meaning it is.
 _FOREIGN = """\
 ## Megatron-core and vLLM
 
-Their own settings are not listed here: they are those of the installed packages, asked for without importing them. `hpcrl options
---megatron` and `hpcrl options --vllm` list them.
+Their own settings are not listed here: they are those of the installed packages, asked for without importing them.
+`hpcrl options --megatron` and `hpcrl options --vllm` list them.
 
-- **Megatron-core**: every field of `TransformerConfig`, `ModelParallelConfig`, `OptimizerConfig` and `DistributedDataParallelConfig`, by
-  Megatron's own flag (`--recompute-granularity full`, `--no-rope-fusion`), by a key of the same name, or in the recipe's table `[megatron]`.
-- **vLLM**: every engine and server argument behind a prefix (`--vllm-max-num-seqs 64`, `--vllm-no-enable-prefix-caching`), or in the
-  recipe's table `[vllm]` without it (`max_num_seqs = 64`).
+- **Megatron-core**: every field of `TransformerConfig`, `ModelParallelConfig`, `OptimizerConfig` and
+  `DistributedDataParallelConfig`, by Megatron's own flag (`--recompute-granularity full`, `--no-rope-fusion`), by a key
+  of the same name, or in the recipe's table `[megatron]`.
+- **vLLM**: every engine and server argument behind a prefix (`--vllm-max-num-seqs 64`,
+  `--vllm-no-enable-prefix-caching`), or in the recipe's table `[vllm]` without it (`max_num_seqs = 64`).
 
-Where the package is not installed (a login node) names and types are taken as they are, and checked by the process that uses them.
+Where the package is not installed (a login node) names and types are taken as they are, and checked by the process that
+uses them.
 
 What hpcrl decides itself is refused, with the reason:
 """

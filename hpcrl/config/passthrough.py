@@ -80,7 +80,8 @@ IRREGULAR: dict[str, tuple[str, Any]] = {
 
 _MODEL = "it is read from the model's config.json (--hf-checkpoint)"
 _ONE_ENGINE = (
-    "an engine's GPUs are divided by tensor and data parallelism: use --rollout-num-gpus-per-engine, --vllm-data-parallel-size, and "
+    "an engine's GPUs are divided by tensor and data parallelism: use --rollout-num-gpus-per-engine, "
+    "--vllm-data-parallel-size, and "
     "--rollout-num-gpus for more engines"
 )
 

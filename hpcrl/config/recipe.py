@@ -1,6 +1,6 @@
 """A recipe, with the flags that go before it -> Options.
 
-    name = "quickstart"                      # keys are options, spelled with underscores; [megatron] and [vllm] are tables
+    name = "quickstart"                      # keys are options, with underscores; [megatron] and [vllm] are tables
     prepare = ["{python}", "{recipe}/arithmetic.py", "--out", "{prepared}"]
     lr = 1e-5
     [[stage]]                                # stages run one after another, each in RUN/<name>/

@@ -1,9 +1,9 @@
 """Every name that a flag or a key of a recipe may have, where it leads, and what may have been meant by one that leads
 nowhere: another trainer's word, or a slip of the fingers.
 
-Invariants: a name that leads nowhere is an error; hpcrl's own names come before Megatron's, so no setting can be reached
-in two places.  A hint names only what exists, and none is given where nothing is alike enough: a wrong one costs more
-than none.
+Invariants: a name that leads nowhere is an error; hpcrl's own names come before Megatron's, so no setting can be
+reached in two places.  A hint names only what exists, and none is given where nothing is alike enough: a wrong one
+costs more than none.
 """
 
 from __future__ import annotations
@@ -204,14 +204,17 @@ def put(found: dict[str, Any], target: Target, value: Any, shown: str) -> None:
 #: what to write here -> what TRL, verl, OpenRLHF, Hugging Face's Trainer and others call it
 _HERE: dict[str, str] = {
     "{lr}": "learning-rate actor-lr actor-learning-rate",
-    "{rollout-batch-size} (prompts of one rollout) or {global-batch-size} (samples of one optimizer step)": "batch-size train-batch-size "
-    "generation-batch-size",
-    "{global-batch-size} (samples of one optimizer step)": "mini-batch-size ppo-mini-batch-size gradient-accumulation-steps grad-accum",
-    "{micro-batch-size}, or {use-dynamic-batch-size} with {max-tokens-per-gpu}": "per-device-train-batch-size micro-train-batch-size "
+    "{rollout-batch-size} (prompts of one rollout) or {global-batch-size} (samples of one optimizer "
+    "step)": "batch-size train-batch-size generation-batch-size",
+    "{global-batch-size} (samples of one optimizer "
+    "step)": "mini-batch-size ppo-mini-batch-size gradient-accumulation-steps grad-accum",
+    "{micro-batch-size}, or {use-dynamic-batch-size} with "
+    "{max-tokens-per-gpu}": "per-device-train-batch-size micro-train-batch-size "
     "ppo-micro-batch-size ppo-micro-batch-size-per-gpu",
     "{use-dynamic-batch-size}": "use-dynamic-bsz packing",
     "{max-tokens-per-gpu}": "ppo-max-token-len-per-gpu max-token-len-per-gpu",
-    "{hf-checkpoint}": "model model-name model-name-or-path model-path pretrain pretrained actor-model-path tokenizer tokenizer-path "
+    "{hf-checkpoint}": "model model-name model-name-or-path model-path pretrain pretrained actor-model-path tokenizer "
+    "tokenizer-path "
     "tokenizer-model tokenizer-name-or-path",
     "{ref-load}": "ref-model ref-model-path reference-model",
     "{prompt-data}": "dataset dataset-name dataset-path data train-data train-file train-files data-path data-files",
@@ -220,9 +223,11 @@ _HERE: dict[str, str] = {
     "{label-key}": "answer-key target-key label-column answer-column response-key",
     "{num-epoch}": "epochs num-epochs num-train-epochs total-epochs max-epochs num-episodes",
     "{num-rollout}": "max-steps num-steps total-steps total-training-steps training-steps iterations num-iterations",
-    "{n-samples-per-prompt}": "num-generations group-size num-samples num-return-sequences rollout-n samples-per-prompt",
+    "{n-samples-per-prompt}": "num-generations group-size num-samples num-return-sequences rollout-n "
+    "samples-per-prompt",
     "{n-samples-per-eval-prompt}": "eval-n-samples num-eval-generations",
-    "{rollout-max-response-len}": "max-completion-length max-new-tokens max-response-length max-tokens generate-max-len",
+    "{rollout-max-response-len}": "max-completion-length max-new-tokens max-response-length max-tokens "
+    "generate-max-len",
     "{rollout-max-prompt-len}": "max-prompt-length prompt-max-len max-prompt-len",
     "{rollout-max-context-len}": "max-length max-len max-seq-len max-seq-length max-model-len context-length",
     "{rollout-temperature}": "temperature sampling-temperature",
@@ -232,7 +237,8 @@ _HERE: dict[str, str] = {
     "{rollout-min-p}": "min-p",
     "{rollout-skip-special-tokens}": "skip-special-tokens",
     "{rollout-stop}": "stop stop-strings stop-words",
-    "{rm-type} or {custom-rm-path}": "reward reward-fn reward-func reward-funcs reward-function reward-model reward-manager "
+    "{rm-type} or "
+    "{custom-rm-path}": "reward reward-fn reward-func reward-funcs reward-function reward-model reward-manager "
     "reward-model-path custom-reward-function",
     "{advantage-estimator}": "adv-estimator algorithm algo",
     "{advantage-estimator} module.function": "custom-advantage-function-path",
@@ -268,16 +274,19 @@ _HERE: dict[str, str] = {
     "{skip-eval-before-train}": "val-before-train",
     "{rollout-shuffle}": "shuffle shuffle-data",
     "{actor-num-nodes}": "num-nodes nnodes nodes actor-nodes",
-    "{actor-num-gpus-per-node}": "num-gpus gpus gpus-per-node num-gpus-per-node n-gpus-per-node nproc-per-node actor-gpus",
+    "{actor-num-gpus-per-node}": "num-gpus gpus gpus-per-node num-gpus-per-node n-gpus-per-node nproc-per-node "
+    "actor-gpus",
     "{rollout-num-gpus}": "num-engines vllm-num-engines rollout-gpus",
     "{tensor-model-parallel-size}": "tp tp-size tensor-parallel tensor-parallel-size",
     "{pipeline-model-parallel-size}": "pp pp-size pipeline-parallel pipeline-parallel-size",
     "{context-parallel-size}": "cp cp-size ulysses-sequence-parallel-size ring-attn-size",
     "{expert-model-parallel-size}": "ep ep-size expert-parallel-size",
     "{rollout-num-gpus-per-engine}": "rollout-tp rollout-tensor-parallel-size",
-    "{vllm-gpu-memory-utilization}": "gpu-memory-utilization mem-fraction-static vllm-mem-fraction sglang-mem-fraction-static",
+    "{vllm-gpu-memory-utilization}": "gpu-memory-utilization mem-fraction-static vllm-mem-fraction "
+    "sglang-mem-fraction-static",
     "{vllm-max-num-seqs}": "max-num-seqs sglang-max-running-requests",
-    "{recompute-granularity}": "gradient-checkpointing activation-checkpointing enable-gradient-checkpointing recompute",
+    "{recompute-granularity}": "gradient-checkpointing activation-checkpointing enable-gradient-checkpointing "
+    "recompute",
     "{loop}": "train-loop async-mode async-training async-train use-async fully-async",
     "{max-staleness}": "staleness-threshold max-head-offpolicyness max-off-policy-steps async-level max-async-level",
     "{update-weights-interval}": "sync-interval weight-sync-interval trigger-parameter-sync-step vllm-sync-interval",
@@ -285,17 +294,21 @@ _HERE: dict[str, str] = {
 }
 #: why there is nothing to write -> the names
 _NOWHERE: dict[str, str] = {
-    "metrics are in the run directory: metrics.jsonl, and tensorboard/ for TensorBoard": "wandb use-wandb wandb-project wandb-group "
-    "wandb-key wandb-team wandb-mode wandb-host wandb-dir wandb-run-name wandb-run-id wandb-random-suffix report-to logger logging-dir "
+    "metrics are in the run directory: metrics.jsonl, and tensorboard/ for "
+    "TensorBoard": "wandb use-wandb wandb-project wandb-group "
+    "wandb-key wandb-team wandb-mode wandb-host wandb-dir wandb-run-name wandb-run-id wandb-random-suffix report-to "
+    "logger logging-dir "
     "logging-steps log-interval use-tensorboard tensorboard-dir tb-dir swanlab use-swanlab mlflow trackio",
-    "a penalty changes the distribution that is sampled from, and the trainer computes it without": "repetition-penalty presence-penalty "
-    "frequency-penalty rollout-repetition-penalty",
+    "a penalty changes the distribution that is sampled from, and the trainer computes it "
+    "without": "repetition-penalty presence-penalty frequency-penalty rollout-repetition-penalty",
     "engine and trainer are always compared, there is nothing to switch on": "get-mismatch-metrics",
-    "advantages are computed where a loss has them: there is nothing to switch off": "disable-compute-advantages-and-returns",
+    "advantages are computed where a loss has them: there is nothing to switch "
+    "off": "disable-compute-advantages-and-returns",
     "there is no such way to fill a batch yet": "over-sampling-filter-input-size",
-    "all weights are trained: there are no adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
-    "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its like": "fsdp fsdp-config deepspeed zero-stage "
-    "train-backend accelerator",
+    "all weights are trained: there are no "
+    "adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
+    "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its "
+    "like": "fsdp fsdp-config deepspeed zero-stage train-backend accelerator",
     "masks follow the chat template itself, whatever the model": "loss-mask-type",
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
@@ -303,8 +316,8 @@ _NOWHERE: dict[str, str] = {
     "roles differ by options of their own, such as --critic-load and --critic-lr": "megatron-config-path",
     "what has changed goes from memory to memory, no file is written; --weight-transfer disk writes files, and calls "
     "--custom-update-weight-post-write-path": "custom-delta-pre-push-path",
-    "what a step trained on is kept by --save-token-data, its samples by --save-debug-rollout-data": "save-debug-train-data "
-    "load-debug-rollout-data-subsample",
+    "what a step trained on is kept by --save-token-data, its samples by "
+    "--save-debug-rollout-data": "save-debug-train-data load-debug-rollout-data-subsample",
     "one process of one job: nothing is started through Ray": "ray-address ray-num-nodes use-ray",
 }
 _SGLANG = "the engines are vLLM's: its own settings are written --vllm-..."

@@ -119,7 +119,10 @@ def kl_in_reward(flag: str, given: Given) -> Reading:
     both = _number(one(given, "kl-loss-coef", "0"))  # which slime refuses, and so do our rules
     if estimator not in IGNORES_KL_COEF or not _number(value) > 0 or both:
         return Reading("kept", (f"--{flag}", *given[flag]))
-    why = f"slime ignores it with {estimator}; hpcrl's kl_coef would take the KL off the reward: write that into the recipe if it is meant"
+    why = (
+        f"slime ignores it with {estimator}; hpcrl's kl_coef would take the KL off the reward: write that into the "
+        "recipe if it is meant"
+    )
     return Reading("needless", (), why)
 
 
@@ -229,7 +232,10 @@ def update_directory(flag: str, given: Given) -> Reading:
 def fault_tolerance(flag: str, given: Given) -> Reading:
     """What becomes of a run whose engine ends (docs/engines.md)."""
     if "colocate" in given:
-        why = "slime starts a colocated engine again; here its end ends the run, which hpcrl resume RUN continues from its last checkpoint"
+        why = (
+            "slime starts a colocated engine again; here its end ends the run, which hpcrl resume RUN continues from "
+            "its last checkpoint"
+        )
         return Reading("needless", (), why)
     return Reading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
 

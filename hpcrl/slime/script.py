@@ -70,7 +70,8 @@ NEEDLESS = {
 }
 #: environment variables of `ray job submit` -> why they are needless
 _ENVIRONMENT = {
-    "PYTHONPATH": "Megatron-core is installed as a package; modules of your own are found from the directory where hpcrl is called",
+    "PYTHONPATH": "Megatron-core is installed as a package; modules of your own are found from the directory where "
+    "hpcrl is called",
     "CUDA_DEVICE_MAX_CONNECTIONS": "set where tensor or context parallelism needs it",
     "NCCL_NVLS_ENABLE": "NCCL finds out itself whether there is NVLink SHARP",
     "no_proxy": "connections of the run take no proxy",

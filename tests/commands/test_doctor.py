@@ -232,7 +232,10 @@ def test_slots_of_nodes_without_gpus_are_processes(tmp_path: Path, monkeypatch: 
 
 def test_of_several_partitions_one_must_hold_the_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    shown = 'case "$*" in *small*) echo PartitionName=small State=UP MaxNodes=1 TotalNodes=9;; *large*) echo PartitionName=large State=UP TotalNodes=9;; *) exit 1;; esac'
+    shown = (
+        'case "$*" in *small*) echo PartitionName=small State=UP MaxNodes=1 TotalNodes=9;; *large*) echo '
+        "PartitionName=large State=UP TotalNodes=9;; *) exit 1;; esac"
+    )
     commands(tmp_path, scontrol=shown, sinfo="echo '9|idle|64|gpu:8'")
 
     def found(names: str) -> list[str]:
@@ -698,7 +701,8 @@ def test_the_login_node_is_looked_at(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "x.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
     (tmp_path / "r.toml").write_text(
-        f'hf_checkpoint = "{task / "model"}"\nprompt_data = "{tmp_path / "x.jsonl"}"\nrm_type = "exact"\ninput_key = "prompt"\nlabel_key = "label"\nrollout_num_gpus = 8\nnum_rollout = 1\n'
+        f'hf_checkpoint = "{task / "model"}"\nprompt_data = "{tmp_path / "x.jsonl"}"\nrm_type = "exact"\ninput_key = '
+        '"prompt"\nlabel_key = "label"\nrollout_num_gpus = 8\nnum_rollout = 1\n'
         "rollout_batch_size = 8\nn_samples_per_prompt = 8\nglobal_batch_size = 64\n"
     )
     argv = [str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "runs" / "a")]

@@ -148,7 +148,8 @@ def test_the_results_are_lines(tmp_path: Path) -> None:
     row |= {"eval/a/pass@16": 1.0, "eval/a/pass@2": 0.75, "eval/a/truncated_ratio": 0.0, "eval/a/majority@16": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert found(tmp_path) == [
-        "a: 0.500 (0.250 to 0.750), majority@16 0.500, pass@1 0.500, pass@2 0.750, pass@16 1.000, truncated 0.000, 8 responses"
+        "a: 0.500 (0.250 to 0.750), majority@16 0.500, pass@1 0.500, pass@2 0.750, pass@16 1.000, truncated 0.000, 8 "
+        "responses"
     ]
     own = {"rollout_id": -1, "eval/b/solved": 3.0, "eval/a/accuracy": 0.5}  # numbers of an own function
     (tmp_path / "metrics.jsonl").write_text(json.dumps(own) + "\n")
@@ -209,7 +210,8 @@ def test_what_is_not_here_is_refused_before_anything_is_made(
     """Unless it is to be made, or is where this machine cannot look."""
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)
     text = (
-        'hf_checkpoint = "/nowhere/model"\nprompt_data = "/nowhere/p.jsonl"\nlabel_key = "label"\nrm_type = "math"\nnum_rollout = 1\n'
+        'hf_checkpoint = "/nowhere/model"\nprompt_data = "/nowhere/p.jsonl"\nlabel_key = "label"\nrm_type = '
+        '"math"\nnum_rollout = 1\n'
         "rollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n"
     )
     (tmp_path / "r.toml").write_text(text)
@@ -249,7 +251,8 @@ def test_no_run_directory_is_made_for_a_bad_file(tmp_path: Path, capsys: pytest.
     (tmp_path / "p.jsonl").write_text('{"input": "1"}\n')
     (tmp_path / "m").mkdir()
     (tmp_path / "r.toml").write_text(
-        f'hf_checkpoint = "{tmp_path}/m"\nprompt_data = "{tmp_path}/p.jsonl"\nlabel_key = "label"\nrm_type = "math"\nnum_rollout = 1\n'
+        f'hf_checkpoint = "{tmp_path}/m"\nprompt_data = "{tmp_path}/p.jsonl"\nlabel_key = "label"\nrm_type = '
+        '"math"\nnum_rollout = 1\n'
         "rollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n"
     )
     for argv in (["run"], ["run", "--dry-run"], ["submit", "--dry-run"]):

@@ -30,7 +30,10 @@ from tests.support.screens import run_on_terminal, screen
 from tests.support.tiny import make_tokenizer
 
 REPO = Path(__file__).parents[2]
-EVIL = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxet\u2066 back\rspace\x08 [bold]x[/] :smile: line\nnext\ttab \x00 👩\u200d🚀"
+EVIL = (
+    "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxet\u2066 back\rspace\x08 [bold]x[/] :smile: line\nnext\ttab \x00 "
+    "👩\u200d🚀"
+)
 
 
 def sample(group: int, index: int, reward: float, **more: Any) -> dict[str, Any]:
@@ -127,7 +130,8 @@ def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixtur
     row["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}]
     put(run, 7, row)
     assert said(capsys, str(run)).splitlines() == [
-        "step 7, group 0, sample 0  reward 1.5 (math 1, brief 0.5), greedy 0.25  completed, 5 + 4 tokens, policy versions 3 to 4"
+        "step 7, group 0, sample 0  reward 1.5 (math 1, brief 0.5), greedy 0.25  completed, 5 + 4 tokens, policy "
+        "versions 3 to 4"
         "  advantage +0.7",
         "  log-prob a token: trainer -0.5, engine -0.49; they differ by 0.01, at most 0.2; 4 trained",
         "  not graded (error): raised KeyError",
@@ -145,7 +149,8 @@ def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixtur
 def test_two_steps_or_runs_beside_each_other(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, str(run), "--eval", "gsm8k", "--diff", "0", "8", "-n", "1")
     assert text.startswith(
-        "2 responses to the same prompts in evaluation gsm8k before the first step and evaluation gsm8k after 8 steps: mean reward 0.5 -> 1, 1 better, 0 worse, 1 the same"
+        "2 responses to the same prompts in evaluation gsm8k before the first step and evaluation gsm8k after 8 steps: "
+        "mean reward 0.5 -> 1, 1 better, 0 worse, 1 the same"
     )
     assert "reward 0 -> 1" in text and shown(text) == ["0.0", "0.0"], "the greatest change first"
     text = said(capsys, str(run), "--diff", "0", "7", "-n", "9")

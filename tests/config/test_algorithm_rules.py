@@ -26,7 +26,8 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
     [
         (
             {"n_samples_per_prompt": 1},
-            "grpo needs several responses to each prompt, and --n-samples-per-prompt is 1: every advantage would be 0; give .* 8 or",
+            "grpo needs several responses to each prompt, and --n-samples-per-prompt is 1: every advantage would be 0; "
+            "give .* 8 or",
         ),
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "rloo needs several responses"),
         (
@@ -63,7 +64,8 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         ),
         (
             {"use_rollout_routing_replay": True, "custom_generate_function_path": "own.generate"},
-            "--custom-generate-function-path makes the samples, and its turns bring no experts of the engine's; .*give --use-routing",
+            "--custom-generate-function-path makes the samples, and its turns bring no experts of the engine's; .*give "
+            "--use-routing",
         ),
         ({"advantage_estimator": "gppo"}, "--advantage-estimator gppo is unknown; known: cispo, grpo, gspo, "),
         (

@@ -370,7 +370,10 @@ def test_placeholders_are_filled_in_text_alone(tmp_path: Path) -> None:
 def test_prepare_commands_see_the_run_the_recipe_and_the_options(tmp_path: Path) -> None:
     import sys
 
-    text = 'prepare = [["{python}", "{recipe}/a.py", "--out", "{prepared}"], ["echo", "{seed}", "{lr}", "{name}", "{other}"]]\nseed = 5\n'
+    text = (
+        'prepare = [["{python}", "{recipe}/a.py", "--out", "{prepared}"], ["echo", "{seed}", "{lr}", "{name}", '
+        '"{other}"]]\nseed = 5\n'
+    )
     read = load_recipe(write(tmp_path, {}, text))
     commands = read.prepare_commands(Path("/run"), {"lr": 0.5})
     assert commands == [
@@ -513,7 +516,8 @@ def test_what_differs_from_the_defaults() -> None:
         ),
         (
             {"weight_transfer": "ipc", "colocate": True, "actor_num_nodes": 2},
-            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is 2; use --weight-tr",
+            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is 2; use "
+            "--weight-tr",
         ),
         *(
             (
@@ -529,7 +533,8 @@ def test_what_differs_from_the_defaults() -> None:
                 "vllm": {"data_parallel_size": 2},
                 "rollout_num_gpus_per_engine": 2,
             },
-            "--weight-transfer ipc and --vllm-data-parallel-size 2 .* exclude each other: of an engine's data-parallel parts",
+            "--weight-transfer ipc and --vllm-data-parallel-size 2 .* exclude each other: of an engine's data-parallel "
+            "parts",
         ),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
         ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),

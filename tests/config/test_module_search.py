@@ -82,7 +82,10 @@ def test_own_folders_may_have_the_names_of_those_of_the_checkout(tmp_path: Path,
         write(tmp_path / folder / "mine.py")
         if package:
             (tmp_path / folder / "__init__.py").touch()
-    code = "import sys; from hpcrl.config.custom_functions import missing; print([missing(f'{f}.mine.good') for f in sys.argv[1:]])"
+    code = (
+        "import sys; from hpcrl.config.custom_functions import missing; print([missing(f'{f}.mine.good') for f in "
+        "sys.argv[1:]])"
+    )
     environment = {"PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", code, *FOLDERS],

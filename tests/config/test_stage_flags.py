@@ -65,7 +65,8 @@ def test_what_several_stages_set_alike_counts_in_those() -> None:
     [
         (
             "--lr 1",
-            "^--lr: 2 stages of quickstart.toml set it, to different values; write --sft.lr or --grpo.lr, or both to set both$",
+            "^--lr: 2 stages of quickstart.toml set it, to different values; write --sft.lr or --grpo.lr, or both to "
+            "set both$",
         ),
         ("--num-rollout 9 --lr 1", "2 things are wrong"),
         ("--grop.lr 1", r"^--grop.lr: quickstart.toml has no stage grop; did you mean --grpo.lr\?"),

@@ -31,7 +31,8 @@ def test_what_is_documented_can_be_typed(scene: Scene) -> None:
     assert len(commands) > 80, "the pages are read"
     answers = typed(commands, scene, Path(sys.executable))
     wrong = [
-        f"{command.place}: {shlex.join(['hpcrl', *in_python(scene.filled(command))[0]])}\n  status {status}: {said[-700:]}"
+        f"{command.place}: {shlex.join(['hpcrl', *in_python(scene.filled(command))[0]])}\n  status {status}: "
+        f"{said[-700:]}"
         for command, (status, said) in zip(commands, answers, strict=True)
         if status
     ]

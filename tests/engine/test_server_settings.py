@@ -325,7 +325,8 @@ CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
     [
         (
             [
-                f"{CORE}ValueError: Available memory on node 0 (1/23) on kv cache allocation is less than requested memory",
+                f"{CORE}ValueError: Available memory on node 0 (1/23) on kv cache allocation is less than requested "
+                "memory",
                 "RuntimeError: Engine core initialization failed. See root cause above.",
             ],
             "ValueError: Available memory on node 0 (1/23) on kv cache allocation is less than requested memory",
@@ -348,7 +349,8 @@ CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
         ([f"{CORE}KeyError: first", f"{CORE}AssertionError: second", "INFO: Shutting down"], "AssertionError: second"),
         (
             [
-                "ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down client."
+                "ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down "
+                "client."
             ],
             "Engine core proc EngineCore died unexpectedly, shutting down client.",
         ),

@@ -103,7 +103,8 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
     (tmp_path / "r.toml").write_text(
-        f'hf_checkpoint = "{tmp_path}"\nprompt_data = "x.jsonl"\nactor_num_gpus_per_node = 4\nrollout_num_gpus = 4\nbf16 = true\n'
+        f'hf_checkpoint = "{tmp_path}"\nprompt_data = "x.jsonl"\nactor_num_gpus_per_node = 4\nrollout_num_gpus = '
+        "4\nbf16 = true\n"
         'tensor_model_parallel_size = 2\nrm_type = "math"\nnum_rollout = 1\nlabel_key = "l"\nn_samples_per_prompt = 8\n'
     )
     words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]

@@ -59,7 +59,8 @@ def test_one_that_ends_by_itself_is_waited_for_and_heard_to_its_end(
     begun = time.monotonic()
     assert (
         run(
-            f"sleep 1; i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done >&2; sleep 90 & echo $! > {tmp_path}/pid; exit 5"
+            "sleep 1; i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done >&2; sleep 90 & echo $! > "
+            f"{tmp_path}/pid; exit 5"
         )
         == 5
     )

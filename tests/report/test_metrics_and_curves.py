@@ -91,7 +91,10 @@ def test_tensorboard_has_the_same_numbers_without_torch(rundir: RunDir) -> None:
         log.append(step, {"train/loss": 1.5 - step})
     log.close()
     assert scalars(rundir, "train/loss") == [(1, 1.5), (2, 0.5), (3, -0.5)]
-    code = "import sys; from hpcrl.report.metrics import *; open_events(Path(sys.argv[1]), 0, None); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from hpcrl.report.metrics import *; open_events(Path(sys.argv[1]), 0, None); sys.exit('torch' in "
+        "sys.modules)"
+    )
     subprocess.run(
         [sys.executable, "-c", code, rundir.root / "elsewhere"], check=True, env=os.environ | {"PYTHONPATH": str(REPO)}
     )

@@ -18,7 +18,10 @@ from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import Asked
 from tests.support.tiny import make_tokenizer
 
-PLAIN = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+PLAIN = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>{% endif %}"
+)
 #: as Qwen3's: thoughts are shown in the last turn alone, which has an empty one if there is none
 THINKING = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
@@ -26,7 +29,10 @@ THINKING = (
     "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 #: as GLM-4's: a turn has no end of its own, the next role ends it
-ROLES = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+ROLES = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>{% endif %}"
+)
 TALK = [
     {"role": "user", "content": "1+1="},
     {"role": "assistant", "content": "2"},

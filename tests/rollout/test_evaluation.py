@@ -64,7 +64,10 @@ eval:
 
 
 def test_a_set_is_sampled_as_it_says(tmp_path: Path) -> None:
-    text = "eval: {datasets: [{name: a, path: a.jsonl, top_p: 0.9, top_k: 5, min_p: 0.1, min_new_tokens: 2, repetition_penalty: 1.2, stop: END}]}"
+    text = (
+        "eval: {datasets: [{name: a, path: a.jsonl, top_p: 0.9, top_k: 5, min_p: 0.1, min_new_tokens: 2, "
+        "repetition_penalty: 1.2, stop: END}]}"
+    )
     (held,) = sets(tmp_path, text, eval_temperature=0.0, rollout_max_response_len=33)
 
     class Model:

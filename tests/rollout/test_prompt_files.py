@@ -241,7 +241,8 @@ def test_what_a_template_adds_around_the_answer(model: Path, tmp_path: Path) -> 
     """As Qwen3's: an empty thought before the answer is learned, the newline after the end of the turn is not."""
     hf = make_tokenizer()
     hf.chat_template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}(){% endif %}{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}(){% endif %}{{ m['content'] "
+        "}}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     hf.save_pretrained(tmp_path)
@@ -355,7 +356,10 @@ def test_a_tokenizer_adds_nothing_of_its_own(model: Path, tmp_path: Path) -> Non
 
 
 def test_reading_data_imports_no_torch(model: Path) -> None:
-    code = f"import sys; from hpcrl.rollout.prompts.tokenizer import Tokenizer; Tokenizer({str(model)!r}); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from hpcrl.rollout.prompts.tokenizer import Tokenizer; Tokenizer({str(model)!r}); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

@@ -515,7 +515,8 @@ def test_fine_tuning_may_be_evaluated(tmp_path: Path, model: Path) -> None:
 def test_an_evaluation_alone_needs_no_training_prompts(tmp_path: Path, model: Path) -> None:
     (tmp_path / "eval.yaml").write_text(
         "eval: {defaults: {n_samples_per_eval_prompt: 2, max_response_len: 3, temperature: 0.5}, datasets: ["
-        f"{{name: a, path: {model}/held.jsonl, rm_type: random, top_p: 0.5}}, {{name: b, path: '{model}/held.jsonl@[:2]', rm_type: exact}}]}}"
+        f"{{name: a, path: {model}/held.jsonl, rm_type: random, top_p: 0.5}}, {{name: b, path: "
+        f"'{model}/held.jsonl@[:2]', rm_type: exact}}]}}"
     )
     values = {"num_rollout": 0, "prompt_data": None, "eval_prompt_data": [], "eval_config": str(tmp_path / "eval.yaml")}
     with Attempt(tmp_path / "run", model, None, custom_rm_path=None, log_passrate=True, **values) as attempt:

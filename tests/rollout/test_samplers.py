@@ -150,7 +150,8 @@ def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(
 
 
 THINKING = (  # as Qwen3's: a newline behind a turn's end, thoughts of earlier turns left out
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('>')[-1] if m['role'] == 'assistant' else m['content'] }}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('>')[-1] if m['role'] == 'assistant' else "
+    "m['content'] }}"
     "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

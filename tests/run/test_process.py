@@ -37,8 +37,14 @@ def test_a_stubborn_orphan_in_its_own_session_is_ended() -> None:
 
 
 def test_a_role_dies_with_its_parent_even_when_that_is_killed() -> None:
-    child = "from hpcrl.run.process import die_with_parent; die_with_parent(); import time; print('up', flush=True); time.sleep(600)"
-    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, start_new_session=True); p.stdout.readline(); print(p.pid, flush=True); import time; time.sleep(600)"
+    child = (
+        "from hpcrl.run.process import die_with_parent; die_with_parent(); import time; print('up', flush=True); "
+        "time.sleep(600)"
+    )
+    parent = (
+        f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, "
+        "start_new_session=True); p.stdout.readline(); print(p.pid, flush=True); import time; time.sleep(600)"
+    )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     assert process.stdout is not None
     pid = int(process.stdout.readline())

@@ -260,7 +260,10 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
         read_given("/dev/zero")
     with pytest.raises(UsageError, match="fifo: is not a regular file"):
         read_hostfile(tmp_path / "fifo")
-    command = f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.careful_files import read_given; print(read_given(\"/dev/fd/7\"))'"
+    command = (
+        f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.careful_files import read_given; "
+        'print(read_given("/dev/fd/7"))\''
+    )
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30).stdout == "node1\n\n"
 
 

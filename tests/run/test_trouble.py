@@ -241,7 +241,10 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
 # ---- what the killed leave
 
 
-MAKER = "import sys, time; from hpcrl.run.trouble.scratch import Scratch; s = Scratch('engine'); s.name([__import__('pathlib').Path(sys.argv[1])]); print(s.path, flush=True); time.sleep(100)"
+MAKER = (
+    "import sys, time; from hpcrl.run.trouble.scratch import Scratch; s = Scratch('engine'); "
+    "s.name([__import__('pathlib').Path(sys.argv[1])]); print(s.path, flush=True); time.sleep(100)"
+)
 
 
 def test_directories_of_the_killed_are_swept_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,10 @@ def test_a_full_directory_is_no_new_self_test(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_nvlink_is_summed_over_the_first_gpus_links() -> None:
-    text = "GPU 0: NVIDIA H100 (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\nGPU 1: NVIDIA H100\n\t Link 0: 26.562 GB/s\n"
+    text = (
+        "GPU 0: NVIDIA H100 (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\nGPU 1: NVIDIA H100\n\t Link 0: "
+        "26.562 GB/s\n"
+    )
     assert nvlink(text) == pytest.approx(53.124e9)
     assert nvlink("GPU 0: x\n\t Link 0: <inactive>\n") is None and nvlink("") is None
 

@@ -103,7 +103,10 @@ def test_slimes_rules_hold_at_submission(more: str, told: list[str]) -> None:
 
 
 def test_all_that_does_not_fit_is_told_at_once() -> None:
-    more = "--lora-rank 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml --ci-test"
+    more = (
+        "--lora-rank 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml "
+        "--ci-test"
+    )
     with pytest.raises(UsageError) as error:
         recipe_of(f"{BASE} {more}".split(), {})
     text = str(error.value)

@@ -31,14 +31,20 @@ def read(path: Path, text: str, seconds: float = 20.0, **variables: str) -> Scri
         f"export PATH=/usr/local/cuda/bin:/usr/bin:$PATH\nexec python3 {TRAIN}",
         f"env CUDA_VISIBLE_DEVICES=0 python3 {TRAIN}",
         f"timeout 3600 torchrun --nproc-per-node 8 {TRAIN} 2>&1 | tee /nowhere/log.txt",
-        f"set -euo pipefail\nmkdir -p /nowhere/logs\ncat > /nowhere/cfg.yaml <<EOF\na: 1\nEOF\nN=$(nvidia-smi -L | grep GPU | wc -l)\ngrep -q x /nowhere\npython3 {TRAIN}",
-        f"trap 'exit 1' ERR\nfalse\nnohup python3 {TRAIN} > /nowhere/log.txt 2>&1 &\nPID=$!\ntrap 'kill $PID' EXIT\nwait $PID",
-        f"source ~/.bashrc && conda activate slime\ncd /root/nowhere || exit 1\nuntil curl -s http://localhost:8265; do sleep 1; done\npython3 {TRAIN}",
+        "set -euo pipefail\nmkdir -p /nowhere/logs\ncat > /nowhere/cfg.yaml <<EOF\na: 1\nEOF\nN=$(nvidia-smi -L | "
+        f"grep GPU | wc -l)\ngrep -q x /nowhere\npython3 {TRAIN}",
+        f"trap 'exit 1' ERR\nfalse\nnohup python3 {TRAIN} > /nowhere/log.txt 2>&1 &\nPID=$!\ntrap 'kill $PID' "
+        "EXIT\nwait $PID",
+        "source ~/.bashrc && conda activate slime\ncd /root/nowhere || exit 1\nuntil curl -s http://localhost:8265; "
+        f"do sleep 1; done\npython3 {TRAIN}",
         f"docker exec box bash -c 'cd /root && python3 {TRAIN} --lr 1'",
         f'CMD="python3 {TRAIN}"\neval "$CMD"',
-        'run() { local n=$1; shift; python3 train.py --hf-checkpoint "$n" "$@"; }\nmapfile -t MORE < <(printf "%s\\n" --num-rollout 1)\nrun /m "${MORE[@]}"',
-        'ARGS=()\nfor f in --hf-checkpoint:/m --num-rollout:1; do ARGS+=("${f%%:*}" "${f##*:}"); done\nray job submit -- python3 train.py ${ARGS[@]}',
-        f"#SBATCH --nodes=2\nsrun -w $(scontrol show hostnames | head -1) ray start --head &\nsrun --overlap ray job submit -- python3 {TRAIN}",
+        'run() { local n=$1; shift; python3 train.py --hf-checkpoint "$n" "$@"; }\nmapfile -t MORE < <(printf "%s\\n" '
+        '--num-rollout 1)\nrun /m "${MORE[@]}"',
+        'ARGS=()\nfor f in --hf-checkpoint:/m --num-rollout:1; do ARGS+=("${f%%:*}" "${f##*:}"); done\nray job submit '
+        '-- python3 train.py ${ARGS[@]}',
+        "#SBATCH --nodes=2\nsrun -w $(scontrol show hostnames | head -1) ray start --head &\nsrun --overlap ray job "
+        f"submit -- python3 {TRAIN}",
         f"python3 {TRAIN}\n[ $? -eq 0 ] || exit 3\nwhile :; do sleep 1; done",
     ],
 )  # fmt: skip

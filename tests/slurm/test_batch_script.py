@@ -30,7 +30,8 @@ PRINTED = {
     "quickstart.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30",
     "quickstart-one-job.sbatch": "examples/quickstart.toml --actor-num-nodes 2 --time 30 --layout homogeneous",
     "qwen3-4b-8gpu.sbatch": "examples/qwen3-4b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
-    "qwen3-4b-8gpu-async.sbatch": "examples/qwen3-4b-8gpu-async.toml --layout homogeneous --set trainer.gpus_per_node=8",
+    "qwen3-4b-8gpu-async.sbatch": "examples/qwen3-4b-8gpu-async.toml --layout homogeneous --set "
+    "trainer.gpus_per_node=8",
     "glm-z1-9b-8gpu.sbatch": "examples/glm-z1-9b-8gpu.toml --layout homogeneous --set trainer.gpus_per_node=8",
     "qwen3-4b-8gpu-colocated.sbatch": "examples/qwen3-4b-8gpu-colocated.toml",
     "glm-z1-9b-8gpu-colocated.sbatch": "examples/glm-z1-9b-8gpu-colocated.toml",

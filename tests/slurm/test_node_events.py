@@ -33,7 +33,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def node(name: str, state: str, reason: str = "") -> str:
     """A line of `scontrol --oneliner show node` with SLURM_TIME_FORMAT=%s, in short."""
     said = f" Reason={reason}" if reason else ""
-    return f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=1795391957 SlurmdStartTime=1795393009{said}\n"
+    return (
+        f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=1795391957 "
+        f"SlurmdStartTime=1795393009{said}\n"
+    )
 
 
 @pytest.mark.parametrize(

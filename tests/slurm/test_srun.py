@@ -52,7 +52,8 @@ def test_a_host_that_died_is_named_though_its_srun_was_faster_than_we_look(step:
     rundir.begin()
     add(
         step,
-        "srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Terminated\nsrun: Force Terminated StepId=7.2\n",
+        "srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Terminated\nsrun: Force Terminated "
+        "StepId=7.2\n",
     )
     step.process.terminate()
     step.process.wait()

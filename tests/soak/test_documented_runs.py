@@ -32,7 +32,8 @@ RUNS = list(
 NOT_HERE = {
     "--load runs/x/checkpoints": "begins from a checkpoint of the user's",
     "--hf-checkpoint MODEL-FP8": "vLLM has no FP8 on CPUs",
-    "--colocate": "needs GPUs that trainer and engines share; tests/whole_runs/test_grpo_run.py shares slots on the CPU",
+    "--colocate": "needs GPUs that trainer and engines share; tests/whole_runs/test_grpo_run.py shares slots on the "
+    "CPU",
 }
 
 

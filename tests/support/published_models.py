@@ -25,12 +25,15 @@ GLM4 = (
     f" --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion{UNTIED} "
 )
 MOE = (
-    "--disable-bias-linear --group-query-attention --kv-channels 128 --normalization RMSNorm --position-embedding-type rope"
-    f" --swiglu{UNTIED} --rotary-base 1000000 --moe-token-dispatcher-type alltoall --moe-router-topk 8 --moe-grouped-gemm"
+    "--disable-bias-linear --group-query-attention --kv-channels 128 --normalization RMSNorm --position-embedding-type "
+    "rope"
+    f" --swiglu{UNTIED} --rotary-base 1000000 --moe-token-dispatcher-type alltoall --moe-router-topk 8 "
+    "--moe-grouped-gemm"
     " --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0"
 )
 QWEN3_MOE = (
-    f"{MOE} --qk-layernorm --norm-epsilon 1e-06 --rotary-percent 1.0 --num-experts 128 --moe-router-score-function softmax"
+    f"{MOE} --qk-layernorm --norm-epsilon 1e-06 --rotary-percent 1.0 --num-experts 128 --moe-router-score-function "
+    "softmax"
     " --moe-token-drop-policy probs"
 )
 GLM4_MOE = (

@@ -215,7 +215,8 @@ def test_two_networks_are_for_the_user_to_choose_from(cluster: Cluster, tmp_path
     path = sft(tmp_path, task, num_rollout=1)
     for number, node in enumerate(("node1", "node2"), 1):
         cluster.run(
-            f"ip link add fast0 type veth peer name fast1 && ip link set fast1 up && ip addr add 192.168.7.{number}/24 dev fast0 && ip link set fast0 up",
+            f"ip link add fast0 type veth peer name fast1 && ip link set fast1 up && ip addr add 192.168.7.{number}/24 "
+            "dev fast0 && ip link set fast0 up",
             node=node,
         )
     mpirun = MPIRUN["openmpi"] + " --mca btl_tcp_if_include eth0"

@@ -67,7 +67,8 @@ def test_a_percent_sign_in_the_run_directory_is_no_pattern_of_slurms(cluster: Cl
 def test_submitits_job_knows_state_output_and_result(cluster: Cluster, het: Job) -> None:
     code = (
         "import json; from hpcrl.slurm.het_executor import HetJob;"
-        f"job = HetJob({str(het.root / 'submitit')!r}, {str(het.number)!r}); print(json.dumps([job.state, job.result()]))"
+        f"job = HetJob({str(het.root / 'submitit')!r}, {str(het.number)!r}); print(json.dumps([job.state, "
+        "job.result()]))"
     )
     state, result = json.loads(cluster.run([sys.executable, "-c", code], env=ENV).stdout.splitlines()[-1])
     assert state == "COMPLETED"

@@ -50,7 +50,10 @@ def reason() -> str | None:
     )
     if result.returncode:
         said = result.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        return f"this machine allows no network namespaces to {'root' if os.geteuid() == 0 else 'an ordinary user'}: {said[0]}"
+        return (
+            f"this machine allows no network namespaces to {'root' if os.geteuid() == 0 else 'an ordinary user'}: "
+            f"{said[0]}"
+        )
     return None
 
 

@@ -1,7 +1,8 @@
 """What the options of an algorithm, on-policy distillation included, must say together: pure functions of the options.
 
-Invariant: an estimator, loss, correction or teacher without what it needs ends here, before anything starts, and so does
-an option that the chosen ones do not read; what each needs and reads is declared in its own file (`algorithm_files.py`).
+Invariant: an estimator, loss, correction or teacher without what it needs ends here, before anything starts, and so
+does an option that the chosen ones do not read; what each needs and reads is declared in its own file
+(`algorithm_files.py`).
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ def _custom_loss(o: Options) -> None:
 def _overlong(o: Options) -> None:
     if o.overlong_buffer_len is not None and o.overlong_buffer_len > o.rollout_max_response_len:
         raise UsageError(
-            f"--overlong-buffer-len {o.overlong_buffer_len} is more than --rollout-max-response-len {o.rollout_max_response_len}"
+            f"--overlong-buffer-len {o.overlong_buffer_len} is more than --rollout-max-response-len "
+            f"{o.rollout_max_response_len}"
         )
 
 
 def _experts(o: Options) -> None:
     if o.use_rollout_routing_replay and o.custom_generate_function_path is not None:
         raise UsageError(
-            "--use-rollout-routing-replay: --custom-generate-function-path makes the samples, and its turns bring no experts of the "
+            "--use-rollout-routing-replay: --custom-generate-function-path makes the samples, and its turns bring no "
+            "experts of the "
             "engine's",
             "leave one of them out, or give --use-routing-replay, the old policy's choice",
         )
@@ -87,7 +90,8 @@ def _estimator(o: Options) -> None:
 
     if o.num_rollout and needs(o).critic and o.num_critic_only_steps >= o.num_rollout:
         raise UsageError(
-            f"--num-critic-only-steps {o.num_critic_only_steps} leaves none of --num-rollout {o.num_rollout} to the policy"
+            f"--num-critic-only-steps {o.num_critic_only_steps} leaves none of --num-rollout {o.num_rollout} to the "
+            "policy"
         )
 
 
@@ -115,12 +119,14 @@ def _old_policy(o: Options) -> None:
         return
     if o.use_tis:
         raise UsageError(
-            "--use-rollout-logprobs and --use-tis exclude each other: with the first the ratio is to the engine already",
+            "--use-rollout-logprobs and --use-tis exclude each other: with the first the ratio is to the engine "
+            "already",
             "leave one of them out",
         )
     if o.use_routing_replay and not o.use_rollout_routing_replay:
         raise UsageError(
-            "--use-routing-replay replays what the old policy's pass chose, and with --use-rollout-logprobs there is no such pass",
+            "--use-routing-replay replays what the old policy's pass chose, and with --use-rollout-logprobs there is "
+            "no such pass",
             "give --use-rollout-routing-replay instead: what the engine chose",
         )
     if o.keep_old_actor:
@@ -156,7 +162,8 @@ def _pairs(o: Options) -> None:
         )
     if o.step_batch_size % (2 * o.data_parallel_size):
         raise UsageError(
-            f"{o.step_batch_size} samples of one optimizer step are not whole pairs on each of {o.data_parallel_size} data-parallel ranks",
+            f"{o.step_batch_size} samples of one optimizer step are not whole pairs on each of {o.data_parallel_size} "
+            "data-parallel ranks",
             "change --global-batch-size or --num-steps-per-rollout",
         )
 
@@ -185,7 +192,10 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
         yield from _without_kl(o)
         yield from _without_correction(o)
     if routing(o) == "old" and not needs(o).old_logprobs:
-        why = "one optimizer step a rollout is its own old policy: --num-steps-per-rollout 2 or more, or --use-rollout-routing-replay"
+        why = (
+            "one optimizer step a rollout is its own old policy: --num-steps-per-rollout 2 or more, or "
+            "--use-rollout-routing-replay"
+        )
         yield "use_routing_replay", why
     yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
@@ -257,12 +267,14 @@ def check_distillation(o: Options) -> None:
         )
     if o.opd_kl_type != "sampled":
         raise UsageError(
-            f"--opd-kl-type {o.opd_kl_type} needs the teacher's whole vocabulary, a server gives the sampled tokens alone",
+            f"--opd-kl-type {o.opd_kl_type} needs the teacher's whole vocabulary, a server gives the sampled tokens "
+            "alone",
             "give --opd-type megatron, or leave --opd-kl-type out",
         )
     if o.rollout_temperature != 1.0:
         raise UsageError(
-            f"--opd-type vllm gives log-probs at temperature 1, the student samples at --rollout-temperature {o.rollout_temperature:g}",
+            "--opd-type vllm gives log-probs at temperature 1, the student samples at --rollout-temperature "
+            f"{o.rollout_temperature:g}",
             "leave the temperature at 1, or give --opd-type megatron",
         )
 

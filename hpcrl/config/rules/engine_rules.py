@@ -1,8 +1,8 @@
 """How many engines there are, what external ones need, and what goes together in a weight update: pure functions of the
 options.
 
-Invariants: the GPUs of engines divide into whole engines; an address that passes is HOST:PORT, and stands once; an update
-that cannot be, and what has no effect on it, is refused before anything starts.
+Invariants: the GPUs of engines divide into whole engines; an address that passes is HOST:PORT, and stands once; an
+update that cannot be, and what has no effect on it, is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def check_weights(o: Options) -> None:
         )
     if o.weight_update == "delta" and o.weight_transfer == "nccl":
         raise UsageError(
-            "--weight-update delta finds and keeps what has changed in the host's memory, --weight-transfer nccl sends from the GPU's",
+            "--weight-update delta finds and keeps what has changed in the host's memory, --weight-transfer nccl sends "
+            "from the GPU's",
             "give --weight-update auto or resharded, or --weight-transfer gloo",
         )
     if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
@@ -102,7 +103,8 @@ def check_weights(o: Options) -> None:
     if (parts := o.engine_data_parallel_size) > 1 and (pieces or o.weight_transfer == "ipc"):
         flag, value = ("--weight-update", o.weight_update) if pieces else ("--weight-transfer", o.weight_transfer)
         raise UsageError(
-            f"{flag} {value} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of an engine's"
+            f"{flag} {value} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of "
+            "an engine's"
             " data-parallel parts, vLLM lets only the first tell what it holds",
             f"give {flag} auto",
         )
@@ -117,12 +119,14 @@ def _check_ipc(o: Options) -> None:
         )
     if o.actor_num_nodes > 1:
         raise UsageError(
-            f"--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is {o.actor_num_nodes}",
+            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is "
+            f"{o.actor_num_nodes}",
             "use --weight-transfer auto, or one node",
         )
     if o.weight_update in ("gathered", "delta"):
         raise UsageError(
-            f"--weight-update {o.weight_update}: what goes over --weight-transfer ipc is pieces, whole, from the GPU's memory",
+            f"--weight-update {o.weight_update}: what goes over --weight-transfer ipc is pieces, whole, from the GPU's "
+            "memory",
             "give --weight-update auto or resharded, or --weight-transfer shm",
         )
 

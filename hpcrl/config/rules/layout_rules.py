@@ -1,5 +1,5 @@
-"""How ranks, stages and experts divide the trainer's GPUs, and what goes together where engines share them: pure functions
-of the options.
+"""How ranks, stages and experts divide the trainer's GPUs, and what goes together where engines share them: pure
+functions of the options.
 
 Invariants: what passes makes whole numbers of everything (whether the model can be divided so is
 `hpcrl/models/divisions.py`); what would be lost while a side is not on the GPUs, and what has no effect, is refused
@@ -20,7 +20,8 @@ def check_ranks(o: Options) -> None:
     parts = o.tensor_model_parallel_size * o.pipeline_model_parallel_size * o.context_parallel_size
     if o.world_size % parts:
         raise UsageError(
-            f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x PP x CP = {parts}",
+            f"{o.world_size} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided by TP x "
+            f"PP x CP = {parts}",
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
     expert_layout(o)
@@ -44,7 +45,8 @@ def check_virtual_stages(o: Options) -> None:
     stages = o.num_virtual_stages_per_pipeline_rank
     if layers and stages:
         raise UsageError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} both cut the "
+            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank {stages} "
+            "both cut the "
             "pipeline",
             "leave one of them out",
         )
@@ -66,18 +68,21 @@ def check_sharing(o: Options) -> None:
     """UsageError for the first thing that would not outlive the others' turn."""
     if o.offloads_train and o.megatron.get("nccl_ub"):
         raise UsageError(
-            "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its memory up",
+            "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its "
+            "memory up",
             "leave out --nccl-ub, or give --no-offload-train",
         )
     if o.sleep_level == 2 and o.vllm.get("enable_expert_parallel"):
         raise UsageError(
-            "--rollout-sleep-level 2 with --vllm-enable-expert-parallel: vLLM's map of the experts would go with the weights, and no "
+            "--rollout-sleep-level 2 with --vllm-enable-expert-parallel: vLLM's map of the experts would go with the "
+            "weights, and no "
             "update brings it",
             "leave one of them out",
         )
     if o.sleep_level == 2 and drafts_with_weights(o.vllm.get("speculative_config")):
         raise UsageError(
-            "--rollout-sleep-level 2 with --vllm-speculative-config: the drafts' weights would go with the others, and no update "
+            "--rollout-sleep-level 2 with --vllm-speculative-config: the drafts' weights would go with the others, and "
+            "no update "
             "brings them",
             "leave one of them out",
         )

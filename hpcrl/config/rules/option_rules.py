@@ -125,12 +125,14 @@ def _batches(o: Options) -> None:
         )
     if o.step_batch_size % o.data_parallel_size:
         raise UsageError(
-            f"{o.step_batch_size} samples of one optimizer step cannot be divided by {o.data_parallel_size} data-parallel ranks"
+            f"{o.step_batch_size} samples of one optimizer step cannot be divided by {o.data_parallel_size} "
+            "data-parallel ranks"
         )
     own = o.step_batch_size // o.data_parallel_size
     if own % o.micro_batch_multiple:
         raise UsageError(
-            f"with virtual pipeline stages the {own} samples of a data-parallel rank in one optimizer step must be a multiple of "
+            f"with virtual pipeline stages the {own} samples of a data-parallel rank in one optimizer step must be a "
+            "multiple of "
             f"{o.micro_batch_multiple}",
             "change --global-batch-size, --pipeline-model-parallel-size or the number of ranks",
         )
@@ -155,8 +157,10 @@ def _sampling(o: Options) -> None:
         )
     if o.truncated_sampling and o.rollout_temperature != 1:
         raise UsageError(
-            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p, --rollout-top-k or --rollout-min-p: engines have "
-            "log-probs either of the whole distribution at temperature 1, or of what is left of it, and the trainer computes "
+            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p, --rollout-top-k or "
+            "--rollout-min-p: engines have "
+            "log-probs either of the whole distribution at temperature 1, or of what is left of it, and the trainer "
+            "computes "
             "neither",
             "keep --rollout-temperature 1, or sample from all tokens",
         )
@@ -165,7 +169,8 @@ def _sampling(o: Options) -> None:
 def _filling(o: Options) -> None:
     if o.over_sampling_batch_size is not None and o.over_sampling_batch_size < o.rollout_batch_size:
         raise UsageError(
-            f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size {o.rollout_batch_size}",
+            f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size "
+            f"{o.rollout_batch_size}",
             "it is how many groups are issued at a time",
         )
     for name, room in (("dynamic_sampling_filter_path", "dynamic"), ("buffer_filter_path", "buffer")):
@@ -177,7 +182,8 @@ def _filling(o: Options) -> None:
             )
     if o.partial_rollout and o.deterministic_mode:
         raise UsageError(
-            "--partial-rollout and --deterministic-mode exclude each other: how far a response has come when it is ended depends on the clock",
+            "--partial-rollout and --deterministic-mode exclude each other: how far a response has come when it is "
+            "ended depends on the clock",
             "leave one of them out",
         )
 
@@ -245,11 +251,15 @@ _NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval
 #: what is said to engines, and to what grades their answers
 _OF_ENGINES = (
     "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
-    "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency rollout_max_context_len "
+    "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
+    "rollout_max_context_len "
     "rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop rollout_stop_token_ids "
-    "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit reward_timeout "
-    "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path weight_transfer weight_update "
-    "weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm custom_update_weight_post_write_path"
+    "rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers reward_cpu_limit "
+    "reward_timeout "
+    "reward_memory_gb reward_max_failed update_weight_buffer_size custom_generate_function_path weight_transfer "
+    "weight_update "
+    "weight_update_check_interval update_weight_disk_dir check_weight_update_equal vllm "
+    "custom_update_weight_post_write_path"
 )
 
 
@@ -265,7 +275,8 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
     yield from inert_in_weights(o)
     if o.learns_labels:
         yield (
-            "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path rollout_data_postprocess_path",
+            "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path "
+            "rollout_data_postprocess_path",
             f"--loss-type {o.loss_type} grades nothing",
         )
         yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
@@ -286,20 +297,25 @@ def _inert(o: Options) -> Iterator[tuple[str, str]]:
         )
     if o.eval_interval is None:
         yield (
-            "eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key eval_reward_key n_samples_per_eval_prompt "
-            "eval_temperature eval_top_p eval_top_k eval_min_p eval_max_response_len eval_max_prompt_len eval_max_context_len "
-            "eval_min_new_tokens skip_eval_before_train log_passrate custom_eval_rollout_log_function_path eval_function_path",
+            "eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key eval_reward_key "
+            "n_samples_per_eval_prompt "
+            "eval_temperature eval_top_p eval_top_k eval_min_p eval_max_response_len eval_max_prompt_len "
+            "eval_max_context_len "
+            "eval_min_new_tokens skip_eval_before_train log_passrate custom_eval_rollout_log_function_path "
+            "eval_function_path",
             "--eval-interval is not given",
         )
     if o.learns_labels:
         yield (
-            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout "
+            "buffer_filter_path",
             f"--loss-type {o.loss_type} learns what the prompt file holds",
         )
     elif not o.leaves_groups_over:
         yield (
             "partial_rollout",
-            "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --rollout-batch-size",
+            "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above "
+            "--rollout-batch-size",
         )
     if not o.partial_rollout:
         yield "mask_offpolicy_in_partial_rollout buffer_filter_path", "--partial-rollout is not given"
@@ -315,7 +331,8 @@ def _inert_beside_own(o: Options) -> Iterator[tuple[str, str]]:
         yield "custom custom_config_path", "there is no own function that could read them"
     if o.rollout_function_path is not None:
         yield (
-            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
+            "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout "
+            "buffer_filter_path",
             "--rollout-function-path makes the rollout",
         )
     if o.data_source_path is not None:

@@ -19,7 +19,8 @@ from hpcrl.errors import UsageError
 
 _OVERLAPS = """
 tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag
-tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
+tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
+tp_comm_split_rs
 """
 #: a setting -> (what it modifies, that setting's value) without which nothing reads it
 WITHOUT: dict[str, tuple[str, Any]] = {

@@ -1,8 +1,8 @@
 """What a loop, its staleness, debug switches and replays go together with: pure functions of the options.
 
 Invariants: a run whose loop could not keep its bound on staleness, or could not repeat what --deterministic-mode
-promises, is refused before anything starts.  A debug switch may be added to any recipe: what it leaves without effect is
-not an error there.
+promises, is refused before anything starts.  A debug switch may be added to any recipe: what it leaves without effect
+is not an error there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def check_loop(o: Options) -> None:
         )
     if o.deterministic_mode and o.loop == "async" and o.update_weights_interval > 1:
         raise UsageError(
-            f"--deterministic-mode with --update-weights-interval {o.update_weights_interval}: a run that is stopped between two updates "
+            f"--deterministic-mode with --update-weights-interval {o.update_weights_interval}: a run that is stopped "
+            "between two updates "
             "could not go on with the weights that its engines had",
             "leave one of them out",
         )
@@ -43,17 +44,20 @@ def check_loop(o: Options) -> None:
 def _check_fully_async(o: Options) -> None:
     if o.deterministic_mode:
         raise UsageError(
-            "--loop fully-async and --deterministic-mode exclude each other: when new weights reach a response depends on the clock",
+            "--loop fully-async and --deterministic-mode exclude each other: when new weights reach a response depends "
+            "on the clock",
             "take --loop async, which repeats bit for bit",
         )
     if o.rollout_function_path is not None:
         raise UsageError(
-            "--loop fully-async and --rollout-function-path exclude each other: the function makes one rollout at a time",
+            "--loop fully-async and --rollout-function-path exclude each other: the function makes one rollout at a "
+            "time",
             "take --loop async",
         )
     if o.keep_old_actor:
         raise UsageError(
-            "--loop fully-async and --keep-old-actor exclude each other: a response may have tokens of several policies",
+            "--loop fully-async and --keep-old-actor exclude each other: a response may have tokens of several "
+            "policies",
             "take --use-rollout-logprobs, or --use-tis",
         )
     corrected = o.use_tis or o.custom_tis_function_path is not None or o.use_rollout_logprobs
@@ -127,7 +131,8 @@ def _processed_rewards(o: Options) -> None:
     declared = find_algorithm_file("estimators", o.advantage_estimator)
     if declared is not None and "disable_rewards_normalization" in declared.options:
         raise UsageError(
-            f"--custom-reward-post-process-path takes the place of what --advantage-estimator {o.advantage_estimator} does to a group's rewards",
+            f"--custom-reward-post-process-path takes the place of what --advantage-estimator {o.advantage_estimator} "
+            "does to a group's rewards",
             "give --disable-rewards-normalization too",
         )
 

@@ -40,7 +40,8 @@ def check_speculation(o: Options) -> None:
     for name in ("rollout_min_p", "eval_min_p"):
         if value := getattr(o, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} {value:g} and {FLAG} exclude each other: vLLM checks no draft against min-p",
+                f"--{name.replace('_', '-')} {value:g} and {FLAG} exclude each other: vLLM checks no draft against "
+                "min-p",
                 "leave one of them out",
             )
 
@@ -55,7 +56,8 @@ def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
     setting = o.vllm.get("speculative_config") or {}
     if setting.get("method") == OWN_LAYERS and "model" not in setting and not layers_behind(config):
         raise UsageError(
-            f'{FLAG} with "method": "{OWN_LAYERS}" (slime\'s --sglang-speculative-algorithm EAGLE): the model\'s config.json has no'
+            f'{FLAG} with "method": "{OWN_LAYERS}" (slime\'s --sglang-speculative-algorithm EAGLE): the model\'s '
+            "config.json has no"
             " layers that predict further tokens (num_nextn_predict_layers)",
             "leave it out",
         )

@@ -1,5 +1,5 @@
-"""Options of what is learned: estimators, losses, KL, corrections for samples of another policy, on-policy distillation,
-and the optimizer with its schedule.
+"""Options of what is learned: estimators, losses, KL, corrections for samples of another policy, on-policy
+distillation, and the optimizer with its schedule.
 
 Invariant: names and meanings are slime's (of distillation also vime's) where it has them; which of them an algorithm
 reads is declared in its own file.
@@ -128,13 +128,15 @@ class DistillationOptions(Base):
     use_opd: bool = opt(False, "learn from a teacher what it says of the tokens that were sampled", "slime")
     opd_type: Literal["vllm", "megatron"] | None = opt(
         None,
-        "where the teacher is: a server at --opd-teacher-url, or the weights of --opd-teacher-load on the trainer's ranks",
+        "where the teacher is: a server at --opd-teacher-url, or the weights of --opd-teacher-load on the trainer's "
+        "ranks",
         "vime",
     )
     opd_kl_coef: float = opt(1.0, "weight of the KL to the teacher; 0 measures it only", "slime", ge=0)
     opd_kl_type: Literal["sampled", "reverse", "forward"] = opt(
         "sampled",
-        "sampled: the reverse KL of each sampled token is taken off its advantage; reverse, forward: the KL over the whole "
+        "sampled: the reverse KL of each sampled token is taken off its advantage; reverse, forward: the KL over the "
+        "whole "
         "vocabulary is a term of the loss (megatron alone)",
     )
     opd_teacher_load: str | None = opt(

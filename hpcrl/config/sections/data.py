@@ -12,14 +12,16 @@ class DataOptions(Base):
 
     prompt_data: str | list[str] | None = opt(
         None,
-        "prompt file, .jsonl or .parquet; PATH@[START:STOP] takes a slice of its rows; several are one set, or with PATH=WEIGHT each "
+        "prompt file, .jsonl or .parquet; PATH@[START:STOP] takes a slice of its rows; several are one set, or with "
+        "PATH=WEIGHT each "
         "a mixture",
         "slime",
     )
     input_key: str = opt("input", "key of the prompt: a string or a list of chat messages", "slime")
     label_key: str | None = opt(
         None,
-        "key of the label that the reward compares with, or that is learned; sft_loss without it learns the assistant's turns of the "
+        "key of the label that the reward compares with, or that is learned; sft_loss without it learns the "
+        "assistant's turns of the "
         "prompt's messages",
         "slime",
     )
@@ -34,7 +36,8 @@ class DataOptions(Base):
     )
     overlong_prompts: Literal["drop", "error"] = opt(
         "drop",
-        "a prompt over --rollout-max-prompt-len or the model's context is dropped and counted, or an error that names it",
+        "a prompt over --rollout-max-prompt-len or the model's context is dropped and counted, or an error that names "
+        "it",
     )
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
     rollout_seed: int = opt(42, "seed of the shuffle and of every sample", "slime")
@@ -48,7 +51,8 @@ class RewardOptions(Base):
 
     rm_type: str | list[str] | None = opt(
         None,
-        "reward: a file of hpcrl/rollout/rewards/ such as math, boxed_NAME for the boxed part of the response, or module.function; "
+        "reward: a file of hpcrl/rollout/rewards/ such as math, boxed_NAME for the boxed part of the response, or "
+        "module.function; "
         "several with weights are added up: math:1.0 my.brief:0.1; a prompt's metadata may name another",
         "slime",
     )
@@ -83,7 +87,8 @@ class EvalOptions(Base):
     )
     eval_prompt_data: list[str] = opt(
         [],
-        "NAME PATH [NAME PATH ...]: the held-out prompt files, as --prompt-data has them; one path alone is named by its file",
+        "NAME PATH [NAME PATH ...]: the held-out prompt files, as --prompt-data has them; one path alone is named by "
+        "its file",
         "slime",
     )
     eval_config: str | None = opt(

@@ -23,7 +23,8 @@ class BatchOptions(Base):
     )
     log_probs_chunk_size: int = opt(
         -1,
-        "rows that have logits at once, which bounds their memory; the backward pass then computes them again; -1: all of a "
+        "rows that have logits at once, which bounds their memory; the backward pass then computes them again; -1: all "
+        "of a "
         "micro-batch",
         "slime",
         ge=-1,
@@ -71,7 +72,8 @@ class ClusterOptions(Base):
     rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
     rollout_external_engine_addrs: list[str] = opt(
         [],
-        "HOST:PORT of engines that hpcrl engines serve has started, beside the run's own or in their place (docs/engines.md)",
+        "HOST:PORT of engines that hpcrl engines serve has started, beside the run's own or in their place "
+        "(docs/engines.md)",
         "slime",
     )
     rollout_external_engine_keys: str | None = opt(
@@ -90,7 +92,8 @@ class ClusterOptions(Base):
     )
     rollout_sleep_level: Literal[1, 2] | None = opt(
         None,
-        "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them; default: 2, "
+        "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them; "
+        "default: 2, "
         "with --vllm-enable-expert-parallel, or drafts of a model (--vllm-speculative-config), 1",
     )
     rank_launcher: Literal["torchrun", "ranks"] = opt(
@@ -103,7 +106,8 @@ class ClusterOptions(Base):
     launch_timeout: float = opt(120.0, "seconds until every host must have answered", gt=0)
     trainer_threads: int = opt(
         1,
-        "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if that is more",
+        "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if "
+        "that is more",
         ge=1,
     )
     train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
@@ -126,7 +130,8 @@ class ModelOptions(Base):
     )
     ref_load: str | None = opt(
         None,
-        "checkpoint or Hugging Face directory of the reference; also to start from where --load is not given or still empty",
+        "checkpoint or Hugging Face directory of the reference; also to start from where --load is not given or still "
+        "empty",
         "slime",
     )
     ckpt_step: int | None = opt(None, "step of --load to start from; default: the newest", "slime", ge=0)

@@ -1,5 +1,5 @@
-"""Options of a run as a whole: its length, directory and time limits, what is kept of samples, runs of one side alone, and
-weight updates.
+"""Options of a run as a whole: its length, directory and time limits, what is kept of samples, runs of one side alone,
+and weight updates.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ class RunOptions(Base):
     )
     loop: Literal["sync", "async", "fully-async"] = opt(
         "sync",
-        "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the engines never "
+        "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the "
+        "engines never "
         "wait, new weights enter while they sample",
     )
     num_epoch: int | None = opt(None, "passes over the prompts; read when --num-rollout is not given", "slime", ge=1)
     deterministic_mode: bool = opt(
         False,
-        "same seed, same bits: losses and samples repeat exactly, also across a resume; on GPUs as far as vLLM's and Transformer "
+        "same seed, same bits: losses and samples repeat exactly, also across a resume; on GPUs as far as vLLM's and "
+        "Transformer "
         "Engine's own such modes hold",
         "megatron",
     )
@@ -40,7 +42,8 @@ class RunOptions(Base):
     )
     engine_hang_timeout: float = opt(
         60.0,
-        "seconds that an engine may go without a sign of life before it counts as dead; in a weight update or turn: --update-timeout",
+        "seconds that an engine may go without a sign of life before it counts as dead; in a weight update or turn: "
+        "--update-timeout",
         gt=0,
     )
     rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
@@ -88,7 +91,8 @@ class WeightOptions(Base):
     )
     weight_transfer: str = opt(
         "auto",
-        "shm, gloo, nccl, disk, or with --colocate on one host ipc; auto: nccl with CUDA, else or with --colocate shm on one host, "
+        "shm, gloo, nccl, disk, or with --colocate on one host ipc; auto: nccl with CUDA, else or with --colocate shm "
+        "on one host, "
         "gloo over several",
     )
     update_weight_disk_dir: str | None = opt(
@@ -96,12 +100,15 @@ class WeightOptions(Base):
     )
     weight_update: Literal["auto", "resharded", "delta", "gathered"] = opt(
         "auto",
-        "resharded: every rank sends pieces to the workers that need them; delta: the same, and from the second update on only what "
-        "has changed; gathered: rank 0 collects and sends whole tensors; auto: resharded where it can be, else gathered",
+        "resharded: every rank sends pieces to the workers that need them; delta: the same, and from the second update "
+        "on only what "
+        "has changed; gathered: rank 0 collects and sends whole tensors; auto: resharded where it can be, else "
+        "gathered",
     )
     weight_update_check_interval: int = opt(
         100,
-        "delta: after every so many updates compare by digest what the workers have put together with the trainer's weights",
+        "delta: after every so many updates compare by digest what the workers have put together with the trainer's "
+        "weights",
         ge=1,
     )
     check_weight_update_equal: bool = opt(
@@ -109,7 +116,8 @@ class WeightOptions(Base):
     )
     max_logprob_diff: float | None = opt(
         None,
-        "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16, and no bound "
+        "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16, and "
+        "no bound "
         "with --load-debug-rollout-data",
         gt=0,
     )

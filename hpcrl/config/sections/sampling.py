@@ -42,14 +42,16 @@ class RolloutOptions(Base):
     )
     over_sampling_batch_size: int | None = opt(
         None,
-        "groups that are issued at a time while the batch is not full; it is full with the first --rollout-batch-size that the "
+        "groups that are issued at a time while the batch is not full; it is full with the first --rollout-batch-size "
+        "that the "
         "filter keeps, and the rest is ended; default --rollout-batch-size",
         "slime",
         ge=1,
     )
     dynamic_sampling_filter_path: str | None = opt(
         None,
-        "which finished groups are kept: check_reward_nonzero_std, check_reward_nonzero_std_with_fallback, or module.function of an "
+        "which finished groups are kept: check_reward_nonzero_std, check_reward_nonzero_std_with_fallback, or "
+        "module.function of an "
         "own one: (options, samples) -> bool",
         "slime",
     )
@@ -63,19 +65,22 @@ class RolloutOptions(Base):
     )
     buffer_filter_path: str | None = opt(
         None,
-        "which groups that were left over are gone on with: pop_first, the oldest (default), or module.function of an own one: "
+        "which groups that were left over are gone on with: pop_first, the oldest (default), or module.function of an "
+        "own one: "
         "(options, rollout_id, buffer, count) -> groups",
         "slime",
     )
     max_staleness: int | None = opt(
         None,
-        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as slime has it; else as many as "
+        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as slime has "
+        "it; else as many as "
         "the loop makes: 0 in sync, those of --update-weights-interval rollouts in async, twice as many in fully-async",
         ge=0,
     )
     stale_samples: Literal["wait", "drop", "train"] = opt(
         "wait",
-        "fully-async: an unfinished group that the step after the next could no longer train on is waited for; or ended and dropped; or "
+        "fully-async: an unfinished group that the step after the next could no longer train on is waited for; or "
+        "ended and dropped; or "
         "trained on whenever it comes, with a correction",
     )
     rollout_server_concurrency: int = opt(
@@ -91,7 +96,8 @@ class AgentOptions(Base):
 
     custom_generate_function_path: str | None = opt(
         None,
-        "module.function that makes a response: async (args, sample, sampling_params) -> sample, list of samples, or None",
+        "module.function that makes a response: async (args, sample, sampling_params) -> sample, list of samples, or "
+        "None",
         "slime",
     )
     custom_generate_num_workers: int = opt(1, "processes that run it, many calls at once in each", ge=1)
@@ -121,12 +127,14 @@ class PluginOptions(Base):
     )
     eval_function_path: str | None = opt(
         None,
-        "(options, rollout_id, data_source, *, evaluation) -> samples, or numbers, by set: evaluates in place of hpcrl's own way",
+        "(options, rollout_id, data_source, *, evaluation) -> samples, or numbers, by set: evaluates in place of "
+        "hpcrl's own way",
         "slime",
     )
     data_source_path: str | None = opt(
         None,
-        "a class that is made with (options) and has take, state and restore: gives the prompts in place of --prompt-data",
+        "a class that is made with (options) and has take, state and restore: gives the prompts in place of "
+        "--prompt-data",
         "slime",
     )
     rollout_sample_hook_path: list[str] = opt(
@@ -156,7 +164,8 @@ class PluginOptions(Base):
     )
     custom_model_provider_path: str | None = opt(
         None,
-        "(options, config, build, *, pre_process, post_process, vp_stage) -> GPTModel: makes the model of a rank, with the same parameters",
+        "(options, config, build, *, pre_process, post_process, vp_stage) -> GPTModel: makes the model of a rank, with "
+        "the same parameters",
         "slime",
     )
     custom_update_weight_post_write_path: str | None = opt(
