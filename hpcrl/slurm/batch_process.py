@@ -12,6 +12,7 @@ import atexit
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,10 @@ class SlurmAllocation:
 
     def requeue(self) -> None:
         answer = ask(["scontrol", "requeue", self.job_id], CALL)
-        if answer.code == 0:
+        if answer.code in (
+            0,
+            -signal.SIGTERM,
+        ):  # the latter: Slurm has begun to end this job's processes, scontrol first
             return
         error = _failure(answer, "requeue", self.job_id)
         said = answer.err.lower()
