@@ -26,7 +26,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
 
   hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
-  hpcrl run --help                             every option, with default and source
+  hpcrl run --help                             the options of a first run; --help-all: every one, with default and source
   hpcrl submit RECIPE.toml [--site S]          run it as one batch job (Slurm); --dry-run shows plan, script, command
   hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
   hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a batch job
@@ -65,7 +65,8 @@ usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
 
   --dry-run                       print plan and options of each stage, and start nothing
   --resume RUN_DIR                go on with a run from its last checkpoint, with the options that it began with
-  --help                          this text
+  --help                          this text, with the options that a first run needs
+  --help-all                      this text, with every option
 
 The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages
 --STAGE.option, such as --grpo.lr 2e-5, counts in that stage; a plain flag in the stages whose own tables set it, or in
@@ -154,11 +155,11 @@ def _elsewhere(place: str, argv: list[str]) -> int:
 
 def run(argv: list[str]) -> int:
     """`hpcrl run`: start a recipe, go on with a run, or show what would be started."""
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h", "--help-all"} & {*argv}:
         from hpcrl.config.options_doc import run_help
 
         print(RUN_HELP)
-        print(run_help())
+        print(run_help("--help-all" in argv))
         return 0
     from hpcrl.config.flags import parse_flags
     from hpcrl.config.recipe import load_recipe
@@ -166,7 +167,7 @@ def run(argv: list[str]) -> int:
     from hpcrl.slime.verbatim import recipe_of, split_arguments
 
     before, arguments = split_arguments(argv)
-    overrides, own, words = parse_flags(before, {"resume": Kind("str"), "dry-run": Kind("bool"), "help": Kind("bool")})
+    overrides, own, words = parse_flags(before, {"resume": Kind("str"), "dry-run": Kind("bool")})
     if "resume" in own:
         return resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
     if not words and arguments is None:

@@ -87,10 +87,30 @@ def _source(field: Any) -> str:
     return field.json_schema_extra["source"]
 
 
-def run_help(width: int = 110) -> str:
-    """Every option of `hpcrl run`, by section, with default and source."""
-    lines = []
-    for title, names in sections():
+_FIRST = """
+run_dir seed num_rollout loop deterministic_mode actor_num_nodes actor_num_gpus_per_node rollout_num_gpus
+rollout_num_gpus_per_engine colocate hf_checkpoint load ref_load save save_interval bf16 prompt_data input_key
+label_key apply_chat_template rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_temperature
+custom_generate_function_path rm_type custom_rm_path eval_interval eval_prompt_data n_samples_per_eval_prompt
+loss_type advantage_estimator eps_clip eps_clip_high use_kl_loss kl_loss_coef global_batch_size use_dynamic_batch_size
+max_tokens_per_gpu tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+expert_model_parallel_size lr lr_warmup_iters weight_decay
+"""
+#: what a first run sets or asks about, shown by `hpcrl run --help`; all others stand in --help-all
+FIRST = frozenset(_FIRST.split())
+
+
+def run_help(every: bool = True, width: int = 110) -> str:
+    """The options of `hpcrl run`, by section, with default and source.
+
+    every: all of them; otherwise those of FIRST, and how the others are shown.
+    """
+    lines, left = [], 0
+    for title, declared in sections():
+        names = [name for name in declared if every or name in FIRST]
+        left += len(declared) - len(names)
+        if not names:
+            continue
         lines.append(f"\n{title}:")
         for name in names:
             field = Options.model_fields[name]
@@ -100,6 +120,8 @@ def run_help(width: int = 110) -> str:
             lines += _entry(
                 f"--{dashed(name)} {kind_of_field(field).metavar}".rstrip(), field.description + aside, width
             )
+    if left:
+        lines.append(f"\n{left} more, by topic: hpcrl run --help-all, or docs/options.md")
     return "\n".join(lines)
 
 

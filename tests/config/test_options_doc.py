@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpcrl.cli import main
 from hpcrl.config.options import Options
-from hpcrl.config.options_doc import markdown, run_help
+from hpcrl.config.options_doc import FIRST, markdown, run_help
 from hpcrl.config.setting_names import sections
 
 DOC = Path(__file__).parents[2] / "docs" / "options.md"
@@ -44,3 +44,11 @@ def test_a_default_is_shown_as_it_would_be_written() -> None:
     assert "| FLOAT >= 0 | 1e-06 | megatron |" in lines["--lr"]
     assert "| switch | on | megatron |" in lines["--bf16"]
     assert "| TEXT [TEXT ...] |  | slime |" in lines["--rm-type"]
+
+
+def test_a_first_user_sees_some_forty_and_where_the_others_are() -> None:
+    assert Options.model_fields.keys() >= FIRST and 35 <= len(FIRST) <= 50
+    text = run_help(every=False)
+    shown = {line.split()[0][2:].replace("-", "_") for line in text.splitlines() if line.startswith("  --")}
+    assert shown == FIRST
+    assert text.endswith("more, by topic: hpcrl run --help-all, or docs/options.md")
