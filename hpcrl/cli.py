@@ -215,8 +215,7 @@ def hostfile(argv: list[str]) -> int:
     )
     parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
     args = parser.parse_args(argv)
-    from hpcrl.mpi.hostfile import parse_hostfile, read_hostfile, write_hostfile
-    from hpcrl.mpi.job_hosts import job_hostfile
+    from hpcrl.mpi.hostfile import job_hostfile, parse_hostfile, read_hostfile, write_hostfile
 
     if (args.file is None) == (args.job is None):
         raise UsageError("a hostfile is wanted", "name FILE, or --from lsf, sge or pbs")

@@ -21,8 +21,7 @@ from hpcrl.report.engine_table import engine_table
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import WORKING
 from hpcrl.report.status_text import shorten_path, strip_control
-from hpcrl.run.engines.view import EngineViews, read_views
-from hpcrl.run.engines.wishes import wish_removed
+from hpcrl.run.engine_files import EngineViews, read_views, request_removal
 from hpcrl.run.role import read_options, read_plan
 from hpcrl.run.rundir import RunDir
 
@@ -155,6 +154,6 @@ def _remove(argv: list[str]) -> int:
             f"engine {args.index} is the last one of {name}", "add another before, or end the run: hpcrl stop"
         )
     assert stage.attempt is not None
-    wish_removed(RunDir(stage.root, stage.attempt), args.index)
+    request_removal(RunDir(stage.root, stage.attempt), args.index)
     print(f"asked engine {args.index} of {name} to finish and end; hpcrl engines {name} shows when it has")
     return 0

@@ -20,10 +20,9 @@ from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.report.status_text import replace_unencodable
-from hpcrl.run.job_state import OVER
+from hpcrl.run.job_files import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
-from hpcrl.run.recipe_file import is_run
-from hpcrl.run.registry import known
+from hpcrl.run.started_runs import is_run, known_runs
 
 if TYPE_CHECKING:
     import psutil
@@ -73,7 +72,7 @@ def find_run(word: str) -> Run:
 
 def all_runs() -> list[Path]:
     """The runs that the registry knows, and those in ./runs."""
-    roots = {path.resolve(): path for path in known()}
+    roots = {path.resolve(): path for path in known_runs()}
     with contextlib.suppress(OSError):
         for path in as_given("runs").iterdir():
             with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from hpcrl.launch.job import finished, reopen_job
 from hpcrl.launch.longer import train_longer
 from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.submission import submit_again
-from hpcrl.run.job_file import UNQUEUED, read_job
+from hpcrl.run.job_files import UNQUEUED, read_job
 
 USAGE = """\
 usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--time T] [--chain N] [--set KEY=VALUE ...]

@@ -23,7 +23,7 @@ from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import WORKING, Status
 from hpcrl.report.status_text import shorten_path
-from hpcrl.run.job_state import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
+from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
 GRACE = 30.0  #: seconds that a launcher may take to end after them

@@ -34,9 +34,9 @@ from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter
-from hpcrl.run.recipe_file import is_run
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import TRACKER, RunDir
+from hpcrl.run.started_runs import is_run
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them

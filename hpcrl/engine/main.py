@@ -3,7 +3,7 @@
     python -m hpcrl.engine.main RUN --attempt N --index I [--life K]
 
 Invariants: an engine that does not come up, dies, hangs or stops answering ends this process with a non-zero status and
-one message that says why (`run/engines/lives.py`: whoever keeps it starts it again, or it is the attempt's error),
+one message that says why (`run/engine_files.py`: whoever keeps it starts it again, or it is the attempt's error),
 whatever exit code vLLM had (it has 0 after its engine core died); when this process ends, however, nothing that it
 started is left.  No torch is imported here.
 """
@@ -34,14 +34,13 @@ from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import HTTP_KEY
 from hpcrl.report.timeline.spans import Timeline, role_timeline
-from hpcrl.run.engines.lives import record_end, restart_limit, was_up
-from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.engine_files import record_end, restart_limit, was_up
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
-from hpcrl.run.trouble.memory import MemoryWatch
-from hpcrl.run.trouble.scratch import SHORT, Scratch
+from hpcrl.run.scratch import SHORT, Scratch
 from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 from hpcrl.weights.route import backend
 

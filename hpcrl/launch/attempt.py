@@ -28,14 +28,13 @@ from hpcrl.launch.watching.launcher import watched
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
-from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
+from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import Summary, summary_of
-from hpcrl.run.trouble.memory import MemoryWatch
-from hpcrl.run.trouble.storage import trouble
 
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
@@ -232,7 +231,7 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
     """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
     for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
         what = f"the process of host {silent.name} {silent}"
-        if said := trouble(rundir.here):  # where we cannot write, neither can it
+        if said := write_obstacle(rundir.here):  # where we cannot write, neither can it
             raise PeerError(f"{said}; no host can give a sign of life there", "the last checkpoint is good")
         rundir.fail("launcher", 0, what)
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
@@ -259,7 +258,8 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
     how = how_it_ended(gone[0].status, gone[0].memory)
     said = last_error(last_lines(gone[0].log, LAST_WORDS)) if gone[0].status > 0 else ""
     why = (
-        trouble(rundir.here) or f"{f'it says: {said}' if said else 'a host may have failed'}; its log is {gone[0].log}"
+        write_obstacle(rundir.here)
+        or f"{f'it says: {said}' if said else 'a host may have failed'}; its log is {gone[0].log}"
     )
     message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)

@@ -35,12 +35,11 @@ from hpcrl.launch.restarts.restart_policy import (
 )
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.submission import submit_elsewhere
-from hpcrl.run.job_file import read_job, write_job
-from hpcrl.run.job_state import CANCEL, STOP, JobStateFile
+from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, write_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
-from hpcrl.run.trouble.storage import trouble
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
@@ -157,7 +156,7 @@ def _silent(allocation: Allocation) -> str:
 def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
     """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output
     too."""
-    if trouble(job.root):
+    if write_obstacle(job.root):
         with contextlib.suppress(HpcrlError):
             allocation.mark(job.identity, str(error))
 

@@ -33,16 +33,13 @@ from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.timeline.names import ROLES
 from hpcrl.report.timeline.spans import role_timeline
-from hpcrl.run.engines.lives import restart_limit
-from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.failure import ERROR
+from hpcrl.run.engine_files import restart_limit
+from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import last_error, read_options, read_plan, say
-from hpcrl.run.rundir import BEATS, OVER, RunDir
-from hpcrl.run.trouble.hardware import hardware_words
-from hpcrl.run.trouble.memory import MemoryWatch
-from hpcrl.run.trouble.scratch import Scratch, sweep
+from hpcrl.run.rundir import BEATS, ERROR, OVER, RunDir
+from hpcrl.run.scratch import Scratch, sweep
 
 PART = (
     "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE

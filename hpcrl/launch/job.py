@@ -33,7 +33,6 @@ from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, Stop, run_attempt
 from hpcrl.launch.before_start import NOTHING, Sight, check_routing, made_by_run, refuse_what_cannot_run
 from hpcrl.launch.model_settings import refuse_wrong_settings
-from hpcrl.launch.requests import forget_old_requests, process_age
 from hpcrl.plan import Host, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
@@ -41,15 +40,14 @@ from hpcrl.report.progress import AGAIN, Progress
 from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
 from hpcrl.report.timeline.spans import Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.job_state import STOP, JobStateFile
+from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
-from hpcrl.run.recipe_file import COPY, RecipeFile, read_recipe_file, write_recipe_file
-from hpcrl.run.registry import remember
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
+from hpcrl.run.scratch import swept
+from hpcrl.run.started_runs import COPY, RecipeFile, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
-from hpcrl.run.trouble.scratch import swept
 
 
 @dataclass(frozen=True)

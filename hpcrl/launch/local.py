@@ -16,9 +16,9 @@ from hpcrl.launch.attempt import Member
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.plan import Host, Plan, local_hosts
+from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.trouble.memory import MemoryWatch
 
 
 class Local:

@@ -31,7 +31,7 @@ from hpcrl.launch.schedulers import load_scheduler
 from hpcrl.launch.site import Site, from_flags, saved_site
 from hpcrl.plan import make_plan
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.run.job_file import JobFile, write_job
+from hpcrl.run.job_files import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped

@@ -10,7 +10,7 @@ import time
 from typing import Any, Generic, TypeVar
 
 from hpcrl.errors import PeerError
-from hpcrl.mpi.messages import Beat, FromHost, FromLauncher, Message, check_size, pack, unpack
+from hpcrl.mpi.channel import Beat, FromHost, FromLauncher, Message, check_size, pack, unpack
 
 TAG = 7
 #: seconds between signs of life, and without one until a host counts as gone

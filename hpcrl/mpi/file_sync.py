@@ -11,8 +11,7 @@ from pathlib import PurePosixPath
 
 from hpcrl.careful_files import read_regular
 from hpcrl.errors import PeerError
-from hpcrl.run.failure import ERROR
-from hpcrl.run.rundir import OVER, RunDir, write_atomic
+from hpcrl.run.rundir import ERROR, OVER, RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, summary_of
 
 ALLOWED = ("attempts", "keys", "options.json", SUMMARY)

@@ -17,10 +17,20 @@ import psutil
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.host import GRACE
 from hpcrl.launch.local import spawn
-from hpcrl.mpi import last_word
-from hpcrl.mpi.channel import DEAD, Channel
+from hpcrl.mpi import exit_status_relay
+from hpcrl.mpi.channel import (
+    DEAD,
+    BeginAttempt,
+    Bye,
+    Channel,
+    CheckPath,
+    FromLauncher,
+    HostEnded,
+    PathFound,
+    Quit,
+    RunFiles,
+)
 from hpcrl.mpi.file_sync import FileSync, write_files
-from hpcrl.mpi.messages import Begin, Bye, Ended, Files, FromLauncher, Look, Quit, Sees
 from hpcrl.mpi.placement import Placement, RankPlace
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import RunDir
@@ -80,7 +90,7 @@ class HostRank:
             if self.part:
                 self._tell_end(self.part)  # and so the launcher ends the run
             if 0 in self.channel.silent():
-                last_word.tell(error.exit_code)  # its own word would not get through either
+                exit_status_relay.tell(error.exit_code)  # its own word would not get through either
             return error.exit_code
         finally:
             self._end_part()
@@ -92,17 +102,17 @@ class HostRank:
 
     def _obey(self, message: FromLauncher) -> None:
         match message:
-            case Begin():
+            case BeginAttempt():
                 self.part = self._begin(message)
-            case Files() if self.part:
+            case RunFiles() if self.part:
                 if self.part.sync:
                     self.part.sync.put(message.files)
                 else:
                     write_files(self.part.rundir, message.files)
-            case Look():
-                self.channel.send(0, Sees(Path(message.path).exists()))
+            case CheckPath():
+                self.channel.send(0, PathFound(Path(message.path).exists()))
 
-    def _begin(self, message: Begin) -> HostPart:
+    def _begin(self, message: BeginAttempt) -> HostPart:
         rundir = RunDir(message.root, message.attempt)
         if message.files:
             rundir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -114,10 +124,10 @@ class HostRank:
     def _report(self, part: HostPart) -> None:
         """Send what is new in the run directory, and, once, how the part ended."""
         if part.sync and (files := part.sync.new()):
-            self.channel.send(0, Files(files))
+            self.channel.send(0, RunFiles(files))
         self._tell_end(part)
 
     def _tell_end(self, part: HostPart) -> None:
         if not part.reported and (status := part.process.poll()) is not None:
             part.reported = True
-            self.channel.send(0, Ended(str(part.rundir.root), part.rundir.attempt, status))
+            self.channel.send(0, HostEnded(str(part.rundir.root), part.rundir.attempt, status))

@@ -16,10 +16,20 @@ from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempt import Member, Stop, Watched
 from hpcrl.launch.local import Local
-from hpcrl.mpi.channel import DEAD, Channel
+from hpcrl.mpi.channel import (
+    DEAD,
+    BeginAttempt,
+    Bye,
+    Channel,
+    CheckPath,
+    FromHost,
+    HostEnded,
+    PathFound,
+    Quit,
+    RunFiles,
+)
 from hpcrl.mpi.file_sync import read_files
 from hpcrl.mpi.host_rank import HostPart, start_part
-from hpcrl.mpi.messages import Begin, Bye, Ended, Files, FromHost, Look, Quit, Sees
 from hpcrl.mpi.placement import Placement
 from hpcrl.plan import Host, Plan
 from hpcrl.run.rundir import RunDir
@@ -93,7 +103,7 @@ class MpiHosts:
             log = rundir.logs / f"host-{place.host}.log"
             self.remote.append(RemoteHost(f"host {place.host} (MPI rank {place.rank})", log, place.rank, self.channel))
             needed = files if place.rank in self.apart else {}
-            self.channel.send(place.rank, Begin(str(rundir.root), rundir.attempt, needed))
+            self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))
         here = self.placement.places[0]
         self.part = start_part(rundir, here, self.placement.per_slot, bool(self.apart))
         return [Member(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process), *self.remote]
@@ -124,30 +134,30 @@ class MpiHosts:
 
     def _take(self, rank: int, message: FromHost, rundir: RunDir | None) -> None:
         match message:
-            case Files() if self.part and self.part.sync:
+            case RunFiles() if self.part and self.part.sync:
                 self.part.sync.put(message.files)
                 self._pass_on(message.files, origin=rank)
-            case Ended() if rundir and (message.root, message.attempt) == (str(rundir.root), rundir.attempt):
+            case HostEnded() if rundir and (message.root, message.attempt) == (str(rundir.root), rundir.attempt):
                 for member in self.remote:
                     if member.rank == rank:
                         member.ended = message.status
-            case Sees(found=False):
+            case PathFound(found=False):
                 self.apart.add(rank)
 
     def _pass_on(self, files: dict[str, bytes], origin: int) -> None:
         for rank in self.apart - {origin}:
-            self.channel.send(rank, Files(files))
+            self.channel.send(rank, RunFiles(files))
 
     def _ask_who_sees(self, rundir: RunDir, seconds: float) -> None:
         """Find out which ranks share the run directory: they find this attempt's plan there."""
         self.apart.clear()
         waiting = set(self.others)
         for rank in waiting:
-            self.channel.send(rank, Look(str(rundir.plan_file)))
+            self.channel.send(rank, CheckPath(str(rundir.plan_file)))
         deadline = time.monotonic() + seconds
         while waiting:
             for rank, message in self.channel.receive():
-                if isinstance(message, Sees):
+                if isinstance(message, PathFound):
                     waiting.discard(rank)
                 self._take(rank, message, rundir)
             if time.monotonic() > deadline or set(self.channel.silent()) & waiting:

@@ -32,18 +32,18 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
 from hpcrl.launch.before_start import note_absent, refuse_settings
-from hpcrl.launch.requests import process_age
-from hpcrl.mpi import last_word
+from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
-from hpcrl.mpi.reach import REACH, lost, reach
-from hpcrl.mpi.unsaid_end import unsaid_end
+from hpcrl.mpi.lost_host import explain_end
+from hpcrl.mpi.ssh_check import REACH, check_hosts, lost_hosts
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.job_files import process_age
 from hpcrl.run.process import PARENT, end
-from hpcrl.run.trouble.scratch import scratch, sweep
+from hpcrl.run.scratch import scratch, sweep
 from hpcrl.shipped_files import shipped
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
@@ -133,7 +133,7 @@ def _call(
     kind = flavour(mpirun)
     per_slot = stages[0].rank_launcher == "ranks"
     words = [word for word in argv if word not in ("--dry-run", "--print")]
-    word = "" if own.get("dry-run") or own.get("print") else last_word.drawn()
+    word = "" if own.get("dry-run") or own.get("print") else exit_status_relay.drawn()
     program = [*handed_on(word), "bash", str(shipped("launch/task.sh")), "launch", *words]
     sweep()  # after one that was killed
     with scratch("launch") as folder:
@@ -149,7 +149,7 @@ def _call(
         if not shutil.which(mpirun[0]):
             raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
         names = [] if started_by_scheduler(kind, agent, os.environ) else [host.name for host in found.hosts]
-        reach(names, shlex.split(agent))
+        check_hosts(names, shlex.split(agent))
         return _run(command, kind, agent, word, names)
 
 
@@ -159,7 +159,11 @@ def handed_on(word: str) -> list[str]:
     kept = {"HPCRL_PYTHON": sys.executable} | {
         name: os.environ[name] for name in sorted(os.environ) if _is_handed_on(name)
     }
-    kept |= {last_word.ENVIRONMENT: word, last_word.ASKED: f"{time.time() - process_age():.2f}"} if word else {}
+    kept |= (
+        {exit_status_relay.ENVIRONMENT: word, exit_status_relay.ASKED: f"{time.time() - process_age():.2f}"}
+        if word
+        else {}
+    )
     return ["env", *(f"{name}={value}" for name, value in kept.items())]
 
 
@@ -241,7 +245,7 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         start_new_session=True,
     )
     assert process.stdout is not None and process.stderr is not None
-    listener = last_word.Listener(process.stdout, process.stderr, word)
+    listener = exit_status_relay.OutputRelay(process.stdout, process.stderr, word)
     asked, told = 0, float("inf")
 
     def passed_on(_: int, __: object) -> None:
@@ -265,10 +269,10 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         pass
     unsaid = listener.status is None  # by rank 0, or else its word may be that of one who is cut off itself
     if status and listener.place and (asked < 2 if unsaid else not asked and (late or listener.lost)):
-        gone = [listener.lost] if listener.lost else lost(hosts, shlex.split(agent))
+        gone = [listener.lost] if listener.lost else lost_hosts(hosts, shlex.split(agent))
         if gone or unsaid:
             how = "was ended" if late else how_it_ended(status)
-            raise HpcrlError(*unsaid_end(listener.place, gone, how, listener.died if unsaid else ""))
+            raise HpcrlError(*explain_end(listener.place, gone, how, listener.died if unsaid else ""))
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

@@ -20,14 +20,13 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
-from hpcrl.mpi import last_word
-from hpcrl.mpi.channel import Channel
+from hpcrl.mpi import exit_status_relay
+from hpcrl.mpi.channel import Channel, RankJoined
 from hpcrl.mpi.host_rank import HostRank
 from hpcrl.mpi.launcher_rank import PART, MpiHosts
-from hpcrl.mpi.messages import Joined
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host
-from hpcrl.run.job_file import write_job
+from hpcrl.run.job_files import write_job
 from hpcrl.run.process import adopt_orphans, die_with_parent, end_descendants
 
 INIT = 60.0
@@ -41,7 +40,7 @@ def run_ranks(
     die_with_parent()
     adopt_orphans()
     channel = join_world()
-    joined = Joined(probe.report(socket.gethostname()), len(list(Path("/dev").glob("nvidia[0-9]*"))))
+    joined = RankJoined(probe.report(socket.gethostname()), len(list(Path("/dev").glob("nvidia[0-9]*"))))
     try:
         everyone = channel.gather(joined)
         reports = [one.report for one in everyone]
@@ -71,11 +70,11 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
         assert recipe is not None
         job = begin_job(recipe, overrides, lambda _: list(hosts))
     backend.job_root = job.root
-    last_word.tell_where(job.root, job.identity)
+    exit_status_relay.tell_where(job.root, job.identity)
     components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
     write_job(job.root, job.identity, "mpirun", None, components=components)
     say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")
-    return run_job(job, backend, watch=backend.carry, age=last_word.age())
+    return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age())
 
 
 # ---- the MPI world
@@ -114,7 +113,7 @@ def leave_world(channel: Channel[Any], all_there: bool, status: int) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     if channel.rank == 0:
-        last_word.tell(status)
+        exit_status_relay.tell(status)
     if not all_there or not channel.close(PART):
         channel.world.Abort(status or 1)
     if "Open MPI" in channel.mpi.Get_library_version():

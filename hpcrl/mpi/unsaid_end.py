@@ -15,12 +15,12 @@ from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.job import Job, reopen_job
 from hpcrl.launch.restarts.lost_hosts import last_attempt, names
-from hpcrl.mpi.last_word import Place
+from hpcrl.mpi.exit_status_relay import RunLocation
 from hpcrl.report.run_status import WORKING
-from hpcrl.run.job_state import STATE, JobState, write_state
+from hpcrl.run.job_files import STATE, JobState, write_state
 
 
-def unsaid_end(place: Place, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
+def unsaid_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
     """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
 
     lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank

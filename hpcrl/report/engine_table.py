@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hpcrl.report.run_status import span
-from hpcrl.run.engines.view import EngineView, EngineViews
+from hpcrl.run.engine_files import EngineView, EngineViews
 
 OLD = 30.0  #: seconds after which what was said of engines is no longer news
 HEAD = ("ENGINE", "STATE", "HOST", "VERSION", "REQUESTS", "RESTARTS", "")

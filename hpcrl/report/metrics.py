@@ -20,7 +20,7 @@ from hpcrl.careful_files import Damaged, open_regular, parse_json
 from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.run.trouble.storage import mend, patiently, words
+from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 
 GONE = "what stood there is gone; samples/, tensorboard/ and checkpoints/ have their own record"
 
@@ -98,14 +98,14 @@ class MetricsLog:
         line = json.dumps({"rollout_id": rollout_id, "time": round(time.time(), 3)} | told) + "\n"
         at = self.path
         try:
-            patiently(lambda: self._add(line.encode()))
+            retry_while_passing(lambda: self._add(line.encode()))
             at = self.rundir.tensorboard
             if self.events is None:
                 self.events = open_events(at, self.rundir.attempt, self._purge)
             self.events.add(rollout_id + 1, values)
         except OSError as error:
             raise HpcrlError(
-                f"cannot write {at}: {words(error, at)}", f"{mend(error)}, then continue with --resume"
+                f"cannot write {at}: {describe(error, at)}", f"{remedy(error)}, then continue with --resume"
             ) from error
 
     def _add(self, line: bytes) -> None:

@@ -18,12 +18,11 @@ import msgspec
 
 from hpcrl.careful_files import Damaged, count_of, open_regular, read_json, read_regular
 from hpcrl.report.metrics import last_records, parse_record
-from hpcrl.run.engines.view import VIEW, EngineViews
-from hpcrl.run.failure import ERROR, Failure
-from hpcrl.run.job_file import JOB, JobFile
-from hpcrl.run.job_state import STATE, JobState
+from hpcrl.run.engine_files import VIEW, EngineViews
+from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
 from hpcrl.run.peers import TrainerPeer, peer_file
-from hpcrl.run.recipe_file import COPY, RECIPE, RecipeFile
+from hpcrl.run.rundir import ERROR, AttemptFailure
+from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
 
 T = TypeVar("T")
@@ -67,9 +66,9 @@ class StageFiles:
         return self.root / "logs" / f"attempt-{self.attempt}"
 
     @cached_property
-    def failure(self) -> Failure | None:
+    def failure(self) -> AttemptFailure | None:
         """The first error of the last attempt."""
-        return load_json(self.here / ERROR, Failure, self.notes)
+        return load_json(self.here / ERROR, AttemptFailure, self.notes)
 
     @cached_property
     def begun(self) -> TrainerPeer | None:
@@ -81,7 +80,7 @@ class StageFiles:
         """How the engines of the last attempt are."""
         return load_json(self.here / VIEW, EngineViews, self.notes)
 
-    def log_of(self, failure: Failure) -> Path:
+    def log_of(self, failure: AttemptFailure) -> Path:
         """The log of the role that failed first, or the directory of the logs."""
         path = self.logs / f"{failure.role}-{failure.index}.log"
         if not path.is_file() and failure.role == "trainer":  # its ranks may share the log of the first on their host

@@ -19,8 +19,8 @@ from hpcrl.report.awaited import awaited
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.run_files import Run, StageFiles
-from hpcrl.run.engines.view import EngineView
-from hpcrl.run.job_state import CANCEL, CANCELLED, OVER, STOP, JobState
+from hpcrl.run.engine_files import EngineView
+from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir
 

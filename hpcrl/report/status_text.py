@@ -15,7 +15,7 @@ from typing import TextIO
 from hpcrl.plain_text import strip_control
 from hpcrl.report.engine_table import engine_line
 from hpcrl.report.run_status import WORKING, Status, span
-from hpcrl.run.job_state import OVER
+from hpcrl.run.job_files import OVER
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
 

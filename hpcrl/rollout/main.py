@@ -49,7 +49,7 @@ from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
 from hpcrl.rollout.samplers.taught import TaughtSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.rollout.work import Work
-from hpcrl.run.engines.lives import restart_limit
+from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.trouble.storage import PATIENCE
+from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import Sample
 
 

@@ -19,7 +19,7 @@ LATE = 124
 MISSING = 127
 
 
-class Answer(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command answered.
 
     code: its exit status, negative for a signal; LATE if it did not end in time, MISSING if it could not be started.
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
         return lines[-1].removeprefix(f"{self.program}: ") if lines else f"exit code {self.code}"
 
 
-def ask(command: Sequence[str], seconds: float, stdin: str = "", env: Mapping[str, str] | None = None) -> Answer:
+def ask(command: Sequence[str], seconds: float, stdin: str = "", env: Mapping[str, str] | None = None) -> CommandResult:
     """Run a command for at most `seconds`.  env: all of its environment; None: ours."""
     program = Path(command[0]).name
     try:
@@ -54,17 +54,17 @@ def ask(command: Sequence[str], seconds: float, stdin: str = "", env: Mapping[st
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(MISSING, "", f"cannot be started: {error.strerror}", program)
+        return CommandResult(MISSING, "", f"cannot be started: {error.strerror}", program)
     with process:
         try:
             out, err = process.communicate(stdin or None, timeout=seconds)
         except TimeoutExpired:
             _end(process)
-            return Answer(LATE, "", f"no answer within {seconds:.0f} s", program)
+            return CommandResult(LATE, "", f"no answer within {seconds:.0f} s", program)
         except BaseException:
             _end(process)
             raise
-    return Answer(process.returncode, out, err, program)
+    return CommandResult(process.returncode, out, err, program)
 
 
 def _end(process: Popen[str]) -> None:

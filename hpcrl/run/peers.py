@@ -67,7 +67,7 @@ class EnginePeer(Peer, tag="engine"):
 
     model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has
     the route of `hpcrl.token_frames` beside vLLM's own.  life: how often it was started before
-    (`run/engines/lives.py`).
+    (`run/engine_files.py`).
     """
 
     role: ClassVar[str] = "engine"

@@ -22,10 +22,10 @@ from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
-from hpcrl.run.engines.lives import is_added, with_added
+from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.trouble.storage import WORDS, mend, words
+from hpcrl.run.storage_errors import WORDS, describe, remedy
 
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
 LAST_WORDS = 20  #: lines of it in which that is looked for: what it started may have said something after it
@@ -143,7 +143,7 @@ def _said(error: Exception) -> str:
     """An error that no code of ours expected, for a user: what a file system or the kernel has said in plain words."""
     if isinstance(error, OSError) and error.errno in WORDS:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return f"{where}{words(error)}; {mend(error)}"
+        return f"{where}{describe(error)}; {remedy(error)}"
     return f"{type(error).__name__}: {_first_line(error)}"
 
 

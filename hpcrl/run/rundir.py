@@ -6,13 +6,13 @@
       keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
       attempts/N/plan.json        who runs where
       attempts/N/hosts.json       the hosts that the attempt was given, with all their slots
-      attempts/N/peers/ROLE-I.json    what a process published (peers.py); of engines also their lives (engines/lives.py)
-      attempts/N/engines.json     how each engine is (engines/view.py)
+      attempts/N/peers/ROLE-I.json    what a process published (peers.py); of engines also their lives (engine_files.py)
+      attempts/N/engines.json     how each engine is (engine_files.py)
       attempts/N/error.json       the first error of the attempt
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
       attempts/N/beats/NAME       a host's sign of life, while it lives
       attempts/N/stop             exists when the run was asked to save and end
-      attempts/N/remove-engine-I  exists when the user wants this engine gone (engines/wishes.py)
+      attempts/N/remove-engine-I  exists when the user wants this engine gone (engine_files.py)
       attempts/N/hand-back-engine-I   exists when it has no time to finish its responses
       attempts/N/end              exists when every process of the attempt is to end now
       attempts/N/over             exists when summary.json has what came of the attempt
@@ -43,13 +43,13 @@ import msgspec
 
 from hpcrl.careful_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.run.failure import ERROR, Failure
-from hpcrl.run.trouble.storage import mend, patiently, words
+from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 TRACKER = "latest_checkpointed_iteration.txt"  #: beside checkpoints: which of them is the last
 OVER = "over"  #: name of a mark in attempts/N
+ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N
 HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
@@ -79,10 +79,10 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        patiently(lambda: _write(beside, path, data, mode), patience)
+        retry_while_passing(lambda: _write(beside, path, data, mode), patience)
     except OSError as error:
         raise HpcrlError(
-            f"cannot write {path}: {words(error, path)}", mend(error) or "choose another --run-dir"
+            f"cannot write {path}: {describe(error, path)}", remedy(error) or "choose another --run-dir"
         ) from error
 
 
@@ -107,6 +107,22 @@ def flush(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class AttemptFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What error.json holds.
+
+    role, index: of the process that failed, `launcher` and `host` among them; time: unix time.
+    """
+
+    role: str
+    index: int
+    message: str
+    time: float
+
+    def __str__(self) -> str:
+        """For a user: who failed, and why; what the launcher says speaks for itself."""
+        return self.message if self.role == "launcher" else f"{self.role}-{self.index}: {self.message}"
 
 
 class RunDir:
@@ -189,7 +205,7 @@ class RunDir:
             raise taken from error
         except OSError as error:
             raise UsageError(
-                f"--run-dir {root}: {words(error, path)}", mend(error) or "choose a writable directory"
+                f"--run-dir {root}: {describe(error, path)}", remedy(error) or "choose a writable directory"
             ) from error
         return cls(path)
 
@@ -234,7 +250,7 @@ class RunDir:
 
     def fail(self, role: str, index: int, message: str) -> None:
         """Record an error; only the first of an attempt is kept."""
-        record = Failure(role, index, message, time.time())
+        record = AttemptFailure(role, index, message, time.time())
         beside = self.here / f".error.{role}-{index}.{os.getpid()}"
         with contextlib.suppress(
             OSError
@@ -247,16 +263,16 @@ class RunDir:
     def correct(self, message: str) -> None:
         """Have the launcher's word stand as the attempt's error, who has found the cause of what somebody else saw
         first."""
-        record = Failure("launcher", 0, message, time.time())
+        record = AttemptFailure("launcher", 0, message, time.time())
         with contextlib.suppress(OSError, HpcrlError):
             write_atomic(self.here / ERROR, msgspec.json.encode(record))
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> AttemptFailure | None:
         """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has
         failed."""
         path = self.here / ERROR
         try:
-            return read_json(path, Failure)
+            return read_json(path, AttemptFailure)
         except FileNotFoundError:
             return None
         except OSError as error:

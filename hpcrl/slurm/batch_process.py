@@ -23,7 +23,7 @@ from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
 from hpcrl.launch.job import reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
-from hpcrl.run.command import LATE, Answer, ask
+from hpcrl.run.command import LATE, CommandResult, ask
 from hpcrl.slurm import node_events, squeue
 from hpcrl.slurm.srun import SrunHosts, read_groups
 
@@ -90,7 +90,7 @@ def _scontrol(*words: str) -> None:
         raise _failure(answer, *words)
 
 
-def _failure(answer: Answer, *words: str) -> HpcrlError:
+def _failure(answer: CommandResult, *words: str) -> HpcrlError:
     """What became of `scontrol WORDS` as an error."""
     hint = "is slurmctld up? see scontrol ping" if answer.code == LATE else ""
     return HpcrlError(f"scontrol {shlex.join(words)}: {' '.join(answer.err.split()) or answer.said}", hint)

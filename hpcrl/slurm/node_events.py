@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.errors import UsageError
 from hpcrl.run.queued_job import QueueAnswer
 from hpcrl.slurm import squeue
-from hpcrl.slurm.node_list import expand
+from hpcrl.slurm.node_events import expand
 
 LATER = 60.0  #: seconds after a job's end in which Slurm may still write down what ended it
 EVENT = ("NodeName", "State", "Start", "Reason")

@@ -16,7 +16,7 @@ from hpcrl.errors import UsageError
 from hpcrl.findings import Finding, count
 from hpcrl.launch.job_request import Component
 from hpcrl.launch.site import minutes
-from hpcrl.run.command import Answer, ask
+from hpcrl.run.command import CommandResult, ask
 from hpcrl.slurm.site import SlurmSite
 
 SECONDS = 10.0
@@ -119,7 +119,7 @@ def _list(seconds: float) -> str:
 # ---- reading
 
 
-def partitions(answer: Answer) -> list[tuple[Partition, bool]]:
+def partitions(answer: CommandResult) -> list[tuple[Partition, bool]]:
     """(partition, whether it is the default) of each line of `scontrol show partition --oneliner`."""
     return (
         [_partition(line) for line in answer.out.splitlines() if line.startswith("PartitionName=")]

@@ -67,7 +67,7 @@ class Slurm:
     # ---- scripts and submission
 
     def render(self, script: Script, request: Request, site: SlurmSite) -> str:
-        from hpcrl.slurm.batch_script import render
+        from hpcrl.slurm.submit import render
 
         return render(script, request, site)
 

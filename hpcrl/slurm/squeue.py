@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from hpcrl.run import command
-from hpcrl.run.command import Answer
+from hpcrl.run.command import CommandResult
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
@@ -239,7 +239,7 @@ def explain(key: str) -> str:
 # ---- talking to Slurm
 
 
-def call(words: Sequence[str]) -> Answer:
+def call(words: Sequence[str]) -> CommandResult:
     """The answer of one of Slurm's commands within DEADLINE seconds, times in it in Unix seconds, whatever the user has
     set."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}

@@ -28,7 +28,7 @@ from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import FileTail, last_lines
 from hpcrl.run.rundir import RunDir, listed
-from hpcrl.slurm.node_list import expand
+from hpcrl.slurm.node_events import expand
 from hpcrl.slurm.squeue import ECHOES
 
 ABREAST = 16  #: hosts that are asked alone at once

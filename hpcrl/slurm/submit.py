@@ -25,7 +25,7 @@ from hpcrl.launch.scheduler import Verdict
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import Submission, batch_python, submit_new
 from hpcrl.run.command import ask
-from hpcrl.slurm.batch_script import render
+from hpcrl.slurm.submit import render
 
 SECONDS = 60.0  #: that sbatch may take
 OUTPUT = "job-%j.out"

@@ -29,8 +29,8 @@ from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.run.trouble.storage import PATIENCE
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, QueueRoster
 from hpcrl.weights.engine_http import Address
 

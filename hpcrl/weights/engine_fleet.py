@@ -21,7 +21,7 @@ from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
 from hpcrl.queue.client import QueueClient
-from hpcrl.run.engines.lives import end_of
+from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask

@@ -28,7 +28,7 @@ from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
 from hpcrl.launch.job_request import Component
 from hpcrl.launch.probe import Network, Report
-from hpcrl.run.command import Answer
+from hpcrl.run.command import CommandResult
 from hpcrl.slurm import partitions
 from hpcrl.slurm.site import SlurmSite
 
@@ -66,11 +66,11 @@ PartitionName=short AllowGroups=ALL Default=NO MaxNodes=2 MaxTime=1-00:00:00 Nod
 
 
 def test_partitions_are_read() -> None:
-    (main, default), (short, other) = partitions.partitions(Answer(0, PARTITIONS))
+    (main, default), (short, other) = partitions.partitions(CommandResult(0, PARTITIONS))
     assert default and not other
     assert main == partitions.Partition("main", "UP", math.inf, math.inf, 4)
     assert short == partitions.Partition("short", "DRAIN", 1440, 2, 4)
-    assert partitions.partitions(Answer(1, "Partition foo not found")) == []
+    assert partitions.partitions(CommandResult(1, "Partition foo not found")) == []
 
 
 @pytest.mark.parametrize(

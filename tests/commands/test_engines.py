@@ -21,8 +21,16 @@ from hpcrl.launch.engines.join import LifeSign, deaf, where
 from hpcrl.launch.probe import Network, Report
 from hpcrl.launch.site import Site, from_flags
 from hpcrl.plan import Place, Plan
-from hpcrl.run.engines.lives import EngineAdded, EngineEnd, claim, is_added, record_end, with_added
-from hpcrl.run.engines.view import EngineView, write_views
+from hpcrl.run.engine_files import (
+    EngineAdded,
+    EngineEnd,
+    EngineView,
+    claim,
+    is_added,
+    record_end,
+    with_added,
+    write_views,
+)
 from hpcrl.run.rundir import RunDir
 from tests.support.rundirs import begin, make
 

@@ -29,8 +29,7 @@ from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.report.timeline.run_spending import hosts_of
 from hpcrl.rollout.ledger.journal import account
-from hpcrl.run.engines.lives import Reports
-from hpcrl.run.engines.view import read_views
+from hpcrl.run.engine_files import EngineReports, read_views
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
@@ -140,7 +139,10 @@ READERS: dict[str, Callable[[Path], object]] = {
     "attempts/0/engines.json": lambda root: read_views(root / "attempts" / "0"),
     "attempts/0/hosts.json": lambda root: list(hosts_of(stage_of(root), 0, None)),
     "attempts/0/hosts/a.json": lambda root: read_report(root / "attempts/0/hosts/a.json"),
-    "attempts/0/peers/engine-0.json": lambda root: (find(RunDir(root, 0), EnginePeer), Reports(RunDir(root, 0)).new()),
+    "attempts/0/peers/engine-0.json": lambda root: (
+        find(RunDir(root, 0), EnginePeer),
+        EngineReports(RunDir(root, 0)).new(),
+    ),
     "broken-hosts.json": broken_hosts,
     "headway.json": lambda root: check_headway(root, 1),
     "checkpoints/latest_checkpointed_iteration.txt": position,

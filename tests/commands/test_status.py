@@ -487,7 +487,7 @@ def test_a_stage_or_a_job_number_stands_for_its_run(home: Path, capsys: pytest.C
     ],
 )
 def test_wrong_usage(home: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str) -> None:
-    from hpcrl.run.registry import remember
+    from hpcrl.run.started_runs import remember
 
     make(home / "runs/twice")
     remember(make(home / "more/twice"))

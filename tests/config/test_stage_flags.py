@@ -20,7 +20,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.rules.stage_flags import flags_of, place_flags, spread_flags
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import begin_job, reopen_job
-from hpcrl.run.recipe_file import RECIPE, RecipeFile
+from hpcrl.run.started_runs import RECIPE, RecipeFile
 from hpcrl.slime.verbatim import recipe_of
 
 REPO = Path(__file__).parents[2]

@@ -194,7 +194,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
         def silent(self, seconds: float) -> list[Silent]:
             return [Silent("node1", 7, 30.0)]
 
-    monkeypatch.setattr(attempt, "trouble", lambda directory: disk)
+    monkeypatch.setattr(attempt, "write_obstacle", lambda directory: disk)
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     with pytest.raises(PeerError, match=said):
@@ -214,7 +214,7 @@ def test_an_error_that_no_file_takes_is_left_with_the_scheduler(
 
     monkeypatch.setattr(batch_run, "run_job", ended)
     for disk in ("", "RUN cannot be written to: the file system is full"):
-        monkeypatch.setattr(batch_run, "trouble", lambda directory, disk=disk: disk)
+        monkeypatch.setattr(batch_run, "write_obstacle", lambda directory, disk=disk: disk)
         with pytest.raises(PeerError):
             batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
     assert marked == [("identity", "cannot write metrics.jsonl: the file system is full")], (

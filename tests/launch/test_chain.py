@@ -19,13 +19,12 @@ from hpcrl.launch.restarts.chain import hand_over, later, needless, place
 from hpcrl.launch.restarts.restart_policy import broken_hosts, find_broken_host
 from hpcrl.launch.submission import Script
 from hpcrl.plan import Place, Plan
-from hpcrl.run.job_file import JobFile, read_job, replace_job
-from hpcrl.run.job_state import CANCEL
+from hpcrl.run.exit_status import hardware_words
+from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.run.trouble.hardware import hardware_words
-from hpcrl.slurm.batch_script import render
 from hpcrl.slurm.site import SlurmSite
+from hpcrl.slurm.submit import render
 
 
 def make(root: Path, **job: Any) -> Job:

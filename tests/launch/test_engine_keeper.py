@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.launch.engines import keeper as engine_keeper
 from hpcrl.launch.engines.keeper import EngineKeeper
-from hpcrl.run.engines.lives import end_of, let_leave
+from hpcrl.run.engine_files import end_of, let_leave
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from tests.launch.test_host import Clock

@@ -17,7 +17,7 @@ from hpcrl.launch import batch_run
 from hpcrl.launch.job import Job
 from hpcrl.launch.restarts.lost_hosts import UNNOTICED, explain_last_end
 from hpcrl.plan import Host
-from hpcrl.run.job_state import JobState, write_state
+from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
 
 LAST = 1795393000.0  #: the last word of the launcher before, unix time

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hpcrl.mpi.ssh_check import check_hosts, unreachable
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
@@ -21,7 +22,6 @@ from hpcrl.launch.restarts.restart_policy import FRUITLESS, check_headway, margi
 from hpcrl.mpi.file_sync import FileSync
 from hpcrl.mpi.mpirun import handed_on, mpi_command
 from hpcrl.mpi.placement import place_ranks
-from hpcrl.mpi.reach import reach, silent
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import OVER, RunDir
@@ -151,11 +151,11 @@ def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/bash\n[ "$1" = good ] || { echo "no route to $1" >&2; exit 255; }\n')
     agent.chmod(0o755)
-    reach(["good"], [str(agent)])
+    check_hosts(["good"], [str(agent)])
     with pytest.raises(UsageError, match="host bad cannot be reached: no route to bad; try: .*agent bad true"):
-        reach(["good", "bad"], [str(agent)])
+        check_hosts(["good", "bad"], [str(agent)])
     with pytest.raises(UsageError, match="host localhost is .* other hosts cannot reach"):
-        reach(["good", "localhost"], [str(agent)])
+        check_hosts(["good", "localhost"], [str(agent)])
 
 
 def test_a_host_whose_shell_takes_long_is_told_from_one_that_does_not_answer(
@@ -175,14 +175,14 @@ esac
 """
     )
     ssh.chmod(0o755)
-    monkeypatch.setattr("hpcrl.mpi.reach.REACH", 2.0)
-    found = silent(["far", "slow", "full", "good"], [str(ssh)])
+    monkeypatch.setattr("hpcrl.mpi.ssh_check.REACH", 2.0)
+    found = unreachable(["far", "slow", "full", "good"], [str(ssh)])
     assert found.pop("slow").startswith("lets us in, but its shell was not ready within 2 s: ")
     assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}
     with pytest.raises(
         UsageError, match=r"^host slow lets us in, .*; let its start-up file end at once .*try: \S*ssh slow true"
     ):
-        reach(["slow"], [str(ssh)])
+        check_hosts(["slow"], [str(ssh)])
 
 
 # ---- who starts what
@@ -372,15 +372,15 @@ def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_p
     raised, stop = Clock(lambda: answers.pop(0), 60), Stop()
     raised.watch(stop, rundir)  # 30 s are left, as far as it knows: it asks before it decides
     assert not stop.requests and not raised.due and not answers
-    silent, stop = Clock(lambda: None, 60, ends=None), Stop()
-    silent.ends = time.time() + 800
+    unreachable, stop = Clock(lambda: None, 60, ends=None), Stop()
+    unreachable.ends = time.time() + 800
     stop.nudges = 1
-    silent.watch(stop, rundir)
+    unreachable.watch(stop, rundir)
     assert not stop.requests, "a signal while the scheduler does not answer: the end that was known holds"
-    silent.ends = time.time() + 30
-    silent.next_look = 0
-    silent.watch(stop, rundir)
-    assert stop.requests and silent.due
+    unreachable.ends = time.time() + 30
+    unreachable.next_look = 0
+    unreachable.watch(stop, rundir)
+    assert stop.requests and unreachable.due
 
 
 def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:

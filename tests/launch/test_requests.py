@@ -16,11 +16,9 @@ from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch import job as jobs
 from hpcrl.launch.job import Job, run_job
 from hpcrl.launch.local import Local
-from hpcrl.launch.requests import forget_old_requests, process_age
-from hpcrl.mpi import last_word
+from hpcrl.mpi import exit_status_relay
 from hpcrl.plan import Host
-from hpcrl.run.job_file import write_job
-from hpcrl.run.job_state import CANCEL, STOP, JobState, write_state
+from hpcrl.run.job_files import CANCEL, STOP, JobState, forget_old_requests, process_age, write_job, write_state
 from hpcrl.run.rundir import RunDir
 from tests.support.rundirs import put
 
@@ -123,7 +121,7 @@ def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(
 
 
 def test_rank_0_knows_how_long_ago_hpcrl_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(last_word.ASKED, raising=False)
-    assert last_word.age() == 0
-    monkeypatch.setenv(last_word.ASKED, str(time.time() - 20))
-    assert 20 <= last_word.age() < 60
+    monkeypatch.delenv(exit_status_relay.ASKED, raising=False)
+    assert exit_status_relay.age() == 0
+    monkeypatch.setenv(exit_status_relay.ASKED, str(time.time() - 20))
+    assert 20 <= exit_status_relay.age() < 60

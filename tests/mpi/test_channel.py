@@ -24,7 +24,7 @@ import msgspec
 from hpcrl.errors import PeerError
 from hpcrl.mpi import channel as channels, messages
 from hpcrl.mpi.channel import TAG, Channel
-from hpcrl.mpi.messages import *
+from hpcrl.mpi.channel import *
 
 channel = Channel(MPI)
 

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import UsageError
-from hpcrl.mpi.hostfile import Hostfile, HostfileError, parse_hostfile, read_hostfile, write_hostfile
-from hpcrl.mpi.job_hosts import VARIABLES, job_hostfile
+from hpcrl.mpi.hostfile import (
+    VARIABLES,
+    Hostfile,
+    HostfileError,
+    job_hostfile,
+    parse_hostfile,
+    read_hostfile,
+    write_hostfile,
+)
 from hpcrl.plan import Host
 
 

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.probe import Network, Report
-from hpcrl.mpi import messages
-from hpcrl.mpi.messages import (
+from hpcrl.mpi import channel
+from hpcrl.mpi.channel import (
     MAX_MESSAGE,
     Beat,
-    Begin,
+    BeginAttempt,
     Bye,
-    Ended,
-    Files,
+    CheckPath,
     FromHost,
     FromLauncher,
-    Joined,
-    Look,
+    HostEnded,
     Message,
+    PathFound,
     Quit,
-    Sees,
+    RankJoined,
+    RunFiles,
     check_size,
     pack,
     unpack,
@@ -34,22 +34,24 @@ from hpcrl.mpi.messages import (
 REPORT = Report("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
 LAUNCHER: list[Message] = [
     Beat(),
-    Look("/run/plan.json"),
-    Begin("/run", 3, {"options.json": b"\xff\x00"}),
-    Files({}),
+    CheckPath("/run/plan.json"),
+    BeginAttempt("/run", 3, {"options.json": b"\xff\x00"}),
+    RunFiles({}),
     Quit(-9),
 ]
-HOST: list[Message] = [Beat(), Sees(False), Files({"attempts/0/end": b""}), Ended("/run", 3, -15), Bye()]
+HOST: list[Message] = [Beat(), PathFound(False), RunFiles({"attempts/0/end": b""}), HostEnded("/run", 3, -15), Bye()]
 
 
-@pytest.mark.parametrize(("kinds", "said"), [(FromLauncher, LAUNCHER), (FromHost, HOST), (Joined, [Joined(REPORT, 8)])])
+@pytest.mark.parametrize(
+    ("kinds", "said"), [(FromLauncher, LAUNCHER), (FromHost, HOST), (RankJoined, [RankJoined(REPORT, 8)])]
+)
 def test_what_is_said_is_what_is_heard(kinds: object, said: list[Message]) -> None:
     for message in said:
         assert unpack(pack(message), kinds, 1) == message
         assert unpack(bytearray(pack(message)), kinds, 1) == message
 
 
-@pytest.mark.parametrize("message", [Look("/x"), Begin("/run", 0, {}), Quit(0)])
+@pytest.mark.parametrize("message", [CheckPath("/x"), BeginAttempt("/run", 0, {}), Quit(0)])
 def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
     with pytest.raises(PeerError, match="^MPI rank 5 sent what is no message to this rank"):
         unpack(pack(message), FromHost, 5)
@@ -87,9 +89,9 @@ def test_what_is_no_message_names_the_rank(data: bytes) -> None:
 
 @given(st.binary(max_size=64), st.integers(0, 63))
 def test_no_bytes_are_a_crash(noise: bytes, at: int) -> None:
-    whole = pack(Begin("/run", 1, {"keys/x": b"secret"}))
+    whole = pack(BeginAttempt("/run", 1, {"keys/x": b"secret"}))
     for data in (noise, whole[: at % len(whole)] + noise, whole[: at % len(whole)]):
-        for kinds in (FromLauncher, FromHost, Joined):
+        for kinds in (FromLauncher, FromHost, RankJoined):
             with contextlib.suppress(PeerError):
                 unpack(data, kinds, 0)
 
@@ -100,7 +102,7 @@ def test_a_message_has_a_greatest_size_on_both_sides(monkeypatch: pytest.MonkeyP
         PeerError, match=f"MPI rank 4 sends a message of {MAX_MESSAGE + 1} bytes, {MAX_MESSAGE} are allowed"
     ):
         check_size(MAX_MESSAGE + 1, 4)
-    monkeypatch.setattr(messages, "MAX_MESSAGE", 100)
-    pack(Files({"x": b"y" * 50}))
+    monkeypatch.setattr(channel, "MAX_MESSAGE", 100)
+    pack(RunFiles({"x": b"y" * 50}))
     with pytest.raises(HpcrlError, match=r"\(Files\) of \d+ bytes cannot be sent over MPI: 100 are allowed"):
-        pack(Files({"x": b"y" * 100}))
+        pack(RunFiles({"x": b"y" * 100}))

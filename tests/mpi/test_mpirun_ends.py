@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hpcrl.mpi.lost_host import explain_end
 
 from hpcrl.careful_files import read_json
 from hpcrl.errors import HpcrlError
-from hpcrl.mpi import last_word, mpirun
+from hpcrl.mpi import exit_status_relay, mpirun
 from hpcrl.mpi.host_rank import HostRank
 from hpcrl.mpi.placement import Placement, RankPlace
-from hpcrl.mpi.unsaid_end import unsaid_end
-from hpcrl.run.job_state import JobState, write_state
-from hpcrl.run.recipe_file import RecipeFile, write_recipe_file
+from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.started_runs import RecipeFile, write_recipe_file
 
 pytestmark = pytest.mark.process
 
@@ -34,17 +34,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-WORD = last_word.drawn()
+WORD = exit_status_relay.drawn()
 
 
 def run(script: str, agent: str = "ssh", hosts: tuple[str, ...] = ()) -> int:
-    return mpirun._run(["env", f"{last_word.ENVIRONMENT}={WORD}", "sh", "-c", script], "openmpi", agent, WORD, hosts)
+    return mpirun._run(
+        ["env", f"{exit_status_relay.ENVIRONMENT}={WORD}", "sh", "-c", script], "openmpi", agent, WORD, hosts
+    )
 
 
 def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """As where a host's link is cut for ever: rank 0 has said its last word, and mpirun waits for the host."""
     begun = time.monotonic()
-    tell = f"{sys.executable} -c 'from hpcrl.mpi.last_word import tell; tell(3)'"
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(3)'"
     assert run(f"echo error >&2; {tell}; printf more >&2; sleep 100") == 3
     assert time.monotonic() - begun < 60
     said = capfdbinary.readouterr().err
@@ -70,7 +72,7 @@ def test_one_that_ends_by_itself_is_waited_for_and_heard_to_its_end(
 
 
 def test_another_launchs_word_is_not_ours(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    other = f"{last_word.drawn()} 7"
+    other = f"{exit_status_relay.drawn()} 7"
     assert run(f"echo {other} >&2; sleep 2") == 0
     assert capfdbinary.readouterr().err.decode() == f"{other}\n"
 
@@ -117,9 +119,7 @@ def test_a_host_that_mpirun_has_lost_is_the_error_of_the_run(
 
 def says_where(rundir: RunDir) -> str:
     """What rank 0 does once it knows its run."""
-    code = (
-        f'from hpcrl.mpi.last_word import tell_where as t; from pathlib import Path; t(Path("{rundir.root}"), "a1b2")'
-    )
+    code = f'from hpcrl.mpi.exit_status_relay import tell_where as t; from pathlib import Path; t(Path("{rundir.root}"), "a1b2")'
     return f"{sys.executable} -c '{code}'"
 
 
@@ -142,7 +142,7 @@ def test_a_host_whose_shell_takes_long_is_not_lost(
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho 'Authenticated to it.' >&2\nexec sleep 60\n")
     ssh.chmod(0o755)
-    monkeypatch.setattr("hpcrl.mpi.reach.REACH", 2.0)
+    monkeypatch.setattr("hpcrl.mpi.ssh_check.REACH", 2.0)
     with pytest.raises(HpcrlError, match="^mpirun ended with exit code 5 before the run was over"):
         run(f"{says_where(begun)}; exit 5", str(ssh), ("node1", "node2"))
 
@@ -173,7 +173,7 @@ def test_rank_0_that_is_cut_off_itself_does_not_blame_the_others(tmp_path: Path,
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/sh\n[ "$1" = node2 ]\n')
     agent.chmod(0o755)
-    tell = f"{sys.executable} -c 'from hpcrl.mpi.last_word import tell; tell(1)'"
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(1)'"
     with pytest.raises(HpcrlError, match="^host node1 cannot be reached any more, and mpirun was ended"):
         run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2"))
     failure = str(begun.failure())
@@ -188,7 +188,7 @@ def test_what_is_said_already_of_that_host_and_by_the_launcher_stands(begun: Run
     begun.fail("launcher", 0, "host node2 did not answer for 20 s")
     write_state(begun.root, JobState("failed", 7.0, message="said"))
     for lost in (["node2"], []):
-        unsaid_end(last_word.Place("a1b2", begun.root), lost, "was killed")
+        explain_end(exit_status_relay.RunLocation("a1b2", begun.root), lost, "was killed")
     assert str(begun.failure()) == "host node2 did not answer for 20 s"
     assert read_json(begun.root / "state.json", JobState).message == "said"
 
@@ -196,14 +196,17 @@ def test_what_is_said_already_of_that_host_and_by_the_launcher_stands(begun: Run
 @pytest.mark.parametrize("place", ["another", "nowhere"])
 def test_the_error_is_not_put_into_another_run(begun: RunDir, place: str) -> None:
     """As where hpcrl launch does not see the run directory, and has one of that name itself."""
-    where = {"another": last_word.Place("c3d4", begun.root), "nowhere": last_word.Place("a1b2", begun.root / "no")}
-    what, hint = unsaid_end(where[place], ["node2"], "was killed")
+    where = {
+        "another": exit_status_relay.RunLocation("c3d4", begun.root),
+        "nowhere": exit_status_relay.RunLocation("a1b2", begun.root / "no"),
+    }
+    what, hint = explain_end(where[place], ["node2"], "was killed")
     assert "host node2 cannot" in what and "--resume" in hint
     assert begun.failure() is None and read_json(begun.root / "state.json", JobState).phase == "saving"
 
 
 def test_a_run_that_said_why_or_never_began_is_left_its_word(begun: RunDir) -> None:
-    tell = f"{sys.executable} -c 'from hpcrl.mpi.last_word import tell; tell(3)'"
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(3)'"
     assert run(f"{says_where(begun)}; {tell}; exit 3", "false", ("node1",)) == 3
     assert run("exit 3", "false", ("node1",)) == 3
     assert begun.failure() is None
@@ -232,7 +235,7 @@ def test_a_rank_that_has_lost_rank_0_has_the_last_word(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As where it is rank 0's host whose link is cut."""
-    monkeypatch.setenv(last_word.ENVIRONMENT, WORD)
+    monkeypatch.setenv(exit_status_relay.ENVIRONMENT, WORD)
     places = tuple(RankPlace(rank, f"node{rank + 1}", 0) for rank in range(2))
     status = HostRank(cast(Any, Silence()), Placement(places, (), per_slot=False)).run()
     said = capfd.readouterr().err

@@ -25,10 +25,9 @@ from hpcrl.rendezvous.frames import Ask, to_ask, to_bytes
 from hpcrl.rendezvous.table import Table
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import parse_record
-from hpcrl.run.failure import Failure
-from hpcrl.run.job_state import JobState
+from hpcrl.run.job_files import JobState
 from hpcrl.run.role import read_plan
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import AttemptFailure, RunDir
 from tests.support.shares import share
 
 COUNT = int(os.environ.get("HPCRL_MUTATIONS", "300"))
@@ -83,7 +82,7 @@ MESSAGES = [
     messages.Ack(3, 1),
     messages.Call(1, "begin", {"state": {"a": [1, 2.5, None]}}),
 ]
-FAILURE = msgspec.json.encode(Failure("trainer", 0, "it failed", 1.0))
+FAILURE = msgspec.json.encode(AttemptFailure("trainer", 0, "it failed", 1.0))
 STATE = msgspec.json.encode(JobState("running", 1.0, host="node1", pid=3))
 RECORD = b'{"rollout_id": 3, "time": 1.5, "train/loss": 0.25, "rollout/reward": null}'
 #: decoder -> (valid inputs, what may come of others)
@@ -98,7 +97,7 @@ DECODERS: dict[str, tuple[list[bytes], Callable[[bytes], Any], tuple[type[Except
         (msgspec.MsgspecError, ValueError),
     ),
     "state": ([STATE], of_file(lambda path: read_json(path, JobState)), (Damaged,)),
-    "errors": ([FAILURE], of_file(lambda path: read_json(path, Failure)), (Damaged,)),
+    "errors": ([FAILURE], of_file(lambda path: read_json(path, AttemptFailure)), (Damaged,)),
     "metrics": ([RECORD], parse_record, ()),
     "lines": ([RECORD + b"\n" + RECORD], of_file(lambda path: [parse_record(line) for line in last_lines(path)]), ()),
     "values": ([RECORD], parse_json, (Damaged,)),

@@ -19,9 +19,9 @@ from hpcrl.report.curves import PANELS, draw, series, smooth
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
 from hpcrl.report.progress import Progress
+from hpcrl.run import storage_errors
 from hpcrl.run.peers import EnginePeer, MeetingPeer, StorePeer, TrainerPeer, publish
 from hpcrl.run.rundir import TRACKER, RunDir
-from hpcrl.run.trouble import storage
 
 REPO = Path(__file__).parents[2]
 
@@ -130,7 +130,7 @@ def test_a_number_that_is_none_is_still_json(rundir: RunDir) -> None:
 def test_a_full_disk_is_one_error_that_names_the_file(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
-    monkeypatch.setattr(storage, "PATIENCE", 0.0)
+    monkeypatch.setattr(storage_errors, "PATIENCE", 0.0)
     if full == "metrics.jsonl":
         rundir.metrics_file.symlink_to("/dev/full")
     else:
@@ -316,7 +316,7 @@ def test_metrics_that_were_removed_are_missed(rundir: RunDir, capsys: pytest.Cap
 
 
 def test_a_line_that_could_not_be_written_leaves_nothing_of_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PATIENCE", 0.0)
+    monkeypatch.setattr(storage_errors, "PATIENCE", 0.0)
     log = MetricsLog(rundir)
     log.append(0, {"train/loss": 1.0})
     plain, calls = os.write, []

@@ -22,9 +22,15 @@ from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.run.engines.lives import EngineAdded, claim, leaves, record_end
-from hpcrl.run.engines.view import read_views
-from hpcrl.run.engines.wishes import wish_handed_back, wish_removed
+from hpcrl.run.engine_files import (
+    EngineAdded,
+    claim,
+    leaves,
+    read_views,
+    record_end,
+    request_hand_back,
+    request_removal,
+)
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of, until_aborted
@@ -169,7 +175,7 @@ def test_engines_are_added_and_let_go(tmp_path: Path, stack: ExitStack) -> None:
         assert await office.update(4, alone=True) == [1]
         asked = [asyncio.create_task(office.answer(seed)) for seed in range(16)]
         await asyncio.sleep(0.2)
-        wish_removed(office.rundir, 0)
+        request_removal(office.rundir, 0)
         await office.until("draining")
         assert not leaves(office.rundir, [0]), "it finishes what it has"
         await asyncio.gather(*asked)
@@ -206,11 +212,11 @@ def test_a_preempted_engine_hands_back_what_goes_on_elsewhere(tmp_path: Path, st
         office.up(1, office.engines[1])
         await office.until("joining", 1)
         await office.update(4, alone=True)
-        wish_removed(office.rundir, 0)
+        request_removal(office.rundir, 0)
         await office.until("draining")
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in asked), "it may finish them"
-        wish_handed_back(office.rundir, 0)
+        request_hand_back(office.rundir, 0)
         found = await asyncio.gather(*asked)
         first, second = (sorted(engine.bodies, key=lambda body: str(body)) for engine in office.engines)
         assert len(first) == len(second) == 2

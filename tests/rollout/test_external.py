@@ -21,7 +21,7 @@ from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
 from hpcrl.rollout.engines.registry import Registry
-from hpcrl.run.engines.lives import EngineAdded, claim, end_of, let_leave, with_added
+from hpcrl.run.engine_files import EngineAdded, claim, end_of, let_leave, with_added
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
 

@@ -9,21 +9,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.run.command import LATE, MISSING, Answer, ask
+from hpcrl.run.command import LATE, MISSING, CommandResult, ask
 
 
 @pytest.mark.parametrize(
     ("script", "answer", "said"),
     [
-        ("echo a; echo b", Answer(0, "a\nb\n", "", "sh"), "b"),
-        ("echo a; echo b >&2; exit 3", Answer(3, "a\n", "b\n", "sh"), "b"),
-        ("echo sh: no such job >&2; echo >&2; exit 1", Answer(1, "", "sh: no such job\n\n", "sh"), "no such job"),
-        ("exit 5", Answer(5, "", "", "sh"), "exit code 5"),
-        ("kill -9 $$", Answer(-9, "", "", "sh"), "exit code -9"),
-        (r"printf '\377x'", Answer(0, "\ufffdx", "", "sh"), "\ufffdx"),
+        ("echo a; echo b", CommandResult(0, "a\nb\n", "", "sh"), "b"),
+        ("echo a; echo b >&2; exit 3", CommandResult(3, "a\n", "b\n", "sh"), "b"),
+        (
+            "echo sh: no such job >&2; echo >&2; exit 1",
+            CommandResult(1, "", "sh: no such job\n\n", "sh"),
+            "no such job",
+        ),
+        ("exit 5", CommandResult(5, "", "", "sh"), "exit code 5"),
+        ("kill -9 $$", CommandResult(-9, "", "", "sh"), "exit code -9"),
+        (r"printf '\377x'", CommandResult(0, "\ufffdx", "", "sh"), "\ufffdx"),
     ],
 )
-def test_what_it_answers(script: str, answer: Answer, said: str) -> None:
+def test_what_it_answers(script: str, answer: CommandResult, said: str) -> None:
     found = ask(["sh", "-c", script], 5)
     assert (found, found.said) == (answer, said)
 

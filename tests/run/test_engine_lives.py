@@ -8,18 +8,21 @@ import pytest
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.mpi.file_sync import FileSync
-from hpcrl.run.engines.lives import (
+from hpcrl.run.engine_files import (
+    VIEW,
     EngineEnd,
-    Reports,
+    EngineReports,
+    EngineView,
     end_of,
-    epitaph,
+    final_error,
     leaves,
     let_leave,
+    read_views,
     record_end,
     starts_again,
     was_up,
+    write_views,
 )
-from hpcrl.run.engines.view import VIEW, EngineView, read_views, write_views
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 
@@ -51,7 +54,7 @@ def test_who_starts_again(limit: int, life: int, up: bool, again: bool) -> None:
 
 
 def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
-    reports = Reports(rundir)
+    reports = EngineReports(rundir)
     assert reports.new() == []
     publish(rundir, peer(0), 3)
     assert record_end(rundir, 3, "a", 0, 2, True, "killed")
@@ -73,13 +76,13 @@ def test_the_last_end_is_the_attempts_error_and_names_the_first(rundir: RunDir) 
     assert not record_end(rundir, 0, "a", 2, 2, True, "killed")
     wanted = "out of memory; it was started again 2 times (--engine-restarts), and at last: killed"
     assert rundir.failure().message == wanted
-    assert epitaph([], "killed") == "killed"
+    assert final_error([], "killed") == "killed"
 
 
 def test_what_is_no_report_is_named(rundir: RunDir) -> None:
     (rundir.here / "peers" / "engine-0.1.json").write_bytes(b'{"role":"store","host":"x"}')
     with pytest.raises(PeerError, match=r"engine-0\.1\.json is damaged"):
-        Reports(rundir).new()
+        EngineReports(rundir).new()
 
 
 def test_reports_reach_hosts_without_the_run_directory(rundir: RunDir, tmp_path: Path) -> None:
@@ -91,12 +94,12 @@ def test_reports_reach_hosts_without_the_run_directory(rundir: RunDir, tmp_path:
     record_end(rundir, 0, "a", 0, 2, True, "killed")
     publish(rundir, peer(1))
     there.put(near.new())
-    assert [type(said) for _, said in Reports(far).new()] == [EnginePeer, EngineEnd, EnginePeer]
+    assert [type(said) for _, said in EngineReports(far).new()] == [EnginePeer, EngineEnd, EnginePeer]
 
 
 def test_engines_are_let_go_by_name(rundir: RunDir) -> None:
     let_leave(rundir, 1)
-    assert leaves(rundir, range(3)) == {1} and Reports(rundir).new() == []
+    assert leaves(rundir, range(3)) == {1} and EngineReports(rundir).new() == []
 
 
 def test_the_view_from_outside(rundir: RunDir) -> None:

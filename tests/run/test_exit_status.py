@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.exit_status import how_it_ended, signal_name
-from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
 
 
 @pytest.mark.parametrize(

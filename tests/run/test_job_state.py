@@ -10,8 +10,8 @@ import pytest
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.report.run_files import Run
-from hpcrl.run import job_state
-from hpcrl.run.job_state import STATE, JobStateFile
+from hpcrl.run import job_files
+from hpcrl.run.job_files import STATE, JobStateFile
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_beat_writes_only_when_it_is_time(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / STATE).stat().st_ino == before
     file.beat("saving")
     assert Run(tmp_path).state.phase == "saving"
-    monkeypatch.setattr(job_state, "BEAT", 0.0)
+    monkeypatch.setattr(job_files, "BEAT", 0.0)
     last = Run(tmp_path).state.time
     file.beat()
     assert Run(tmp_path).state.time > last

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.commands.find_run import all_runs
-from hpcrl.run import registry
-from hpcrl.run.registry import known, place, remember
+from hpcrl.run import started_runs
+from hpcrl.run.started_runs import known_runs, links_folder, remember
 from tests.support.rundirs import make
 
 
@@ -22,13 +22,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_remembered_is_known_once(home: Path) -> None:
-    assert known() == []
+    assert known_runs() == []
     roots = [make(home / "a/run"), make(home / "b/run")]
     for root in [*roots, *roots]:
         remember(root)
-    assert known() == sorted(roots)
-    assert place() == home / "state/hpcrl/runs"
-    assert place().stat().st_mode & 0o777 == 0o700
+    assert known_runs() == sorted(roots)
+    assert links_folder() == home / "state/hpcrl/runs"
+    assert links_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_the_dead_are_dropped_but_not_what_may_come_back(home: Path) -> None:
@@ -37,15 +37,15 @@ def test_the_dead_are_dropped_but_not_what_may_come_back(home: Path) -> None:
     remember(away)
     shutil.rmtree(gone)
     shutil.rmtree(home / "mount")
-    assert known() == []
-    assert [link.readlink() for link in place().iterdir()] == [away]
+    assert known_runs() == []
+    assert [link.readlink() for link in links_folder().iterdir()] == [away]
     make(away)
-    assert known() == [away]
+    assert known_runs() == [away]
     shutil.rmtree(home / "mount")
-    old = time.time() - registry.FORGET - 1
-    for link in place().iterdir():
+    old = time.time() - started_runs.FORGET - 1
+    for link in links_folder().iterdir():
         os.utime(link, (old, old), follow_symlinks=False)
-    assert known() == [] and not list(place().iterdir())
+    assert known_runs() == [] and not list(links_folder().iterdir())
 
 
 def test_a_home_that_cannot_be_written_or_is_not_there_fails_nothing(
@@ -53,22 +53,22 @@ def test_a_home_that_cannot_be_written_or_is_not_there_fails_nothing(
 ) -> None:
     (home / "state").write_text("a file")
     remember(home)
-    assert known() == []
+    assert known_runs() == []
 
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setenv("XDG_STATE_HOME", "relative/paths/do/not/count")
-    monkeypatch.setattr(registry.Path, "home", nowhere)
+    monkeypatch.setattr(started_runs.Path, "home", nowhere)
     remember(home)
-    assert known() == []
+    assert known_runs() == []
 
 
 def test_strange_entries_are_no_runs(home: Path) -> None:
-    place().mkdir(parents=True)
-    (place() / "file").write_text("x")
-    (place() / "loop").symlink_to(place() / "loop")
-    assert known() == []
+    links_folder().mkdir(parents=True)
+    (links_folder() / "file").write_text("x")
+    (links_folder() / "loop").symlink_to(links_folder() / "loop")
+    assert known_runs() == []
 
 
 def test_a_run_that_is_reached_by_two_ways_is_listed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +76,6 @@ def test_a_run_that_is_reached_by_two_ways_is_listed_once(home: Path, monkeypatc
     (home / "way").symlink_to(home / "real")
     remember(home / "way" / "runs" / "a")
     monkeypatch.chdir(home / "real")
-    assert known() == [home / "way/runs/a"] == all_runs() and all_runs()[0].samefile(root)
+    assert known_runs() == [home / "way/runs/a"] == all_runs() and all_runs()[0].samefile(root)
     remember(root)
     assert all_runs() == [root], "as it was said last"

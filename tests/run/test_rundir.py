@@ -19,10 +19,9 @@ from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch.job import begin_job
 from hpcrl.mpi.hostfile import read_hostfile
 from hpcrl.plan import Host
-from hpcrl.run.failure import ERROR
-from hpcrl.run.job_file import read_job, write_job
-from hpcrl.run.recipe_file import RecipeFile, read_recipe_file, write_recipe_file
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.job_files import read_job, write_job
+from hpcrl.run.rundir import ERROR, RunDir, write_atomic
+from hpcrl.run.started_runs import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.run.exit_status import NOT_MEMORY, how_it_ended
+from hpcrl.run import scratch as scratch_module
+from hpcrl.run.exit_status import NOT_MEMORY, MemoryWatch, how_it_ended
 from hpcrl.run.role import RoleContext, act
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.run.trouble import scratch as scratch_module
-from hpcrl.run.trouble.memory import MemoryWatch
-from hpcrl.run.trouble.scratch import Scratch, sweep, swept
-from hpcrl.run.trouble.storage import WORDS, patiently, trouble, words
+from hpcrl.run.scratch import Scratch, sweep, swept
+from hpcrl.run.storage_errors import WORDS, describe, retry_while_passing, write_obstacle
 
 # ---- file systems
 
@@ -51,15 +50,15 @@ def fill(place: Path) -> Path:
 
 
 def test_a_full_and_a_read_only_file_system_are_called_so(small: Path) -> None:
-    assert not trouble(small) and list(small.iterdir()) == [], "a probe leaves nothing"
+    assert not write_obstacle(small) and list(small.iterdir()) == [], "a probe leaves nothing"
     filler = fill(small)
-    assert "the file system is full (No space left on device; 0.0 MB are free)" in trouble(small)
+    assert "the file system is full (No space left on device; 0.0 MB are free)" in write_obstacle(small)
     with pytest.raises(HpcrlError, match=r"cannot write .*/a: the file system is full .*; free space"):
         write_atomic(small / "a", b"x" * 8192)
     assert not (small / "a").exists() and [path.name for path in small.iterdir() if path.name.startswith(".")] == []
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    assert "the file system is read-only (Read-only file system)" in trouble(small)
+    assert "the file system is read-only (Read-only file system)" in write_obstacle(small)
     with pytest.raises(HpcrlError, match=r"read-only .*; have it mounted for writing"):
         write_atomic(small / "a", b"x")
     with pytest.raises(UsageError, match=r"--run-dir .*: the file system is read-only"):
@@ -84,13 +83,13 @@ def test_only_what_may_pass_is_tried_again() -> None:
     for number, again in ((errno.EACCES, False), (errno.ENOENT, False), (errno.ESTALE, True)):
         tries.clear()
         with pytest.raises(OSError, match=os.strerror(number)):
-            patiently(lambda number=number: fail(number), 0.6)
+            retry_while_passing(lambda number=number: fail(number), 0.6)
         assert (len(tries) > 1) == again
 
 
 @pytest.mark.parametrize("number", sorted(WORDS))
 def test_what_the_system_says_stands_beside_ours(number: int) -> None:
-    said = words(OSError(number, os.strerror(number), "/some/where"))
+    said = describe(OSError(number, os.strerror(number), "/some/where"))
     assert os.strerror(number) in said and not said.startswith(os.strerror(number))
 
 
@@ -222,7 +221,7 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
         pytest.skip("no cgroup of version 1 can be made here")
     code = (
         "import os, sys, subprocess; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()));"
-        "from hpcrl.run.trouble.memory import MemoryWatch; from hpcrl.run.exit_status import how_it_ended;"
+        "from hpcrl.run.exit_status import MemoryWatch; from hpcrl.run.exit_status import how_it_ended;"
         "watch = MemoryWatch(); done = subprocess.run([sys.executable, '-c', 'x = bytearray(200 << 20)']);"
         "print(how_it_ended(done.returncode, watch))"
     )
@@ -242,7 +241,7 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
 
 
 MAKER = (
-    "import sys, time; from hpcrl.run.trouble.scratch import Scratch; s = Scratch('engine'); "
+    "import sys, time; from hpcrl.run.scratch import Scratch; s = Scratch('engine'); "
     "s.name([__import__('pathlib').Path(sys.argv[1])]); print(s.path, flush=True); time.sleep(100)"
 )
 

@@ -18,9 +18,9 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.job_request import FLOOR, Request, make_request
 from hpcrl.launch.submission import Script
 from hpcrl.plan import make_plan
-from hpcrl.slurm.batch_script import render
 from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.site import SlurmSite
+from hpcrl.slurm.submit import render
 
 REPO = Path(__file__).parents[2]
 #: Adam on the CPUs takes all cores of a node, and its memory

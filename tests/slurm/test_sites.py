@@ -19,8 +19,8 @@ from hpcrl.launch.container import Container
 from hpcrl.launch.job_request import make_request
 from hpcrl.launch.site import apply, find_profile, from_flags, load_site, minutes, profile_names
 from hpcrl.launch.submission import Script
-from hpcrl.slurm.batch_script import render
 from hpcrl.slurm.site import SlurmComponent, SlurmSite
+from hpcrl.slurm.submit import render
 
 SITES = Path(__file__).parents[2] / "sites"
 

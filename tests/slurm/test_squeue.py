@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.errors import HpcrlError
-from hpcrl.run.job_state import JobStateFile
+from hpcrl.run.job_files import JobStateFile
 from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import squeue
 from hpcrl.slurm.squeue import ENDINGS, NEVER, REASONS, WAITING, ask, look, remembered, together, worst
@@ -90,7 +90,7 @@ def test_a_task_of_an_array_is_found_under_its_own_number(slurm: FakeSlurm) -> N
 
 def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: FakeSlurm) -> None:
     slurm.command("squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
-    assert ask(["77"]) == squeue.Rows(asked=True)
+    assert ask(["77"]) == squeue.QueueRows(asked=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from hpcrl.rollout.ledger.journal import account
-from hpcrl.run.engines.view import EngineView, read_views
+from hpcrl.run.engine_files import EngineView, read_views
 from tests.support.cluster import Cluster
 from tests.support.runs import POLICY, metrics, recipe, rows
 from tests.support.slurm import Job, hpcrl, submit

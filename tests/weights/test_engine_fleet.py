@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.run.engines.lives import record_end
+from hpcrl.run.engine_files import record_end
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights import engine_fleet as module
 from hpcrl.weights import sender as senders

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.report.timeline.names import GENERATE, JOINS
 from hpcrl.report.timeline.reading import read_stage
-from hpcrl.run.engines.view import read_views
+from hpcrl.run.engine_files import read_views
 from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
 
 pytestmark = pytest.mark.vllm

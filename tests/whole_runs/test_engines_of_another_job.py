@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.rollout.ledger.journal import account
-from hpcrl.run.engines.view import read_views
+from hpcrl.run.engine_files import read_views
 from tests.support.cluster import Cluster
 from tests.support.runs import POLICY, metrics, recipe
 from tests.support.slurm import Job, hpcrl, submit

@@ -18,8 +18,7 @@ from hpcrl.cli import main
 from hpcrl.report.page.panels import own_metrics
 from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.report.timeline.reading import read_stage
-from hpcrl.run.engines.lives import end_of
-from hpcrl.run.engines.view import EngineView, read_views
+from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 

@@ -28,9 +28,7 @@ from hpcrl.launch.probe import Report, choose, report
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.names import ENDS, JOINS, ROLES
 from hpcrl.report.timeline.spans import role_timeline
-from hpcrl.run.engines.lives import EngineAdded, claim, with_added
-from hpcrl.run.engines.view import read_views
-from hpcrl.run.engines.wishes import wish_handed_back, wish_removed
+from hpcrl.run.engine_files import EngineAdded, claim, read_views, request_hand_back, request_removal, with_added
 from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
@@ -155,9 +153,9 @@ def _keep(
             leave_by = time.monotonic() + LEAVE
             say(f"told to end: the engines {'finish what they have' if finish else 'hand back what they have'}")
             for role in roles:
-                wish_removed(rundir, role.index)
+                request_removal(rundir, role.index)
                 if not finish:
-                    wish_handed_back(rundir, role.index)
+                    request_hand_back(rundir, role.index)
         if told.requests > 1 or time.monotonic() > leave_by:
             return
         time.sleep(0.2)

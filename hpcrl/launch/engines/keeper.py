@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from hpcrl.run.engines.lives import PAUSE, leaves, record_end, starts_again, was_up
+from hpcrl.run.engine_files import PAUSE, leaves, record_end, starts_again, was_up
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.launch.job import Job, finished
-from hpcrl.run.job_file import JobFile, read_job, replace_job
-from hpcrl.run.job_state import CANCEL, STOP
+from hpcrl.run.job_files import CANCEL, STOP, JobFile, read_job, replace_job
 
 
 def later(record: JobFile) -> tuple[str, ...]:

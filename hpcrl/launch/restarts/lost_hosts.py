@@ -15,9 +15,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch.job import Job, finished, say
 from hpcrl.launch.scheduler import Allocation
 from hpcrl.plan import Host
-from hpcrl.run.failure import Failure
-from hpcrl.run.job_state import STATE, JobState
-from hpcrl.run.rundir import HOSTS, RunDir
+from hpcrl.run.job_files import STATE, JobState
+from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir
 
 #: seconds that a scheduler may take to notice a host's end: Slurm's SlurmdTimeout is 300 by default, 600 at some sites
 UNNOTICED = 900.0
@@ -36,7 +35,7 @@ def correct(job: Job, why: str) -> None:
         rundir.correct(why)
 
 
-def names(error: Failure, host: str) -> bool:
+def names(error: AttemptFailure, host: str) -> bool:
     """Whether an error names this host, and not one whose name begins or ends so."""
     return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", error.message) is not None
 

@@ -21,9 +21,9 @@ from hpcrl.launch.job import say
 from hpcrl.plan import Plan
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import last_records
+from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
-from hpcrl.run.trouble.hardware import hardware_words
 
 HEADWAY = "headway.json"  #: in a run directory: where the last starts stood
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import Beating, Pulse
-from hpcrl.run.job_state import STATE, JobState, write_state
+from hpcrl.run.job_files import STATE, JobState, write_state
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.trouble.scratch import scratch
+from hpcrl.run.scratch import scratch
 
 
 @contextlib.contextmanager

@@ -17,9 +17,7 @@ from typing import Any
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.registry import Member, Registry
-from hpcrl.run.engines.lives import let_leave
-from hpcrl.run.engines.view import EngineView, write_views
-from hpcrl.run.engines.wishes import handed_back, removed
+from hpcrl.run.engine_files import EngineView, hand_back_requests, let_leave, removal_requests, write_views
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import CORE
@@ -114,7 +112,7 @@ class EngineDesk:
     def _drain(self) -> None:
         """Engines that the user wishes gone get no new requests."""
         signs = self._rundir.signs()
-        wished = removed(signs) & self._registry.members.keys()
+        wished = removal_requests(signs) & self._registry.members.keys()
         for index in sorted(wished - self._wished):
             self._wished.add(index)
             self._registry.drain(index)
@@ -123,7 +121,7 @@ class EngineDesk:
             if self._registry.members[index].state == "gone":  # it has nothing to finish
                 let_leave(self._rundir, index)
 
-        for index in sorted(handed_back(signs) & self._wished - self._handed):
+        for index in sorted(hand_back_requests(signs) & self._wished - self._handed):
             self._handed.add(index)
             say(f"{self._registry.members[index]} hands {self._pool.hand_back(index)} responses back")
 

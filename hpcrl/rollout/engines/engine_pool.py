@@ -26,7 +26,7 @@ from hpcrl.report.timeline.spans import NOWHERE, Timeline
 from hpcrl.rollout.engines.loads import Loads
 from hpcrl.rollout.engines.occupancy import Occupancy
 from hpcrl.rollout.engines.registry import Registry
-from hpcrl.run.engines.lives import EngineAdded, Reports
+from hpcrl.run.engine_files import EngineAdded, EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -116,7 +116,7 @@ class EnginePool:
         self._loads = Loads(self.occupancy)
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
-        self._reports = Reports(rundir)
+        self._reports = EngineReports(rundir)
         self._clients: list[aiohttp.ClientSession] = []  # one for each life of an engine
         self._count = 0
         self.registry = Registry(options.engine_restarts, trusting=True) if registry is None else registry

@@ -1,6 +1,6 @@
 """Engines that the run has not started (--rollout-external-engine-addrs): found at their addresses, and watched.
 
-For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engines/lives.py`): it is
+For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engine_files.py`): it is
 up, it has ended. Nobody here can start it again; but once it answers again, within --engine-restarts, that is another
 life of it, and it gets the weights before it is asked.
 
@@ -21,7 +21,7 @@ from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines.desk import EngineDesk
-from hpcrl.run.engines.lives import EngineEnd, leaves, tell_end
+from hpcrl.run.engine_files import EngineEnd, leaves, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say
 from hpcrl.weights.engine_http import CORE, LATE

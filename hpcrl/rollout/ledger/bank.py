@@ -32,7 +32,7 @@ from hpcrl.rollout.ledger.packed import decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.trouble.storage import PATIENCE
+from hpcrl.run.storage_errors import PATIENCE
 
 SUFFIX = ".groups"
 _LENGTH = struct.Struct("<I")

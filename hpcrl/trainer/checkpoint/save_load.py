@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
+from hpcrl.run import storage_errors
 from hpcrl.run.rundir import TRACKER, flush, write_atomic
-from hpcrl.run.trouble import storage
 from hpcrl.trainer.checkpoint import contents
 from hpcrl.trainer.checkpoint.contents import megatron_args
 from hpcrl.trainer.checkpoint.writers import write_here
@@ -119,8 +119,8 @@ def told(final: Path) -> Iterator[None]:
     except HpcrlError as error:
         hint = f"{error.hint}; the" if error.hint else "the"
         free, space = "", ""
-        if storage.lacks_space(error.what, final.parent, _still_needed(final)):
-            free = f" ({(storage.free(final.parent) or 0) / 1e6:.1f} MB are free there)"
+        if storage_errors.lacks_space(error.what, final.parent, _still_needed(final)):
+            free = f" ({(storage_errors.free(final.parent) or 0) / 1e6:.1f} MB are free there)"
             space = "free space and "
         raise HpcrlError(
             f"checkpoint {final} was not saved: {error.what}{free}",

@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 from hpcrl.errors import HpcrlError
-from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.trouble.memory import MemoryWatch
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 
 AGAIN = 0.5  #: seconds between two looks for an ended process whose signal has not ended the wait
 WAITING = (

@@ -16,12 +16,11 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.processors import cores
-from hpcrl.run.exit_status import how_it_ended, signal_name
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
 from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
-from hpcrl.run.trouble.memory import MemoryWatch
-from hpcrl.run.trouble.scratch import scratch
+from hpcrl.run.scratch import scratch
 
 LISTEN = 3.0  #: seconds that whoever is told to end waits for the word of who knows why
 

@@ -1,12 +1,17 @@
-"""What an engine's supervisor tells the run of the engine's lives: attempts/N/peers/engine-I*.json.
+"""What a run knows of its engines, as files of attempts/N.
 
-    engine-I.json, engine-I.K.json     it is up, in its first life, in life K (an `EnginePeer`)
-    engine-I.K.ended.json              life K is over, and why (an `EngineEnd`)
-    engine-I.leave.json                it is to end and not to come back (an `EngineLeave`, from the rollout process)
-    engine-I.added.json                there is such an engine beside those of the plan (an `EngineAdded`, from who starts it)
+    peers/engine-I.json, engine-I.K.json   engine I is up, in its first life, in life K (an `EnginePeer`, from its supervisor)
+    peers/engine-I.K.ended.json            life K is over, and why (an `EngineEnd`)
+    peers/engine-I.leave.json              it is to end and not to come back (an `EngineLeave`, from the rollout process)
+    peers/engine-I.added.json              an engine in addition to those of the plan (an `EngineAdded`, from who starts it)
+    engines.json                           how each engine is (`EngineViews`, from the rollout process)
+    remove-engine-I                        a user asks: engine I is to finish its requests and to end
+    hand-back-engine-I                     it has no time for that: its unfinished responses continue on other engines
 
-Invariants: a file is written once and never changed, so that one listing of a directory shows what is new; lives of an
-engine are counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.
+Invariants: a file of peers/ is written once and never changed, so one listing shows what is new; lives of an engine are
+counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.  engines.json
+is written whole, at each change and every few seconds, so an old file means that its writer is gone.  A user's mark is
+never taken back within its attempt.
 """
 
 from __future__ import annotations
@@ -19,15 +24,18 @@ import time
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from hpcrl.config.options import Options
+from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
-from hpcrl.plan import Place, Plan
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
+
+if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
+    from hpcrl.config.options import Options
+    from hpcrl.plan import Place, Plan
 
 PAUSE = 1.0  #: seconds from an engine's end to its next start
 _NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
@@ -61,6 +69,8 @@ class EngineAdded(Peer, tag="engine_added"):
     interface: str = ""
 
     def place(self) -> Place:
+        from hpcrl.plan import Place
+
         return Place(self.host, self.slots, self.address, self.interface)
 
 
@@ -89,6 +99,8 @@ def is_added(rundir: RunDir, index: int) -> bool:
 
 def with_added(rundir: RunDir, plan: Plan) -> Plan:
     """The plan with the engines that were added since: an engine of its own for each number."""
+    from hpcrl.plan import Place
+
     engines = [*plan.engines, *(Place(address, (), address) for address in plan.external)]
     while (path := _added_file(rundir, len(engines))).name in listed(path.parent):
         found = _read(rundir, path.name)
@@ -140,11 +152,13 @@ def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was
     if again or is_added(rundir, index):
         tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=again, time=time.time()))
     else:
-        rundir.fail("engine", index, epitaph([end.why for n in range(life) if (end := end_of(rundir, index, n))], why))
+        rundir.fail(
+            "engine", index, final_error([end.why for n in range(life) if (end := end_of(rundir, index, n))], why)
+        )
     return again
 
 
-def epitaph(earlier: list[str], last: str) -> str:
+def final_error(earlier: list[str], last: str) -> str:
     """The error of an engine that is not started again: its first end, and its last."""
     if not earlier:
         return last
@@ -168,7 +182,7 @@ def leaves(rundir: RunDir, indexes: Iterable[int]) -> set[int]:
     return {index for index in indexes if _leave_file(rundir, index).name in names}
 
 
-class Reports:
+class EngineReports:
     """What supervisors have said since the last look."""
 
     def __init__(self, rundir: RunDir) -> None:
@@ -205,3 +219,83 @@ def _added_file(rundir: RunDir, index: int) -> Path:
 def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | EngineAdded | None:
     path = rundir.here / "peers" / name
     return read_published(path, EnginePeer | EngineEnd | EngineAdded)
+
+
+# ---- engines.json: how each engine is
+
+VIEW = "engines.json"  #: its name in attempts/N
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine.  state: as in `rollout/engines/registry.py`; version: of its weights; requests: in flight; restarts:
+    of its process; why: what is wrong with it, or was last."""
+
+    index: int
+    host: str
+    state: str
+    version: int | None
+    requests: int
+    restarts: int
+    why: str = ""
+
+
+class EngineViews(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All engines of an attempt.  time: unix time; published: the version that all are to hold."""
+
+    time: float
+    published: int | None
+    engines: list[EngineView]
+
+
+def write_views(rundir: RunDir, published: int | None, engines: list[EngineView]) -> None:
+    """Write the file of this attempt."""
+    data = msgspec.json.encode(EngineViews(time=time.time(), published=published, engines=engines))
+    write_atomic(rundir.here / VIEW, data)
+
+
+def read_views(here: Path) -> EngineViews | None:
+    """What the attempt in `here` (attempts/N) says of its engines; None if it has not said anything.
+
+    HpcrlError if the file is damaged.
+    """
+    path = here / VIEW
+    try:
+        return read_json(path, EngineViews)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, Damaged) as error:
+        raise HpcrlError(f"{path} is damaged, or of another version of hpcrl: {error}") from error
+
+
+# ---- what a user asks of a running attempt's engines
+
+_REMOVE = re.compile(r"remove-engine-(\d+)")
+_HAND_BACK = re.compile(r"hand-back-engine-(\d+)")
+
+
+def request_removal(rundir: RunDir, index: int) -> None:
+    """Say that engine `index` is to end.  HpcrlError if that cannot be written."""
+    _mark(rundir, f"remove-engine-{index}")
+
+
+def request_hand_back(rundir: RunDir, index: int) -> None:
+    """Say that engine `index` is to hand its unfinished responses back.  HpcrlError if that cannot be written."""
+    _mark(rundir, f"hand-back-engine-{index}")
+
+
+def _mark(rundir: RunDir, name: str) -> None:
+    path = rundir.here / name
+    try:
+        path.touch(mode=0o600)
+    except OSError as error:
+        raise HpcrlError(f"cannot write {path}: {error.strerror}") from error
+
+
+def removal_requests(signs: Iterable[str]) -> set[int]:
+    """The engines that are to end, by the names in attempts/N (`RunDir.signs`)."""
+    return {int(match[1]) for name in signs if (match := _REMOVE.fullmatch(name))}
+
+
+def hand_back_requests(signs: Iterable[str]) -> set[int]:
+    """The engines whose responses are to go on elsewhere, by the same names."""
+    return {int(match[1]) for name in signs if (match := _HAND_BACK.fullmatch(name))}

@@ -51,7 +51,7 @@ WORDS: dict[int, tuple[str, str]] = {
 T = TypeVar("T")
 
 
-def words(error: OSError, path: Path | None = None) -> str:
+def describe(error: OSError, path: Path | None = None) -> str:
     """What is wrong.  path: where; with a full file system it is said how much is free there."""
     theirs = error.strerror or str(error)
     if error.errno not in WORDS:
@@ -62,7 +62,7 @@ def words(error: OSError, path: Path | None = None) -> str:
     return f"{WORDS[error.errno][0]} ({theirs})"
 
 
-def mend(error: OSError) -> str:
+def remedy(error: OSError) -> str:
     """What to do about it; "" if that is not known."""
     return WORDS.get(error.errno or 0, ("", ""))[1]
 
@@ -85,10 +85,10 @@ def lacks_space(said: str, directory: Path, needed: int) -> bool:
     if any(text in said for text in full):
         return True
     space = free(directory)
-    return any(text in trouble(directory) for text in full) or (space is not None and space < needed)
+    return any(text in write_obstacle(directory) for text in full) or (space is not None and space < needed)
 
 
-def trouble(directory: Path) -> str:
+def write_obstacle(directory: Path) -> str:
     """Why nothing can be written into a directory now; "" if something can."""
     probe = directory / f".probe-{os.getpid()}"
     try:
@@ -96,14 +96,14 @@ def trouble(directory: Path) -> str:
             file.write(b"x" * 4096)
             os.fsync(file.fileno())
     except OSError as error:
-        return f"{directory} cannot be written to: {words(error, directory)}"
+        return f"{directory} cannot be written to: {describe(error, directory)}"
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
     return ""
 
 
-def patiently(action: Callable[[], T], seconds: float | None = None) -> T:
+def retry_while_passing(action: Callable[[], T], seconds: float | None = None) -> T:
     """What `action` returns; it is tried again for so long (PATIENCE) if a file system refuses it for a reason that may
     pass.  OSError."""
     deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)

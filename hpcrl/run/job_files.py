@@ -1,0 +1,206 @@
+"""What a run directory says of the run's job, and what a user asks of it.
+
+    RUN/job.json      which job of which scheduler the run belongs to, for whoever looks at it or resumes it
+    RUN/state.json    what the job is doing, for whoever looks from outside
+    RUN/stop, cancel  a user asks the run to save and end, or has ended its job by hand
+
+Invariants: each file is written whole.  state.json is written at each change and at least every BEAT seconds while the
+launcher lives, so an old file of a job that should be running means that its launcher is gone; the last one says how the
+job ended.  What a later start needs (the site) is in job.json.  A start heeds what was asked since it was itself asked
+for, and nothing that was asked of an earlier launcher; but a request that no launcher lived to answer holds for a start
+that no user asked for.  Times of files are compared with times of files alone: the clocks of hosts differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from hpcrl.careful_files import Damaged, read_json
+from hpcrl.errors import HpcrlError, Stopped
+from hpcrl.run.rundir import write_atomic
+
+STATE = "state.json"  #: its name in a run directory
+BEAT = 10.0
+STOP = "stop"  #: RUN/stop is there once the run was asked to save and end
+#: RUN/cancel is there while a job is being ended by hand: whatever the launcher sees then is not a failure
+CANCEL = "cancel"
+CANCELLED = "cancelled; what was saved is good"
+
+Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
+OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its launcher does nothing more
+
+
+class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What it holds, the launcher's word.
+
+    time: when it was written; ends: the allocation's time limit (unix times); restarts: how often the scheduler has
+    started the job again; host, pid: the launcher's; message: how it ended, or why it waits.
+    """
+
+    phase: Phase
+    time: float
+    stage: str = ""
+    attempt: int = 0
+    restarts: int = 0
+    message: str = ""
+    host: str = ""
+    pid: int = 0
+    ends: float | None = None
+
+
+def write_state(root: Path, state: JobState) -> None:
+    """Write it.  A full disk is told by those who need it: no error is raised."""
+    with contextlib.suppress(OSError, HpcrlError):
+        write_atomic(root / STATE, msgspec.json.encode(state))
+
+
+class JobStateFile:
+    """The writer of state.json, as a context: leaving it says whether the job finished, stopped, failed or was
+    cancelled."""
+
+    def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
+        self.root = root
+        self._written = 0.0  # by a clock that nobody sets back
+        self.state = JobState("starting", 0.0, restarts=restarts, host=socket.gethostname(), pid=os.getpid(), ends=ends)
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+    def set(self, phase: Phase, **fields: Any) -> None:
+        """Change the phase, and what else is given of JobState's fields."""
+        self.state = msgspec.structs.replace(self.state, phase=phase, **fields)
+        self._write()
+
+    def beat(self, phase: Phase | None = None) -> None:
+        """A sign of life, and perhaps a new phase; cheap to call often."""
+        if phase is not None and phase != self.phase:
+            self.set(phase)
+        elif time.monotonic() - self._written > BEAT:
+            self._write()
+
+    def _write(self) -> None:
+        self.state = msgspec.structs.replace(self.state, time=time.time())
+        self._written = time.monotonic()
+        write_state(self.root, self.state)
+
+    def __enter__(self) -> JobStateFile:
+        self._write()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.set("finished", message="")
+        elif (self.root / CANCEL).exists():
+            self.set("cancelled", message=CANCELLED)
+        elif isinstance(error, Stopped):
+            self.set("stopped", message=str(error))
+        else:
+            self.set("failed", message=str(error) or type(error).__name__)
+
+
+# ---- job.json
+
+JOB = "job.json"  #: its name in a run directory
+#: what starts a run without a queue before it: no scheduler has a job of it
+UNQUEUED = ("local", "mpirun")
+
+
+class JobFile(msgspec.Struct, frozen=True):
+    """What it holds.  scheduler: "local" where none has the run; job_id: the scheduler's number (of a heterogeneous job
+    the leader's); chain: the numbers of all jobs of a chain, this one among them; submitted: unix time; identity: the
+    run's; script: the batch script; site: the profile it was submitted with."""
+
+    scheduler: str = "local"
+    job_id: str | None = None
+    cluster: str | None = None
+    submit_host: str = ""
+    submitted: float = 0.0
+    identity: str = ""
+    script: str | None = None
+    components: list[dict[str, Any]] = []
+    site: dict[str, Any] | None = None
+    chain: list[str] = []
+
+    @property
+    def queued(self) -> bool:
+        """Whether a scheduler has the job."""
+        return self.scheduler not in UNQUEUED
+
+
+def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
+    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site as far as
+    they are known, and chain; a site that was known is kept."""
+    known = {"site": read_job(root).site, **more}
+    replace_job(
+        root,
+        JobFile(scheduler, job_id, submit_host=socket.gethostname(), submitted=time.time(), identity=identity, **known),
+    )
+
+
+def replace_job(root: Path, job: JobFile) -> None:
+    """Write all of job.json."""
+    write_atomic(root / JOB, msgspec.json.encode(job))
+
+
+def read_job(root: Path) -> JobFile:
+    """job.json of a run directory; that of a local run where no scheduler knows it.  HpcrlError names a damaged
+    file."""
+    try:
+        return read_json(root / JOB, JobFile)
+    except FileNotFoundError:
+        return JobFile()
+    except (OSError, Damaged) as error:
+        raise HpcrlError(
+            f"{root / JOB} is damaged: {error}", "remove it, and give the run's script to the scheduler again"
+        ) from error
+
+
+# ---- RUN/stop and RUN/cancel
+
+
+def process_age() -> float:
+    """Seconds since this process began."""
+    import psutil  # not at the top: `hpcrl status` does without
+
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
+def forget_old_requests(root: Path, restarts: int, age: float) -> None:
+    """Remove what was not asked of this start.
+
+    restarts: how often the scheduler has started the job again by itself; age: seconds since this start was asked for,
+    as far as its process knows: that of a job that `hpcrl submit` or `hpcrl resume` has sent is as old as its job.json.
+    """
+    os.utime(root / "lock")
+    now = _changed(root / "lock")
+    if (record := read_job(root)).queued and record.site is not None:
+        age = max(age, now - _changed(root / JOB))
+    for name in (STOP, CANCEL):
+        asked = _changed(root / name)
+        if _answered(root, asked) or (not restarts and asked < now - age):
+            (root / name).unlink(missing_ok=True)
+
+
+def _answered(root: Path, asked: float) -> bool:
+    """Whether the launcher before has come to an end of its own after it was asked."""
+    try:
+        return read_json(root / STATE, JobState).phase in OVER and asked <= _changed(root / STATE)
+    except (OSError, Damaged):
+        return False
+
+
+def _changed(path: Path) -> float:
+    """Unix time by the clock of the file system; 0 where there is no such file."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
