@@ -1,16 +1,120 @@
-"""Messages between the launchers of a run's hosts, over MPI.
+"""Messages between the launcher (MPI rank 0) and the ranks of the hosts, and the channel that carries them.
 
-Invariants: nothing is pickled (see messages.py); nothing blocks: sends complete in the background, and who does not
-take what is sent to it, or is silent for DEAD seconds, counts as gone.
+    launcher -> host   Beat, CheckPath, BeginAttempt, RunFiles, Quit
+    host -> launcher   Beat, PathFound, RunFiles, HostEnded, Bye
+    all to all, once   RankJoined
+
+Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most MAX_MESSAGE
+bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks: sends complete in
+the background; a rank that does not take what is sent to it, or is silent for DEAD seconds, counts as gone.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from hpcrl.errors import PeerError
-from hpcrl.mpi.channel import Beat, FromHost, FromLauncher, Message, check_size, pack, unpack
+import msgspec
+
+from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.launch.probe import Report
+
+MAX_MESSAGE = 64 * 2**20  #: bytes
+MEND = "use one version of hpcrl on all hosts"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="is"):
+    """Base of all messages."""
+
+
+class RankJoined(_Message, tag="joined"):
+    """What a rank finds where it runs; gpus: of its host."""
+
+    report: Report
+    gpus: Count
+
+
+class Beat(_Message, tag="beat"):
+    """A sign of life."""
+
+
+class CheckPath(_Message, tag="look"):
+    """Is there a file of this absolute path, where you are?"""
+
+    path: str
+
+
+class PathFound(_Message, tag="sees"):
+    """The answer to Look."""
+
+    found: bool
+
+
+class BeginAttempt(_Message, tag="begin"):
+    """Start your host's part of an attempt.  files: what it needs where it does not see the run directory; see
+    Files."""
+
+    root: str
+    attempt: Count
+    files: dict[str, bytes]
+
+
+class RunFiles(_Message, tag="files"):
+    """Small files that have appeared in the run directory: path in it -> contents."""
+
+    files: dict[str, bytes]
+
+
+class HostEnded(_Message, tag="ended"):
+    """The sender's part of an attempt has ended with this exit status, negative for a signal."""
+
+    root: str
+    attempt: Count
+    status: int
+
+
+class Quit(_Message, tag="quit"):
+    """The run is over: say Bye and end with this exit status."""
+
+    status: int
+
+
+class Bye(_Message, tag="bye"):
+    """The sender does nothing more."""
+
+
+FromLauncher = Beat | CheckPath | BeginAttempt | RunFiles | Quit
+FromHost = Beat | PathFound | RunFiles | HostEnded | Bye
+Message = RankJoined | FromLauncher | FromHost
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def pack(message: Message) -> bytes:
+    """One message as one buffer.  HpcrlError if it is larger than MAX_MESSAGE."""
+    data = _encode(message)
+    if len(data) > MAX_MESSAGE:
+        kind = type(message).__name__
+        raise HpcrlError(f"a message ({kind}) of {len(data)} bytes cannot be sent over MPI: {MAX_MESSAGE} are allowed")
+    return data
+
+
+def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
+    """The message in `data`, which must be one of `kinds` (a Struct, or a union).  PeerError names the rank that sent
+    it."""
+    try:
+        return msgspec.msgpack.decode(data, type=kinds)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PeerError(f"MPI rank {rank} sent what is no message to this rank: {error}", MEND) from error
+
+
+def check_size(size: int, rank: int) -> None:
+    """PeerError if a message of so many bytes has come, before it is taken."""
+    if size > MAX_MESSAGE:
+        raise PeerError(f"MPI rank {rank} sends a message of {size} bytes, {MAX_MESSAGE} are allowed", MEND)
+
 
 TAG = 7
 #: seconds between signs of life, and without one until a host counts as gone

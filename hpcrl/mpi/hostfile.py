@@ -6,9 +6,10 @@
     slime       10.0.0.1 slot=8                (no launcher reads this one)
 
 A host may be repeated: its slots are added up, as MPICH and Open MPI do.  A host with slots=0 runs nothing but the
-rollout process.  IPv6 addresses stand bare, or in brackets where slots follow: [fe80::1]:8.
+rollout process.  IPv6 addresses stand bare, or in brackets where slots follow: [fe80::1]:8.  What LSF, Grid Engine and
+PBS tell a job of its hosts is rewritten as such a file first (`job_hostfile`).
 
-Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored. Two
+Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored.  Two
 spellings of one machine are refused.  Order is line order.  What a launcher would read differently from us is said in
 `notes`.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -291,3 +292,53 @@ def write_hostfile(hosts: tuple[Host, ...], dialect: str) -> str:
     if dialect not in WRITERS:
         raise UsageError(f"--to {dialect} is unknown", f"choose one of {', '.join([*WRITERS, 'slurm'])}")
     return "".join(WRITERS[dialect](host) + "\n" for host in hosts)
+
+
+# ---- hosts of a job of LSF, Grid Engine or PBS
+#
+#     LSF     LSB_MCPU_HOSTS="n1 8 n2 8", or LSB_HOSTS="n1 n1 n2" with a name for each slot
+#     SGE     PE_HOSTFILE: a file with "n1 8 all.q@n1 UNDEFINED" in each line
+#     PBS     PBS_NODEFILE: a file with a name for each slot
+
+#: scheduler -> the variables that it sets in a job, the best first
+VARIABLES = {"lsf": ("LSB_MCPU_HOSTS", "LSB_HOSTS"), "sge": ("PE_HOSTFILE",), "pbs": ("PBS_NODEFILE",)}
+
+
+def job_hostfile(scheduler: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """(hostfile text, where it came from).  UsageError outside of such a job, or for another scheduler."""
+    if scheduler not in VARIABLES:
+        raise UsageError(f"--from {scheduler} is unknown", f"choose one of {', '.join(VARIABLES)}")
+    names = VARIABLES[scheduler]
+    name = next((name for name in names if environment.get(name, "").strip()), None)
+    if name is None:
+        raise UsageError(
+            f"{' and '.join(names)} are not set" if len(names) > 1 else f"{names[0]} is not set", "run it in a job"
+        )
+    text = environment[name]
+    if name in ("PE_HOSTFILE", "PBS_NODEFILE"):
+        try:
+            text = read_given(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{name}={text} cannot be read: {error}") from error
+    return _REWRITE[name](text), f"${name}"
+
+
+def _pairs(text: str) -> str:
+    words = text.split()
+    if len(words) % 2:
+        raise UsageError(f"LSB_MCPU_HOSTS={text} is no list of HOST SLOTS")
+    return "".join(f"{host} slots={slots}\n" for host, slots in zip(words[::2], words[1::2], strict=True))
+
+
+def _names(text: str) -> str:
+    return "".join(f"{name} slots=1\n" for name in text.split())
+
+
+def _queues(text: str) -> str:
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    if short := next((row for row in rows if len(row) < 2), None):
+        raise UsageError(f"PE_HOSTFILE has the line {' '.join(short)!r}, without slots")
+    return "".join(f"{row[0]} slots={row[1]}\n" for row in rows)
+
+
+_REWRITE = {"LSB_MCPU_HOSTS": _pairs, "LSB_HOSTS": _names, "PE_HOSTFILE": _queues, "PBS_NODEFILE": _names}

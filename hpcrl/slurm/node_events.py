@@ -17,13 +17,12 @@ import msgspec
 from hpcrl.errors import UsageError
 from hpcrl.run.queued_job import QueueAnswer
 from hpcrl.slurm import squeue
-from hpcrl.slurm.node_events import expand
 
 LATER = 60.0  #: seconds after a job's end in which Slurm may still write down what ended it
 EVENT = ("NodeName", "State", "Start", "Reason")
 
 
-class Failure(NamedTuple):
+class NodeFailure(NamedTuple):
     """A failure of a host.  began: unix time; reason: Slurm's, or an administrator's."""
 
     node: str
@@ -41,7 +40,7 @@ def failures(nodes: Sequence[str], since: float, until: float) -> dict[str, str]
     """
     if not nodes:
         return {}
-    found: dict[str, Failure] = {}
+    found: dict[str, NodeFailure] = {}
     for look in (_now, _in_accounting):
         for one in look(nodes, since):
             if one.node in nodes and since <= one.began <= until:
@@ -76,7 +75,7 @@ def _of_job(job_id: str) -> dict[str, str]:
     return failures(nodes, min(float(row[1]) for row in rows), max(float(row[2]) for row in rows) + LATER)
 
 
-def _now(nodes: Sequence[str], _: float) -> Iterator[Failure]:
+def _now(nodes: Sequence[str], _: float) -> Iterator[NodeFailure]:
     """Those that are down: `State=DOWN+NOT_RESPONDING ... Reason=Not responding [slurm@1795392996]`."""
     answer = squeue.call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)])
     for line in answer.out.splitlines() if answer.code == 0 else ():
@@ -84,10 +83,10 @@ def _now(nodes: Sequence[str], _: float) -> Iterator[Failure]:
         state = re.search(r"\bState=(\S+)", line)
         reason = re.search(r"\bReason=(.*?) \[[^\]@]*@(\d+)\]", line)
         if name and state and reason and _is_down(state[1]):
-            yield Failure(name[1], float(reason[2]), reason[1])
+            yield NodeFailure(name[1], float(reason[2]), reason[1])
 
 
-def _in_accounting(nodes: Sequence[str], since: float) -> Iterator[Failure]:
+def _in_accounting(nodes: Sequence[str], since: float) -> Iterator[NodeFailure]:
     if shutil.which("sacctmgr") is None:
         return
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
@@ -96,9 +95,22 @@ def _in_accounting(nodes: Sequence[str], since: float) -> Iterator[Failure]:
     for line in answer.out.splitlines() if answer.code == 0 else ():
         cells = line.split("|", len(EVENT) - 1)
         if len(cells) == len(EVENT) and _is_down(cells[1]) and cells[2].isdigit():
-            yield Failure(cells[0], float(cells[2]), cells[3])
+            yield NodeFailure(cells[0], float(cells[2]), cells[3])
 
 
 def _is_down(state: str) -> bool:
     """Of `DOWN`, `DOWN*`, `DOWN+DRAIN`, `FAIL`: its jobs have been ended, unlike those of a node that is drained."""
     return re.match(r"(DOWN|FAIL)\b", state) is not None
+
+
+# ---- node lists
+
+
+def expand(nodelist: str) -> list[str]:
+    """node[1-3,7] -> node1, node2, node3, node7, in Slurm's order."""
+    from hostlist import BadHostlist, expand_hostlist
+
+    try:
+        return expand_hostlist(nodelist, allow_duplicates=True)
+    except BadHostlist as error:
+        raise UsageError(f"Slurm's node list {nodelist} cannot be read: {error}") from error

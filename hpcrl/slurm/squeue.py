@@ -117,7 +117,7 @@ class JobRow(msgspec.Struct, frozen=True):
         return self.comment.partition(" ")[2] if self.comment.startswith(MARK) else ""
 
 
-class Rows(msgspec.Struct):
+class QueueRows(msgspec.Struct):
     """squeue's answer: the rows of each job id, and what could not be learned."""
 
     found: dict[str, list[JobRow]] = {}
@@ -140,17 +140,17 @@ def look(jobs: Sequence[JobKey]) -> QueueAnswer:
     return QueueAnswer({job: word(job, found.get(job.job_id, [])) for job in jobs})
 
 
-def ask(ids: Sequence[str]) -> Rows:
+def ask(ids: Sequence[str]) -> QueueRows:
     """The jobs of `ids` that are in Slurm's memory, with one squeue."""
     ids = [i for i in ids if i.isdigit()]
     if not ids or not there():
-        return Rows()
+        return QueueRows()
     answer = call(["squeue", "--noheader", "--states=all", "--jobs", ",".join(ids), "--format", CUT.join(FIELDS)])
     if (
         answer.code and "Invalid job id" not in answer.err
     ):  # what one forgotten job gives; of several, squeue leaves it out
-        return Rows(note=f"squeue: {answer.said}")
-    return Rows(found=_by_job(filter(None, map(_row, answer.out.splitlines()))), asked=True)
+        return QueueRows(note=f"squeue: {answer.said}")
+    return QueueRows(found=_by_job(filter(None, map(_row, answer.out.splitlines()))), asked=True)
 
 
 def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hpcrl.mpi.ssh_check import check_hosts, unreachable
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
@@ -22,6 +21,7 @@ from hpcrl.launch.restarts.restart_policy import FRUITLESS, check_headway, margi
 from hpcrl.mpi.file_sync import FileSync
 from hpcrl.mpi.mpirun import handed_on, mpi_command
 from hpcrl.mpi.placement import place_ranks
+from hpcrl.mpi.ssh_check import check_hosts, unreachable
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import OVER, RunDir
@@ -248,8 +248,7 @@ def test_groups_come_from_slurms_node_lists() -> None:
     env = {
         "SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_JOB_NODELIST_HET_GROUP_0": "n[01-02,07]", "SLURM_JOB_NODELIST_HET_GROUP_1": "g3",
-        "HPCRL_STEP_0": "srun --het-group=0 bash 'a "
-        "b'", "HPCRL_SLOTS_0": "8", "HPCRL_STEP_1": "srun", "HPCRL_SLOTS_1": "0",
+        "HPCRL_STEP_0": "srun --het-group=0 bash 'a b'", "HPCRL_SLOTS_0": "8", "HPCRL_STEP_1": "srun", "HPCRL_SLOTS_1": "0",
     }  # fmt: skip
     first, second = read_groups(env)
     assert first.nodes == ("n01", "n02", "n07") and first.step == ("srun", "--het-group=0", "bash", "a b")

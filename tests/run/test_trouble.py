@@ -305,7 +305,7 @@ CUT = {
 def test_who_is_killed_in_the_making_of_a_directory_leaves_it_to_the_next_sweep(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die = "import os; from hpcrl.run.trouble import scratch\ndef die(*_): os.kill(os.getpid(), 9)\n"
+    die = "import os; from hpcrl.run import scratch\ndef die(*_): os.kill(os.getpid(), 9)\n"
     ended = subprocess.run(
         [sys.executable, "-c", f"{die}{CUT[moment]}\nscratch.Scratch('torchrun'); die()"],
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -27,7 +27,7 @@ DIED = re.compile(rb"process rank \d+ with PID \d+ on node ([\w.-]+) exited on s
 BLOCK = 1 << 16  #: bytes taken at once
 
 
-class Place(NamedTuple):
+class RunLocation(NamedTuple):
     """A run, and its directory, where that is seen."""
 
     identity: str
@@ -68,7 +68,7 @@ class _Stream:
     rest: bytes = b""
 
 
-class Listener:
+class OutputRelay:
     """Passes on what mpirun's output and errors bring.
 
     status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, died: on which it
@@ -77,7 +77,7 @@ class Listener:
 
     def __init__(self, out: BinaryIO, errors: BinaryIO, word: str) -> None:
         self.status: int | None = None
-        self.place: Place | None = None
+        self.place: RunLocation | None = None
         self.lost = self.died = ""
         self._open = [_Stream(errors.fileno(), sys.stderr), _Stream(out.fileno(), sys.stdout)]
         self._line = re.compile(re.escape(word.encode()) + rb" (?:(-?\d+)|is (\w+) at (.+))")
@@ -110,7 +110,7 @@ class Listener:
             if found[1] is not None:
                 self.status = int(found[1]) if self.status is None else self.status
             else:
-                self.place = self.place or Place(found[2].decode(), Path(os.fsdecode(found[3])))
+                self.place = self.place or RunLocation(found[2].decode(), Path(os.fsdecode(found[3])))
         elif gone := LOST.search(line):
             self.lost = self.lost or gone[1].decode()
         elif gone := DIED.search(line):

@@ -22,7 +22,7 @@ SLOW = "lets us in, but its shell was not ready within"  #: of a host that is th
 REST = ("Transferred: ", "Bytes per second: ")  #: and when it has ended well; what went wrong stands before
 
 
-def reach(hosts: Sequence[str], agent: list[str]) -> None:
+def check_hosts(hosts: Sequence[str], agent: list[str]) -> None:
     """UsageError unless every host runs a command for us within REACH seconds, none of them through the loopback."""
     if len(hosts) > 1:
         for host in hosts:
@@ -31,12 +31,12 @@ def reach(hosts: Sequence[str], agent: list[str]) -> None:
                     f"host {host} is {address} here, which other hosts cannot reach",
                     "write its address on the machines' network into the hostfile",
                 )
-    for host, why in silent(hosts, agent).items():
+    for host, why in unreachable(hosts, agent).items():
         start = "let its start-up file end at once where the shell is not interactive; " if why.startswith(SLOW) else ""
         raise UsageError(f"host {host} {why}", f"{start}try: {shlex.join(agent)} {host} true")
 
 
-def silent(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
+def unreachable(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
     """host -> what is wrong, of those that do not run a command for us within REACH seconds."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "LogLevel=VERBOSE"]
     words = [*agent, *(options if Path(agent[0]).name == "ssh" else [])]
@@ -62,10 +62,10 @@ def silent(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
             file.close()
 
 
-def lost(hosts: Sequence[str], agent: list[str]) -> list[str]:
+def lost_hosts(hosts: Sequence[str], agent: list[str]) -> list[str]:
     """The hosts that cannot be reached, or answer nothing, for REACH seconds; one whose shell alone takes long is
     there."""
-    return [host for host, why in silent(hosts, agent).items() if not why.startswith(SLOW)]
+    return [host for host, why in unreachable(hosts, agent).items() if not why.startswith(SLOW)]
 
 
 def _wrong(status: int | None, said: IO[bytes]) -> str:

@@ -20,7 +20,7 @@ from hpcrl.report.run_status import WORKING
 from hpcrl.run.job_files import STATE, JobState, write_state
 
 
-def unsaid_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
+def explain_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
     """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
 
     lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank
