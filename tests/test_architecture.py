@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
     {"__init__", "errors", "plain_text"},
-    {"careful_files", "findings", "shipped_files"},
+    {"careful_files", "findings", "shipped_files", "toolbox"},
     {"config", "heartbeat", "pickles", "processors", "sample", "token_frames"},
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
@@ -61,6 +61,7 @@ LIGHT = {
     "shipped_files",
     "slime",
     "slurm",
+    "toolbox",
 }
 MOST = 20  #: files in one room
 #: modules that read files past careful_files.py, and what they read: nothing that lies in a run directory, or that a
@@ -68,10 +69,8 @@ MOST = 20  #: files in one room
 READERS = {
     "careful_files.py": "the one reader",
     "commands/submit.py": "/proc",
-    "config/algorithm_files.py": "the package's own source",
     "config/dataclass_fields.py": "the source of installed packages",
-    "config/module_search.py": "the source of the user's functions, found by import",
-    "config/reward_names.py": "the package's own source",
+    "config/custom_functions.py": "the source of the user's functions, found by import",
     "doctor/packages.py": "the package's own source",
     "doctor/storage.py": "/proc",
     "engine/receivers/disk.py": "safetensors files, as large as a model",
@@ -90,6 +89,7 @@ READERS = {
     "slime/sandbox.py": "/proc",
     "slime/script.py": "the package's own tables",
     "slurm/submit.py": "the package's own template",
+    "toolbox/plugins.py": "the package's own source",
     "weights/pieces/cuda_memory.py": "/proc",
     "weights/pieces/wire.py": "/proc",
 }

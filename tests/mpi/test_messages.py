@@ -104,5 +104,5 @@ def test_a_message_has_a_greatest_size_on_both_sides(monkeypatch: pytest.MonkeyP
         check_size(MAX_MESSAGE + 1, 4)
     monkeypatch.setattr(channel, "MAX_MESSAGE", 100)
     pack(RunFiles({"x": b"y" * 50}))
-    with pytest.raises(HpcrlError, match=r"\(Files\) of \d+ bytes cannot be sent over MPI: 100 are allowed"):
+    with pytest.raises(HpcrlError, match=r"\(RunFiles\) of \d+ bytes cannot be sent over MPI: 100 are allowed"):
         pack(RunFiles({"x": b"y" * 100}))

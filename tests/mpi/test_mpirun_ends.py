@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hpcrl.mpi.lost_host import explain_end
 
 from hpcrl.careful_files import read_json
 from hpcrl.errors import HpcrlError
