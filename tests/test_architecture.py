@@ -245,6 +245,13 @@ def test_files_are_short_and_say_what_they_are_for() -> None:
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name} is long"
 
 
+def test_nothing_stands_behind_what_starts_a_program() -> None:
+    """Below `if __name__ == "__main__"` a name is not yet there when the program runs, and ruff does not see it."""
+    for path in FILES:
+        for node in parsed(path).body[:-1]:
+            assert not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)), f"{path}:{node.lineno}"
+
+
 def test_ranks_meet_where_strangers_cannot_come() -> None:
     """The doctor's measurement moves numbers alone, before there is a run; nothing else may use torch's open store, or
     vLLM's."""

@@ -54,6 +54,12 @@ def resume(root: Path) -> None:
     assert status == 0, out + again.logs()
 
 
+def test_ranks_agree_on_what_is_common(uncut: Path) -> None:
+    """What was gathered on the first data-parallel rank leaves nothing on the others, of which Megatron would warn."""
+    logs = [path.read_text() for path in uncut.glob("logs/*/trainer-*.log")]
+    assert logs and not any("common state dict differs" in text for text in logs)
+
+
 def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
     names = sorted(p.name for p in (uncut / "checkpoints").iterdir())
     assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]

@@ -344,6 +344,9 @@ def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: boo
     optimizer = policy.optimizer.sharded_state_dict(
         {k: v for k, v in model.items() if k.startswith("model")}, is_loading=loading, metadata=metadata()
     )
+    for part in _leaves(optimizer):
+        if part.get("param_state", "") is None:  # gathered on another rank; Megatron would warn that ranks differ
+            del part["param_state"]
     return model | {
         "iteration": position.rollout_id,
         "optimizer": optimizer,

@@ -88,10 +88,6 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 #: where torch's flight recorder puts what it knows of NCCL's collectives when one takes too long (the rank's number is
 #: added), by its name and its elder one
 DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -114,3 +110,7 @@ def cpu_threads(options: Options, count: int, ranks: int) -> int:
     """Threads of one of `ranks` ranks that share `count` cores: --trainer-threads, or its share where the CPU does
     Adam's work."""
     return max(options.trainer_threads, count // ranks if options.megatron.get("optimizer_cpu_offload") else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

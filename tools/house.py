@@ -1,0 +1,110 @@
+"""What the package looks like in numbers: modules, code lines, imports, functions, class names that stand in several files.
+
+    python -m tools.house [DIRECTORY]          # default: hpcrl
+
+Code lines are lines that hold a token of code: blank lines, comments and docstrings do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import statistics
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NOT_CODE = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file.  lines: all of them; code: those with code; imports: those of import statements, of `code`."""
+
+    path: Path
+    tree: ast.Module
+    lines: int
+    code: int
+    imports: int
+
+
+def read_module(path: Path) -> Module:
+    """Count a file.  SyntaxError if it is not Python."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    covered: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            covered.update(range(token.start[0], token.end[0] + 1))
+    covered -= {line for node in docstrings(tree) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    taken = {line for node in imports for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    return Module(path, tree, text.count("\n"), len(covered), len(taken & covered))
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.expr]:
+    """The docstrings of a module, its classes and functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                yield first.value
+
+
+def classes(modules: list[Module]) -> dict[str, list[Path]]:
+    """Public class names that stand in several files."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module.path)
+    return {name: paths for name, paths in sorted(found.items()) if len(paths) > 1}
+
+
+def functions(modules: list[Module]) -> list[int]:
+    """Lines of every function."""
+    nodes = (node for module in modules for node in ast.walk(module.tree))
+    return sorted(
+        (node.end_lineno or 0) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def rooms(modules: list[Module], root: Path) -> Iterator[tuple[str, int, int]]:
+    """(folder, modules, code lines) of the first floor of rooms, largest first."""
+    found: dict[str, list[Module]] = defaultdict(list)
+    for module in modules:
+        parts = module.path.relative_to(root).parts
+        found[parts[0] if len(parts) > 1 else "."].append(module)
+    for name, held in sorted(found.items(), key=lambda item: -sum(m.code for m in item[1])):
+        yield name, len(held), sum(m.code for m in held)
+
+
+def main(argv: list[str]) -> None:
+    """Print the table."""
+    root = Path(argv[0] if argv else "hpcrl")
+    files = sorted(p for p in root.rglob("*.py") if "shipped" not in p.relative_to(root).parts)
+    modules = [module for module in map(read_module, files) if module.code]
+    code, sizes, lengths = sum(m.code for m in modules), sorted(m.lines for m in modules), functions(modules)
+    print(f"modules with code        {len(modules)} of {len(files)}")
+    print(f"lines; code              {sum(m.lines for m in modules)}; {code}")
+    print(f"code lines a module      {code / len(modules):.0f}")
+    print(f"module median/p90/max    {statistics.median(sizes):.0f}/{sizes[int(0.9 * len(sizes))]}/{sizes[-1]}")
+    print(f"function median/p90/max  {statistics.median(lengths):.0f}/{lengths[int(0.9 * len(lengths))]}/{lengths[-1]}")
+    print(f"imports, share of code   {sum(m.imports for m in modules) / code:.1%}")
+    several = classes(modules)
+    print(f"class names in several files  {len(several)}: {', '.join(several)}")
+    for name, count, lines in rooms(modules, root):
+        print(f"  {name:16} {count:4} modules {lines:6} code lines")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
