@@ -30,7 +30,7 @@ class Host(msgspec.Struct, frozen=True):
     interface: str = ""
 
 
-class Place(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True):
     """Where one process runs: the host and the slots (GPU numbers) that it owns there; address and interface as in
     Host.
 
@@ -41,7 +41,7 @@ class Place(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
     address: str = ""
     interface: str = ""
-    also: tuple[Place, ...] = ()
+    also: tuple[Placement, ...] = ()
 
     @property
     def at(self) -> str:
@@ -63,9 +63,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     run_id: str
     attempt: int
-    trainers: tuple[Place, ...]
-    engines: tuple[Place, ...]
-    rollout: Place
+    trainers: tuple[Placement, ...]
+    engines: tuple[Placement, ...]
+    rollout: Placement
     external: tuple[str, ...] = ()
 
     @property
@@ -79,7 +79,7 @@ class Plan(msgspec.Struct, frozen=True):
         places = (*self.trainers, *self.engines, self.rollout)
         return tuple(dict.fromkeys(host for place in places for host in place.hosts))
 
-    def engine_nodes(self, index: int) -> tuple[Place, ...]:
+    def engine_nodes(self, index: int) -> tuple[Placement, ...]:
         """The parts of an engine, one a host; its server sits on the first."""
         return (self.engines[index], *self.engines[index].also)
 
@@ -148,7 +148,7 @@ def visible_devices(
     )
 
 
-def socket_names(place: Place) -> dict[str, str]:
+def socket_names(place: Placement) -> dict[str, str]:
     """The environment that keeps gloo and NCCL on the network of the plan; empty if its interface is not known."""
     if not place.interface:
         return {}
@@ -174,13 +174,14 @@ def local_hosts(options: Options) -> list[Host]:
 
 
 def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0) -> Plan:
-    """Trainers first, engines in the slots that are left, the rollout process on a host without slots or beside engine
-    0.
+    """Trainers first, engines in the remaining slots, the rollout process on a host without slots or with engine 0.
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
-    may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each other.
-    With --colocate, engines take the same slots as trainers.  With
-    --debug-rollout-only there is no trainer, but a process without slots that drives the rollouts, beside the rollout process.  UsageError names the host and the number that do not fit.
+    may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each
+    other.  With --colocate, engines take the same slots as trainers.  With --debug-rollout-only there is no trainer, but
+    a process without slots that drives the rollouts, on the rollout process's host.
+
+    UsageError names the host and the number that do not fit.
     """
     names = [host.name for host in hosts]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -199,11 +200,11 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     return Plan(run_id, attempt, trainers or (rollout,), engines, rollout, external)
 
 
-def _place(host: Host, slots: Iterable[int], also: tuple[Place, ...] = ()) -> Place:
-    return Place(host.name, tuple(slots), host.address, host.interface, also)
+def _place(host: Host, slots: Iterable[int], also: tuple[Placement, ...] = ()) -> Placement:
+    return Placement(host.name, tuple(slots), host.address, host.interface, also)
 
 
-def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Place, ...]:
+def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Placement, ...]:
     """One Place a rank; their slots are taken out of `free`."""
     nodes = options.actor_num_nodes
     each = options.actor_num_gpus_per_node
@@ -217,7 +218,7 @@ def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int
     return tuple(_place(hosts[name], (free[name].pop(0),)) for name in rooms for _ in range(each))
 
 
-def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Place:
+def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Placement:
     """The first place with `size` free slots: in one host, or else on whole hosts one after another."""
     for name, slots in free.items():
         if len(slots) >= size:

@@ -1,4 +1,4 @@
-"""The processors that a process may use: how many cores they are, and which of them lie beside a device.
+"""The processors that a process may use: how many cores they are, and which of them are local to a device.
 
 Invariant: what the system does not say changes nothing: every processor is then a core of its own, and nothing is
 bound.
@@ -53,10 +53,10 @@ def bind_beside(device: str, system: Path = SYSTEM) -> frozenset[int]:
     of them.
     """
     allowed = os.sched_getaffinity(0)
-    beside = read_list(system / "bus/pci/devices" / device / "local_cpulist") & allowed
-    if not beside or beside == allowed:
+    local = read_list(system / "bus/pci/devices" / device / "local_cpulist") & allowed
+    if not local or local == allowed:
         return frozenset()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(thread), beside)
-    return beside
+            os.sched_setaffinity(int(thread), local)
+    return local

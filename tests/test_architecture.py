@@ -74,10 +74,10 @@ READERS = {
     "doctor/packages.py": "the package's own source",
     "doctor/storage.py": "/proc",
     "engine/receivers/disk.py": "safetensors files, as large as a model",
-    "engine/turns/cpu_memory.py": "/proc",
+    "engine/cpu_build.py": "/proc",
     "heartbeat.py": "/proc",
     "model_files/config_json.py": "a model's directory, where links are usual",
-    "model_files/safetensors_headers.py": "a model's directory, where links are usual",
+    "model_files/safetensors_files.py": "a model's directory, where links are usual",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "processors.py": "/sys",
     "prompt_files/rows.py": "prompt files, read row by row",
@@ -90,7 +90,7 @@ READERS = {
     "slime/script.py": "the package's own tables",
     "slurm/submit.py": "the package's own template",
     "toolbox/plugins.py": "the package's own source",
-    "weights/pieces/cuda_memory.py": "/proc",
+    "weights/pieces/device_memory.py": "/proc",
     "weights/pieces/wire.py": "/proc",
 }
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's

@@ -26,11 +26,14 @@ ENDED = {
     ("doctor/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
     ("doctor/one_node.py", "key.data.accept()"): READY,
     ("doctor/one_node.py", "process.communicate()"): "the process was killed in the line before",
-    ("engine/pieces/inbox.py", "arriving.wait()"): OWN,
-    ("engine/pieces/inbox.py", "self.post.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()"): OWN,
-    ("engine/pieces/inbox.py", "transfer.wait()"): OWN,
+    ("engine/pieces/piece_receiver.py", "arriving.wait()"): OWN,
+    (
+        "engine/pieces/piece_receiver.py",
+        "self.transport.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()",
+    ): OWN,
+    ("engine/pieces/piece_receiver.py", "transfer.wait()"): OWN,
     ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,
-    ("engine/pulse.py", "question.result()"): READY,
+    ("engine/health.py", "question.result()"): READY,
     ("queue/client.py", "self._socket.recv_multipart(copy=False)"): READY,
     ("queue/server.py", "self._socket.recv_multipart(copy=False)"): "it serves until it is closed",
     ("rendezvous/server.py", "self._door.recv_multipart()"): READY,
@@ -49,8 +52,8 @@ ENDED = {
     ("trainer/start/network_speed.py", "torch.cuda.synchronize(device)"): GROUP,
     ("weights/engine_fleet.py", "future.result()"): READY,
     ("weights/gloo_group.py", "work.wait()"): READY,
-    ("weights/pieces/outbox.py", "transfer.wait()"): OWN,
-    ("weights/pieces/transport.py", "future.result()"): READY,
+    ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,
+    ("weights/pieces/resharded_update.py", "future.result()"): READY,
 }
 
 

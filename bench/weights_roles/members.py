@@ -1,7 +1,7 @@
 """Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one
 thread.
 
-They are the real outbox and inbox of --weight-update resharded and delta, and for gathered what rank 0 and the
+They are the real sender and receiver of --weight-update resharded and delta, and for gathered what rank 0 and the
 receivers do with shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies its part of what it
 got into its parameters, as they do.
 
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 from bench.weights_roles.hosts import Host
-from hpcrl.engine.pieces.inbox import InboxReader
-from hpcrl.models.slicing import Place
+from hpcrl.engine.pieces.piece_receiver import PieceReceiver
+from hpcrl.models.slicing import SourceRectangle
 from hpcrl.queue.auth import ClientKeys
-from hpcrl.redistribution.layouts import Layouts, Part, Worker
+from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import Bucket, fill, views
-from hpcrl.weights.pieces.numbers import Numbers, OwnTensor
-from hpcrl.weights.pieces.outbox import Addressee, Outbox
-from hpcrl.weights.pieces.planning import inboxes, pieces_of, to_bytes
-from hpcrl.weights.pieces.post import Post
+from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
+from hpcrl.weights.pieces.peer_transport import PeerTransport
+from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
+from hpcrl.weights.pieces.planning import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.shared_memory import Region, open_region
 
 #: BYTES of bf16
@@ -82,9 +82,9 @@ class Stage:
 
 def plan_of(stage: Stage) -> Redistribution:
     layouts = Layouts()
-    halves = [Part((i * ROWS // 2, (i + 1) * ROWS // 2), (0, COLUMNS), (i, i + 2)) for i in range(2)]
+    halves = [TensorPart((i * ROWS // 2, (i + 1) * ROWS // 2), (0, COLUMNS), (i, i + 2)) for i in range(2)]
     held = layouts.pattern(halves)
-    each = [Part((0, ROWS), (i * HALF, (i + 1) * HALF), tuple(range(i, stage.workers, TP))) for i in range(TP)]
+    each = [TensorPart((0, ROWS), (i * HALF, (i + 1) * HALF), tuple(range(i, stage.workers, TP))) for i in range(TP)]
     needed = layouts.pattern(each)
     for number in range(stage.tensors):
         layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
@@ -92,11 +92,11 @@ def plan_of(stage: Stage) -> Redistribution:
     return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2, stage.near)
 
 
-def join(stage: Stage, me: int) -> Post:
+def join(stage: Stage, me: int) -> PeerTransport:
     torch.set_num_threads(1)
     keys = ClientKeys(*stage.keys)
     group = gloo_group.join(stage.store, stage.ports[0], keys, me, RANKS + stage.workers, stage.address(me), LIMIT)
-    return Post(group, me, RANKS, LIMIT)
+    return PeerTransport(group, me, RANKS, LIMIT)
 
 
 def join_broadcasts(stage: Stage, me: int) -> gloo_group.GlooGroup:
@@ -169,25 +169,25 @@ def member(stage: Stage, me: int) -> None:
 
 def _boxes(plan: Redistribution) -> list[Any]:
     names = plan.layouts.names
-    return inboxes(plan, dict.fromkeys(names, "bfloat16"), dict.fromkeys(names, (ROWS, COLUMNS)))
+    return receive_plans(plan, dict.fromkeys(names, "bfloat16"), dict.fromkeys(names, (ROWS, COLUMNS)))
 
 
 def pieces_rank(stage: Stage, me: int) -> None:
     post, plan = join(stage, me), plan_of(stage)
     to = [
-        Addressee(stage.near and landing.host == stage.host(me), box.porter, box.workers)
-        for landing, box in zip(plan.landings, _boxes(plan), strict=True)
+        SendTarget(stage.near and destination.host == stage.host(me), box.host_leader, box.workers)
+        for destination, box in zip(plan.destinations, _boxes(plan), strict=True)
     ]
-    place = [Place(0, (me % 2 * ROWS // 2, (me % 2 + 1) * ROWS // 2), None, 0)]
+    place = [SourceRectangle(0, (me % 2 * ROWS // 2, (me % 2 + 1) * ROWS // 2), None, 0)]
     parts = [half_of(n, me % 2) for n in range(stage.tensors)]
     own = {f"w{n}": OwnTensor(part, place, 0, (ROWS, COLUMNS)) for n, part in enumerate(parts)}
-    numbers = Numbers(own, dict.fromkeys(own, "bfloat16"), None, {})
+    numbers = PieceValues(own, dict.fromkeys(own, "bfloat16"), None, {})
     delta = stage.way == "delta"
-    outbox = Outbox(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit, delta)
+    sender = PieceSender(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit, delta)
     updates = iter(range(stage.rounds + 1))
 
     def work() -> None:
-        outbox.send(numbers, delta and next(updates) > 0)
+        sender.send(numbers, delta and next(updates) > 0)
 
     timed(stage, me, work, lambda turn: change(parts, turn))
 
@@ -198,7 +198,7 @@ def pieces_worker(stage: Stage, me: int) -> None:
     held = {name: ([(0, ROWS)], (mine * HALF, HALF)) for name in plan.layouts.names}
     params = {name: torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for name in held}
     box = next(box for box in _boxes(plan) if me in box.workers)
-    reader = InboxReader(post, box, held, delta)
+    reader = PieceReceiver(post, box, held, delta)
 
     def load(tensors: list[tuple[str, Any]], last: bool) -> None:
         for name, tensor in tensors:

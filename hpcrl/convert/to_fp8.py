@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files.config_json import read_config, write_config
-from hpcrl.model_files.hf_writer import Tensor, copy_assets, directory, header
-from hpcrl.model_files.safetensors_headers import DTYPES, INDEX, SINGLE, Entry, listing, open_file
+from hpcrl.model_files.hf_writer import TensorHeader, copy_assets, directory, header
+from hpcrl.model_files.safetensors_files import DTYPES, INDEX, SINGLE, Entry, listing, open_file
 from hpcrl.report.progress import track
 from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
 
@@ -60,8 +60,8 @@ def convert(
     files: dict[str, dict[str, Entry]] = {}
     for name, entry in held.items():
         files.setdefault(entry.file, {})[name] = entry
-    with directory(output, force) as beside, ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        jobs = [pool.submit(_file, source / file, beside / file, files[file], scheme) for file in sorted(files)]
+    with directory(output, force) as staging, ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        jobs = [pool.submit(_file, source / file, staging / file, files[file], scheme) for file in sorted(files)]
         where: dict[str, str] = {}
         size = 0
         try:
@@ -73,12 +73,12 @@ def convert(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-        copy_assets(source, beside)
+        copy_assets(source, staging)
         if set(files) != {SINGLE}:
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         config["quantization_config"] = quantization_config(scheme, left(held, taken))
-        write_config(beside, config)
+        write_config(staging, config)
 
 
 def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Scheme) -> tuple[str, dict[str, int]]:
@@ -100,12 +100,12 @@ def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Sche
     return output.name, {tensor.name: tensor.size for tensor in plan}
 
 
-def _outcome(name: str, entry: Entry, scheme: Scheme) -> list[Tensor]:
+def _outcome(name: str, entry: Entry, scheme: Scheme) -> list[TensorHeader]:
     """What one tensor of the source becomes."""
     if name not in (scheme.chosen or ()):
-        return [Tensor(name, getattr(torch, entry.dtype), entry.shape)]
-    scales = Tensor(scheme.scale_name(name), torch.float32, scheme.scale_shape(entry.shape))
-    return [Tensor(name, FP8, entry.shape), scales]
+        return [TensorHeader(name, getattr(torch, entry.dtype), entry.shape)]
+    scales = TensorHeader(scheme.scale_name(name), torch.float32, scheme.scale_shape(entry.shape))
+    return [TensorHeader(name, FP8, entry.shape), scales]
 
 
 def _tensors(path: Path, names: Set[str]) -> Stream:
@@ -135,7 +135,8 @@ def _taken(source: Path, held: dict[str, Entry], scheme: Scheme) -> frozenset[st
             raise DataError(f"{source}: {name} is {held[name].dtype} already", "begin with the model in bf16")
     if not taken:
         raise DataError(
-            f"{source} has no matrix of a linear layer that is known by its name, such as model.layers.0.mlp.up_proj.weight"
+            f"{source} has no matrix of a linear layer that is known by its name, such as "
+            "model.layers.0.mlp.up_proj.weight"
         )
     return taken
 
@@ -180,7 +181,8 @@ def parser() -> argparse.ArgumentParser:
     """The flags of slime's tool of this name, and --force."""
     found = argparse.ArgumentParser(
         prog="hpcrl convert to-fp8",
-        description="Quantise the linear layers of a Hugging Face checkpoint to FP8 (e4m3), for engines to sample with.",
+        description="Quantise the linear layers of a Hugging Face checkpoint to FP8 (e4m3), "
+        "for engines to sample with.",
     )
     found.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory with safetensors in bf16")
     found.add_argument("--save-dir", type=Path, required=True, help="where the FP8 checkpoint goes")

@@ -28,8 +28,8 @@ import torch
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
-from hpcrl.model_files.hf_reader import Files
-from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, Tensor, copy_assets, directory, split
+from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, TensorHeader, copy_assets, directory, split
+from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
@@ -55,7 +55,7 @@ class Conversion:
     key: str
     at: tuple[int, ...]
     rule: Rule | None
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorHeader, ...]
 
 
 def convert(
@@ -80,19 +80,19 @@ def convert(
     stored = TorchDist(torch_dist.find_checkpoint(source, None, "--input-dir"))
     jobs = plan(stored, family, config)
     with ExitStack() as stack:
-        files = Files(origin, stack) if add_missing else None
+        files = SafetensorsDirectory(origin, stack) if add_missing else None
         jobs += _missing(files, jobs, config) if files else []
         files_plan = split([job.tensors for job in jobs], chunk_size)
-        with directory(output, force) as beside:
-            writer = SafetensorsWriter(beside, files_plan)
+        with directory(output, force) as staging:
+            writer = SafetensorsWriter(staging, files_plan)
             _write(StoredTensors(stored, files, _shapes(config, family), load_workers), jobs, writer, save_workers)
-            copy_assets(origin, beside, drop=("quantization_config",))
+            copy_assets(origin, staging, drop=("quantization_config",))
 
 
 class StoredTensors:
     """The tensors of jobs, for several threads: `at_once` of them read at a time."""
 
-    def __init__(self, stored: TorchDist, files: Files | None, shapes: Shapes, at_once: int) -> None:
+    def __init__(self, stored: TorchDist, files: SafetensorsDirectory | None, shapes: Shapes, at_once: int) -> None:
         self.stored = stored
         self.files = files
         self.shapes = shapes
@@ -120,7 +120,7 @@ def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWri
     total = sum(tensor.size for job in jobs for tensor in job.tensors)
     count = Lock()
 
-    def write(file: list[Tensor]) -> None:
+    def write(file: list[TensorHeader]) -> None:
         own = source.of_thread()
         for job in (by_name[tensor.name] for tensor in file if tensor.name in by_name):  # in the order of the file
             for tensor, part in zip(job.tensors, own.read(job), strict=True):
@@ -159,7 +159,9 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
         found = stored.tensors[key]
         full = CUTS[rule.kind].full(found.shape[len(at) :], shapes)
         jobs.append(
-            Conversion(key, at, rule, tuple(Tensor(n, found.dtype, s) for n, s in zip(rule.hf, full, strict=True)))
+            Conversion(
+                key, at, rule, tuple(TensorHeader(n, found.dtype, s) for n, s in zip(rule.hf, full, strict=True))
+            )
         )
         _check_rows(stored, key, rule, found.shape[len(at) :], shapes)
         used.add(key)
@@ -224,7 +226,7 @@ def _shapes(config: Config, family: Family) -> Shapes:
     )
 
 
-def _missing(files: Files, jobs: list[Conversion], config: Config) -> list[Conversion]:
+def _missing(files: SafetensorsDirectory, jobs: list[Conversion], config: Config) -> list[Conversion]:
     """Tensors of the origin to copy: all that the checkpoint does not give, but for scales of FP8 weights that it
     does."""
     made = {tensor.name for job in jobs for tensor in job.tensors}
@@ -234,7 +236,9 @@ def _missing(files: Files, jobs: list[Conversion], config: Config) -> list[Conve
         if base in made or (tied(config) and name == "lm_head.weight"):
             continue
         part = files.slice(name)
-        found.append(Conversion(name, (), None, (Tensor(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),)))
+        found.append(
+            Conversion(name, (), None, (TensorHeader(name, DTYPES[part.get_dtype()], tuple(part.get_shape())),))
+        )
     return found
 
 
@@ -309,10 +313,10 @@ def main(argv: Sequence[str]) -> int:
 def run_places(root: Path) -> tuple[Path, Path | None, Path]:
     """(checkpoints, --hf-checkpoint, where the result goes) of a run: those of its last stage that has saved.
 
-    UsageError if it is no run, or has not saved yet.
+    UsageError if it is not a run, or has not saved yet.
     """
     if not is_run(root):
-        raise UsageError(f"{root} is no run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
+        raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
     stages = sorted((path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_begun)
     for stage in reversed(stages):
         options = read_options(RunDir.latest(stage))

@@ -28,9 +28,9 @@ usage: hpcrl convert to-torch-dist --hf-checkpoint MODEL --save DIR [Megatron's 
 
   --hf-checkpoint MODEL                       Hugging Face directory: config.json and safetensors
   --save DIR                                  DIR/release is made, and named by DIR/latest_checkpointed_iteration.txt
-  --tensor-model-parallel-size N              and --pipeline-, --expert-model-parallel-size, --expert-tensor-parallel-size:
-                                              who converts what, under torchrun; without any of them each rank is a
-                                              pipeline stage
+  --tensor-model-parallel-size N              and --pipeline-model-, --expert-model-, --expert-tensor-parallel-size:
+                                              which rank converts what, under torchrun; without any of them each rank
+                                              is a pipeline stage
 Flags that describe the model are checked against config.json and may be left out."""
 #: flags of slime's tool that mean nothing here
 UNUSED = ("allgather-cp", "use-gated-attention", "use-cpu-initialization", "bf16")
@@ -127,10 +127,10 @@ def stages_for(layers: int, world: int) -> tuple[int, int | None]:
 
 def _commonest(directory: Path) -> str:
     """The dtype, by safetensors' name, that most tensors have.  DataError for one that cannot be trained."""
-    from hpcrl.model_files.hf_reader import Files
+    from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 
     with ExitStack() as stack:
-        files = Files(directory, stack)
+        files = SafetensorsDirectory(directory, stack)
         found = [files.slice(name).get_dtype() for name in files.where]
     if other := sorted(set(found) - BY_NAME.keys()):
         raise DataError(f"{directory} holds {', '.join(other)}", "convert the BF16 model that it was made from")
@@ -161,27 +161,27 @@ def convert(options: Options, ranks: Any) -> Path:
     from hpcrl.trainer.megatron.hf_weights import load_hf
 
     root = Path(str(options.save))
-    final, beside = root / "release", root / ".partial-release"
-    agree(lambda: _prepare(root, final, beside), ranks.rank == 0)
+    final, staging = root / "release", root / ".partial-release"
+    agree(lambda: _prepare(root, final, staging), ranks.rank == 0)
     policy = model.build(options, ranks, trainable=False)
     _take_dtypes(policy, Path(str(options.hf_checkpoint)))
     load_hf(policy, str(options.hf_checkpoint), progress=_bar if ranks.rank == 0 else iter)
     state = save_load.weights(policy)
     del policy  # from here on the state alone holds the weights
     _one_storage_each(state)
-    save_load.write(state, beside)
-    agree(lambda: save_load.settle(beside, final, "release"), ranks.rank == 0)
+    save_load.write(state, staging)
+    agree(lambda: save_load.settle(staging, final, "release"), ranks.rank == 0)
     return final
 
 
-def _prepare(root: Path, final: Path, beside: Path) -> None:
+def _prepare(root: Path, final: Path, staging: Path) -> None:
     from hpcrl.trainer.checkpoint.save_load import writable
 
     if final.exists() or (root / TRACKER).exists():
         raise UsageError(f"--save {root} holds a checkpoint already", "remove it or choose another directory")
     writable(root)
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
 
 
 def _bar(rules: Iterable[Any]) -> Iterable[Any]:
@@ -195,11 +195,11 @@ def _take_dtypes(policy: Any, directory: Path) -> None:
     """Give every parameter the dtype that the files have for it."""
     import torch
 
-    from hpcrl.model_files.hf_reader import Files
+    from hpcrl.model_files.safetensors_files import SafetensorsDirectory
     from hpcrl.trainer.megatron.hf_weights import _own
 
     with ExitStack() as stack:
-        files = Files(directory, stack)
+        files = SafetensorsDirectory(directory, stack)
         for rule, parameter in _own(policy).values():
             if set(rule.hf) <= files.where.keys():  # load_hf says what is missing
                 dtype = getattr(torch, BY_NAME[files.slice(rule.hf[0]).get_dtype()])

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcrl.errors import DataError
 from hpcrl.findings import Finding, count, last_line, size
 from hpcrl.model_files.config_json import read_config
-from hpcrl.model_files.safetensors_headers import AGAIN, SINGLE, read_header, read_index
+from hpcrl.model_files.safetensors_files import AGAIN, SINGLE, read_header, read_index
 from hpcrl.run.command import ask
 
 SECONDS = 120.0

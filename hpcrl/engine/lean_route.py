@@ -1,11 +1,12 @@
-"""Our own route beside vLLM's (`hpcrl.token_frames`): the samples of a group in one request, raw arrays as each of them
-finishes.
+"""Our own route next to vLLM's (`hpcrl.token_frames`): the samples of a group in one request, raw arrays as each of
+them finishes.
 
-It stands between the guard of the run's key and vLLM's application, and speaks to the same engine client as vLLM's own
-routes do: what is sampled, and under which weights, is theirs.
+It stands between the guard of the run's key and vLLM's application, and uses the same engine client as vLLM's own
+routes do: what is sampled, and under which weights, is up to vLLM.
 
-Invariants: every sample is a request of its own to the engine, with its own seed, so it does not matter with what it
-came; a client that goes away takes its samples with it; a sample that is ended early is answered with what was there.
+Invariants: every sample is a request of its own to the engine, with its own seed, so the result does not depend on what
+it is sent with; when a client disconnects, its samples are aborted; a sample that is ended early is answered with the
+tokens that it has.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.engine.expert_source import Experts, ExpertSource, asks_for_experts
+from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.token_frames import ABORT, GENERATE, Answer, frame, read_names, read_request
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]}
     )
-    return await Stream(client, queues, send, experts).run(receive)
+    return await ResponseStream(client, queues, send, experts).run(receive)
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -116,7 +117,7 @@ async def _end(client: AsyncLLM, queues: list[RequestOutputCollector]) -> None:
         await client.abort([queue.request_id for queue in queues], internal=True)
 
 
-class Stream:
+class ResponseStream:
     """One answer on its way: frames of the samples, those that finish in one turn of the event loop in one piece."""
 
     def __init__(

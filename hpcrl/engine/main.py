@@ -23,11 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from hpcrl.engine.crash_report import ServerLog, leftovers
+from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
-from hpcrl.engine.nodes.layout import meet, variables
-from hpcrl.engine.nodes.listening import bound_socket
-from hpcrl.engine.pulse import Pulse, Stopped
+from hpcrl.engine.multi_node import bound_socket, meet, variables
 from hpcrl.engine.server_settings import LISTEN_FD, build, check_drafts, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
@@ -47,7 +45,9 @@ from hpcrl.weights.route import backend
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
 POLL = 0.5
-REFUSED, SILENT = 0, -1  #: beside the status codes of /health
+#: in addition to the status codes of /health
+REFUSED = 0
+SILENT = -1
 
 
 class EngineSupervisor:
@@ -68,7 +68,7 @@ class EngineSupervisor:
         self.scratch = self.made.path
         self.memory = MemoryWatch()
         self.stopped = threading.Event()
-        self.standing = Stopped()
+        self.standing = StoppedProcess()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -77,7 +77,8 @@ class EngineSupervisor:
         theirs = backend(self.context.options, read_plan(self.context.rundir), self.found.cpu)
         if theirs != self.backend:
             raise UsageError(
-                f"{self.name} cannot join: the run's weights go to its engines by {theirs}, which does not leave their host",
+                f"{self.name} cannot join: the run's weights go to its engines by {theirs}, which does not leave "
+                "their host",
                 "begin the run with --weight-transfer gloo (or nccl) to add engines on other hosts",
             )
 
@@ -176,7 +177,7 @@ class EngineSupervisor:
         not."""
         silent_since = None
         patience = self.context.options.engine_hang_timeout
-        pulse = Pulse(self.address, patience)
+        pulse = CoreWatchdog(self.address, patience)
         while not self.stopped.wait(POLL):
             self._check_child()
             health = self._health()
@@ -186,18 +187,21 @@ class EngineSupervisor:
                 self.log.note_health()
                 if pulse.late:
                     raise PeerError(
-                        f"{self.name} hangs: its engine core has been at {pulse.late} (--update-timeout); {self.log.explain()}"
+                        f"{self.name} hangs: its engine core has been at {pulse.late} (--update-timeout); "
+                        f"{self.log.explain()}"
                     )
                 if pulse.silent(now) > patience:
                     raise PeerError(
-                        f"{self.name} hangs: its engine core has not answered for {patience:.0f} s (--engine-hang-timeout);"
+                        f"{self.name} hangs: its engine core has not answered for {patience:.0f} s "
+                        "(--engine-hang-timeout);"
                         f" {self.log.explain()}"
                     )
                 continue
             silent_since = silent_since or now
             if health != SILENT:
                 raise PeerError(
-                    f"{self.name} has died: /health answers {health or 'no more'}; {self.memory.said() or self.log.explain()}"
+                    f"{self.name} has died: /health answers {health or 'no more'}; "
+                    f"{self.memory.said() or self.log.explain()}"
                 )
             if now - silent_since > patience:
                 raise PeerError(

@@ -1,18 +1,19 @@
-"""Which experts each token went to, in a vLLM worker whose model runner does not tell: that of the CPU build.
+"""Which experts each token went to: seen in a vLLM worker whose model runner does not tell (that of the CPU build), and
+fetched for our route, from such a worker or from vLLM's own answer.
 
-vLLM's routers have a place for whoever wants to see their choice, and its runner says which rows of a forward pass are
-whose; the rest is a table for every request that asks for it.  On CUDA vLLM's own (`--enable-return-routed-experts`)
-does the same.
+vLLM's routers have a hook for whoever wants to see their choice, and its runner says which rows of a forward pass
+belong to which request; the rest is a table for every request that asks for it.  On CUDA vLLM's own
+`--enable-return-routed-experts` does the same.
 
 Invariants: nothing of vLLM is replaced; a request's table has a row for every token that was read, at that token's
-position, however its prompt was cut into passes; what is read from a cache is never read, so the prefix cache must be
-off; a table is there until it is taken, and only of requests that have asked.
+position, however its prompt was cut into passes; tokens that come from a cache are not seen, so the prefix cache must
+be off; a worker keeps tables only of requests that have asked, and each is taken or dropped when its request ends.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,13 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
 from hpcrl.token_frames import EXPERTS
 
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-class Rows(NamedTuple):
+
+class RequestRows(NamedTuple):
     """Rows [begin, end) of a forward pass are the tokens of a request from `position` on."""
 
     table: np.ndarray
@@ -68,7 +74,7 @@ class ExpertTables:
             for rows in self._pass:
                 rows.table[rows.position : rows.position + rows.end - rows.begin, place] = chosen[rows.begin : rows.end]
 
-    def _whose(self) -> list[Rows]:
+    def _whose(self) -> list[RequestRows]:
         """The rows of the pass that has just begun, of requests that ask."""
         batch, found = self._runner.input_batch, []
         bounds = self._runner.query_start_loc.np
@@ -85,5 +91,63 @@ class ExpertTables:
                 most = self._runner.requests[name].num_prompt_tokens + (params.max_tokens or 0)
                 table = self._tables[name] = np.zeros((most, *self._shape), self._dtype)
             if table is not None and end - begin <= len(table) - position:
-                found.append(Rows(table, position, begin, end))
+                found.append(RequestRows(table, position, begin, end))
         return found
+
+
+def asks_for_experts(params: SamplingParams) -> bool:
+    """Whether the experts of its tokens are to come with the answer."""
+    return bool((params.extra_args or {}).get(EXPERTS))
+
+
+class ExpertSource:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self._open = False
+
+    async def open(self, client: AsyncLLM) -> None:
+        """Have them kept from now on; to be called before a request that asks for them.  ValueError if they cannot be
+        seen."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if not self._open and not native(client):
+            try:
+                await client.collective_rpc("hpcrl_see_experts")
+            except EngineDeadError:
+                raise
+            except Exception as error:  # whatever its workers raise comes as an Exception
+                raise ValueError(f"which experts were chosen cannot be told: {error}") from error
+        self._open = True
+
+
+class Experts:
+    """Those of the samples of one prompt, of `prompt` tokens."""
+
+    def __init__(self, source: ExpertSource, client: AsyncLLM, prompt: int) -> None:
+        self._source = source
+        self._client = client
+        self._prompt = prompt
+
+    async def of(self, request: str, output: CompletionOutput) -> tuple[tuple[int, int], bytes]:
+        """((layers, bytes of each), the table [tokens, layers, bytes]) of a finished request: every token but the last
+        was read."""
+        read = self._prompt + len(output.token_ids) - 1
+        if not native(self._client):
+            layers, width, table = (await self._client.collective_rpc("hpcrl_take_experts", args=(request, read)))[0]
+            return (layers, width), table
+        if output.routed_experts is None:
+            return (0, 0), b""
+        found = np.ascontiguousarray(output.routed_experts[:read])
+        return (found.shape[1], found.shape[2] * found.dtype.itemsize), found.tobytes()
+
+    async def forget(self, requests: list[str]) -> None:
+        """Of requests that ended otherwise."""
+        if not native(self._client):
+            for request in requests:
+                await self._client.collective_rpc("hpcrl_take_experts", args=(request, 0))
+
+
+def native(client: AsyncLLM) -> bool:
+    """Whether vLLM itself returns them."""
+    return client.vllm_config.aux_output_config.enabled

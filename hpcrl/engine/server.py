@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.engine.key_guard import impatient_protocol
-from hpcrl.engine.nodes.layout import node_of
+from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.process import die_with_parent
@@ -128,7 +128,7 @@ def settings(context: RoleContext, port: int, found: Build) -> dict[str, Any]:
 
     mine = share_flags(context.options, current_platform.get_device_total_memory())
     for name, value in mine.items():
-        say(f"{name} is {value:.2f}, so that a weight update fits beside")
+        say(f"{name} is {value:.2f}, so that a weight update fits as well")
     return values | mine
 
 

@@ -17,8 +17,8 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.config.rules.speculation_rules import FLAG as SPECULATION
 from hpcrl.config.setting_names import gather_table
-from hpcrl.engine.nodes.layout import node_flags
-from hpcrl.engine.turns.route import ON_CPU, SLEEP_LEVEL
+from hpcrl.engine.gpu_sharing import ON_CPU, SLEEP_LEVEL
+from hpcrl.engine.multi_node import node_flags
 from hpcrl.errors import UsageError
 from hpcrl.memory.engine import share, utilization
 from hpcrl.model_files.config_json import read_config
@@ -34,8 +34,8 @@ LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION = "hpcrl.engine.weight_receiver.WorkerExtension"
 GUARD = "hpcrl.engine.key_guard.RunKeyGuard"
 ROUTE = "hpcrl.engine.lean_route.LeanRoute"
-TURNS = "hpcrl.engine.turns.route.Turns"
-CALLS = "hpcrl.engine.pulse.CoreCalls"
+TURNS = "hpcrl.engine.gpu_sharing.GpuSharingMiddleware"
+CALLS = "hpcrl.engine.health.CoreCalls"
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most

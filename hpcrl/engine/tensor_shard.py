@@ -16,7 +16,7 @@ Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for a
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """One tensor of the checkpoint on this worker.
 
     shape: of the whole tensor; rows, columns: the parts of its first and second dimension that this worker holds, in

@@ -5,7 +5,7 @@ vLLM stacks all experts of a worker into two parameters: w13_weight [experts, ga
 intermediate size.  That arrangement is a permutation; `unpacking` finds it by having vLLM arrange the numbers of the
 elements, so nothing here depends on how it looks, and what is shown is what the layer multiplies with.
 
-Invariant: an arrangement that is no permutation, or that is not known to leave the matrices as they are, is never shown
+Invariant: an arrangement that is not a permutation, or that is not known to leave the matrices as they are, is never shown
 as if it were one: `experts` then returns None.
 """
 
@@ -20,8 +20,8 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from hpcrl.engine.tensor_shard import Cut, Piece, in_blocks
-from hpcrl.model_files.safetensors_headers import Entry
+from hpcrl.engine.tensor_shard import Cut, TensorShard, in_blocks
+from hpcrl.model_files.safetensors_files import Entry
 
 PLAIN = ("TRITON", "BATCHED_TRITON")  #: kernels of CUDA that take the two parameters as they come from the loader
 DIGIT = 128  #: numbers below it are exact in every dtype that experts have
@@ -32,7 +32,7 @@ def is_experts(layer: nn.Module) -> bool:
     return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) and hasattr(layer, "w13_weight")
 
 
-def experts(path: str, layer: Any, others: set[int]) -> dict[str, Piece] | None:
+def experts(path: str, layer: Any, others: set[int]) -> dict[str, TensorShard] | None:
     """The pieces of every expert of the model, also of those that other workers hold (no rows of them are ours).
 
     others: ids of the parameters of other modules, which a layer may hold too (the router's bias).  None: not to be
@@ -56,9 +56,9 @@ def experts(path: str, layer: Any, others: set[int]) -> dict[str, Piece] | None:
         for half, part in enumerate((gate, up)):
             rows = ((start, width),) if place >= 0 else ((0, 0),)
             show = partial(_half, layer, place, half, width, hidden)
-            found[f"{name}.{part}.weight"] = Piece((whole, hidden), dtype, rows, None, show)
+            found[f"{name}.{part}.weight"] = TensorShard((whole, hidden), dtype, rows, None, show)
         rows = ((0, hidden),) if place >= 0 else ((0, 0),)
-        found[f"{name}.{down}.weight"] = Piece(
+        found[f"{name}.{down}.weight"] = TensorShard(
             (hidden, whole), dtype, rows, (start, width), partial(_down, layer, place, hidden, width)
         )
     return found
@@ -100,14 +100,14 @@ def coded_expert_cuts(path: str, layer: Any, names: Mapping[str, Entry]) -> dict
                 found[coded] = found[scales] = ((0, 0),), None
                 continue
             whole, other = names[coded].shape if part != down else reversed(names[coded].shape)
-            along, beside = (high, wide) if part != down else (wide, high)
+            along, across = (high, wide) if part != down else (wide, high)
             width = whole // parallel.tp_size
             mine = in_blocks((width * parallel.tp_rank, width), whole, along)
             if parallel.tp_size == 1 or whole % parallel.tp_size or mine is None:
                 continue
             segment = (width * parallel.tp_rank, width)
             found[coded] = ((segment,), None) if part != down else (((0, other),), segment)
-            found[scales] = ((mine,), None) if part != down else (((0, -(-other // beside)),), mine)
+            found[scales] = ((mine,), None) if part != down else (((0, -(-other // across)),), mine)
     return found
 
 
@@ -166,5 +166,5 @@ def unpacking(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Te
     found = torch.full((count,), -1)
     found[origin.clamp(0, count - 1)] = numbers
     if (found < 0).any():
-        raise ValueError(f"vLLM's arrangement of experts for {isa} is no permutation")
+        raise ValueError(f"vLLM's arrangement of experts for {isa} is not a permutation")
     return found

@@ -1,7 +1,7 @@
 """What a vLLM model holds, by the names of the checkpoint, and what it really multiplies with.
 
 vLLM fuses matrices (q, k, v into one), splits them over tensor-parallel workers, and its CPU build replaces each by a
-packed copy.  A `Piece` says where one checkpoint tensor went on this worker and shows it again: a linear layer by
+packed copy.  A `TensorShard` says where one checkpoint tensor went on this worker and shows it again: a linear layer by
 applying it to the identity (x * 1 + 0 + ... is exact, but for the sign of zero), an embedding by looking up all ids,
 experts as vllm_experts.py says.
 
@@ -31,9 +31,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from hpcrl.engine.tensor_shard import Cut, Piece, Segment, in_blocks
+from hpcrl.engine.tensor_shard import Cut, Segment, TensorShard, in_blocks
 from hpcrl.engine.vllm_experts import coded_expert_cuts, experts, is_experts
-from hpcrl.model_files.safetensors_headers import Entry
+from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.weights.bucket import dtype_name
 
 CHUNK = 1024  #: rows of the identity that are multiplied at once
@@ -48,7 +48,7 @@ class Holdings:
     part.
     """
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorShard]
     opaque: tuple[str, ...]
     unseen: Mapping[str, Entry]
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
     """
     packed = getattr(model, "packed_modules_mapping", None) or {}
     names = names or {}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     opaque: list[str] = []
     cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
@@ -127,7 +127,7 @@ def _opaque_prefixes(path: str, packed: Mapping[str, Sequence[str]]) -> list[str
     return [f"{path}.", *(f"{prefix}{dot}{part}." for part in packed.get(leaf, ()))]
 
 
-def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str]) -> dict[str, Piece]:
+def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str]) -> dict[str, TensorShard]:
     """An embedding, or the head that turns states into logits (which may be the same tensor, packed another time)."""
     shard, name = layer.shard_indices, f"{path}.weight"
     is_head = isinstance(layer, ParallelLMHead) or path.rpartition(".")[2] == "lm_head"
@@ -135,9 +135,11 @@ def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str])
     rows: Segment = (shard.org_vocab_start_index, shard.num_org_elements)
     show = partial(_product, layer, 0, rows[1]) if is_head else partial(_lookup, layer, rows[1])
     shape = (layer.org_vocab_size, layer.embedding_dim)
-    found = {name: Piece(shape, _dtype(layer.params_dtype), (rows,), None, show, None if owner == name else owner)}
+    found = {
+        name: TensorShard(shape, _dtype(layer.params_dtype), (rows,), None, show, None if owner == name else owner)
+    }
     if (bias := getattr(layer, "bias", None)) is not None:
-        found[f"{path}.bias"] = Piece(
+        found[f"{path}.bias"] = TensorShard(
             shape[:1], _dtype(layer.params_dtype), (rows,), None, partial(_part, layer, "bias", 0, rows[1], bias.dtype)
         )
     return found
@@ -207,16 +209,18 @@ def coded_cuts(
     return found
 
 
-def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> dict[str, Piece]:
+def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> dict[str, TensorShard]:
     """A linear layer: one piece for each matrix that was fused into it."""
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorShard] = {}
     dtype = _dtype(layer.params_dtype)
     for matrix in _matrices(path, layer, packed):
         (rows, columns), begin, end = matrix.cut, matrix.begin, matrix.end
-        found[f"{matrix.name}.weight"] = Piece(matrix.shape, dtype, rows, columns, partial(_product, layer, begin, end))
+        found[f"{matrix.name}.weight"] = TensorShard(
+            matrix.shape, dtype, rows, columns, partial(_product, layer, begin, end)
+        )
         if getattr(layer, "bias", None) is not None:
             show = partial(_part, layer, "bias", begin, end, layer.params_dtype)
-            found[f"{matrix.name}.bias"] = Piece(matrix.shape[:1], dtype, rows, None, show)
+            found[f"{matrix.name}.bias"] = TensorShard(matrix.shape[:1], dtype, rows, None, show)
     extra = {n: p for n, p in layer._parameters.items() if p is not None and n not in ("weight", "bias")}
     return found | {f"{path}.{n}": _whole_piece(layer, n, p) for n, p in extra.items()}
 
@@ -245,7 +249,7 @@ def _start(layer: LinearBase, number: int, size: int) -> int:
     return rank * size
 
 
-def _plain(path: str, layer: nn.Module, opaque: list[str]) -> dict[str, Piece]:
+def _plain(path: str, layer: nn.Module, opaque: list[str]) -> dict[str, TensorShard]:
     """Parameters that are used as they are, such as the scales of norms."""
     found = {}
     for name, parameter in layer._parameters.items():
@@ -263,10 +267,10 @@ def _plain(path: str, layer: nn.Module, opaque: list[str]) -> dict[str, Piece]:
     return found
 
 
-def _whole_piece(layer: nn.Module, name: str, parameter: torch.Tensor) -> Piece:
+def _whole_piece(layer: nn.Module, name: str, parameter: torch.Tensor) -> TensorShard:
     shape = tuple(parameter.shape)
     rows = ((0, shape[0]),) if shape else ()
-    return Piece(shape, dtype_name(parameter), rows, None, lambda: getattr(layer, name).data)
+    return TensorShard(shape, dtype_name(parameter), rows, None, lambda: getattr(layer, name).data)
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -1,28 +1,30 @@
-"""Loading an update into a running vLLM model, strictly: what every backend of ours has in common.
+"""Loading an update into a running vLLM model, strictly: what every receiver of ours has in common, and the receiver of
+engines that take pieces alone (NCCL or CUDA IPC).
 
-Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; whatever
-is wrong is raised by `update`, never by `finish` (after which vLLM would think for ever that an update is going on); an
-update that is refused leaves the old weights in place, unless part of the new ones had to be loaded before the fault
-could be seen, which `mixed` then tells.
+Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; any error
+is raised by `update`, never by `finish` (after which vLLM would believe for ever that an update is going on); an update
+that is refused leaves the old weights in place, unless part of the new ones had to be loaded before the error could be
+seen, which `mixed` then tells.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from hpcrl.engine.cpu_repairs import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
+from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
 from hpcrl.engine.vllm_layers import Holdings, holdings
-from hpcrl.model_files.safetensors_headers import listing
+from hpcrl.model_files.safetensors_files import listing
 from hpcrl.weights.bucket import Slot, dtype_name
 
 if TYPE_CHECKING:
-    from hpcrl.engine.pieces.inbox import InboxReader
+    from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 
 #: of an FP8 cache of keys and values; checkpoints need not have them
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
@@ -32,7 +34,7 @@ class UpdateRejected(ValueError):
     """An update that was not what the model needs."""
 
 
-class Account:
+class UpdateChecklist:
     """Which of the tensors that a model needs an update has brought so far."""
 
     def __init__(self, held: Holdings) -> None:
@@ -71,7 +73,7 @@ class Receiver(WeightTransferEngine):
     """What both backends share: the strict account, loading, and putting back."""
 
     held: Holdings | None = None
-    account: Account | None = None
+    account: UpdateChecklist | None = None
     loading = False  #: the model is taken apart for loading
     mixed = False  #: the model holds tensors of two versions
     unfinished = False  #: the model holds all new tensors, but still goes by the old version
@@ -86,7 +88,7 @@ class Receiver(WeightTransferEngine):
         return self.held
 
     def start_weight_update(self) -> None:
-        self.account = Account(self.take_stock())
+        self.account = UpdateChecklist(self.take_stock())
 
     def update_weights(self, update_info: Any) -> None:
         """Receive and load; whatever goes wrong is raised here, where vLLM ends the update by itself."""
@@ -98,7 +100,7 @@ class Receiver(WeightTransferEngine):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def take_pieces(self, reader: InboxReader, changes: bool) -> None:
+    def take_pieces(self, reader: PieceReceiver, changes: bool) -> None:
         """Receive and load all pieces of an update, or what has changed of them; errors as `update_weights`."""
         account = self._open_account()
         try:
@@ -109,7 +111,7 @@ class Receiver(WeightTransferEngine):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _load_complete(self, account: Account, tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+    def _load_complete(self, account: UpdateChecklist, tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
         account.admit([Slot(name, dtype_name(tensor), tuple(tensor.shape), 0) for name, tensor in tensors])
         self.load(tensors, last)
 
@@ -154,7 +156,29 @@ class Receiver(WeightTransferEngine):
     def shutdown(self) -> None:
         self.account = None
 
-    def _open_account(self) -> Account:
+    def _open_account(self) -> UpdateChecklist:
         if self.account is None:
             raise UpdateRejected("no update was started")
         return self.account
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: members meet when they are told of the plan."""
+
+
+@dataclass
+class NoUpdate(WeightTransferUpdateInfo):
+    """Whole tensors do not come this way."""
+
+
+class PiecesReceiver(Receiver):
+    """Takes pieces, which weight_receiver.py hands to it."""
+
+    init_info_cls, update_info_cls = NoInit, NoUpdate
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        pass
+
+    def receive_weights(self, update_info: Any) -> None:
+        raise UpdateRejected("this engine takes pieces alone: an update of whole tensors does not reach it")

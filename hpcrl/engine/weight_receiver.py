@@ -15,15 +15,15 @@ from typing import Any, Self
 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-from hpcrl.engine.pieces.inbox import InboxReader, join
+from hpcrl.engine.cpu_build import give_back
+from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join
 from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.routed_experts import ExpertTables
-from hpcrl.engine.turns.cpu_memory import give_back
 from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, stock
 from hpcrl.run.process import PARENT, die_with_parent
-from hpcrl.weights.digest import digest
-from hpcrl.weights.pieces.wire import read_invitation, whereabouts
+from hpcrl.weights.comparison import digest
+from hpcrl.weights.pieces.wire import process_identity, read_join_command
 
 
 class WorkerExtension:
@@ -44,7 +44,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
     _weight_update_active: bool
     _hpcrl_experts: ExpertTables | None = None
-    _hpcrl_pieces: InboxReader | None = None
+    _hpcrl_pieces: PieceReceiver | None = None
 
     def hpcrl_manifest(self) -> dict[str, Any]:
         """Which tensors an update must bring, and which parts of them this worker holds."""
@@ -52,18 +52,18 @@ class WorkerExtension:
         return {
             "backend": self.weight_transfer_engine.config.backend,
             "rank": self.rank,
-            "where": whereabouts(),
+            "where": process_identity(),
             "tensors": {name: piece.to_wire() for name, piece in held.pieces.items()},
             "opaque": list(held.opaque),
             "unseen": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in held.unseen.items()},
             "cuts": {name: {"rows": rows, "columns": columns} for name, (rows, columns) in held.cuts.items()},
         }
 
-    def hpcrl_join(self, invitation: str) -> None:
+    def hpcrl_join(self, command: str) -> None:
         """Meet the trainer's ranks and the other workers, and learn which pieces every update will bring
         (`Invitation`)."""
         self._hpcrl_leave()
-        self._hpcrl_pieces = join(read_invitation(invitation), str(self.rank), self._hpcrl_held())
+        self._hpcrl_pieces = join(read_join_command(command), str(self.rank), self._hpcrl_held())
 
     def hpcrl_take_pieces(self, what: str = "all") -> dict[str, int]:
         """Receive and load an update that was started; what: all, or changes; bytes: of tensors that had come in part,

@@ -130,7 +130,7 @@ def commands(
         for node, part in enumerate(place.also, 1):
             if part.host == host and slot in (None, part.slots[0]):
                 more = ["--index", str(index), "--node", str(node)]
-                found.append((f"{PART}{index}-node", node, [*python, "hpcrl.engine.nodes.follower", *base, *more]))
+                found.append((f"{PART}{index}-node", node, [*python, "hpcrl.engine.follower", *base, *more]))
     if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
         found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
     ranks = plan.ranks_on(host)

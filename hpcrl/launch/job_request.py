@@ -14,8 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.site import Site, minutes
 from hpcrl.plan import Host, make_plan
-from hpcrl.weights.transports import Site as WeightSite
-from hpcrl.weights.transports import find_way
+from hpcrl.weights.transports import TransportConditions, find_way
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a node of its own
@@ -78,7 +77,7 @@ def make_request(stages: Sequence[Options], site: Site, margin: int | None = Non
 def _check_transfer(options: Options, site: Site) -> None:
     """UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
     way = options.weight_transfer
-    nowhere = WeightSite(cpu=True, one_host=True, colocate=True)
+    nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
     if site.trainer.gpus_per_node == 0 and way != "auto" and find_way(way).obstacle(nowhere):
         raise UsageError(
             f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"

@@ -14,7 +14,7 @@ from hpcrl.memory.parameters import largest_module, whole_model
 from hpcrl.memory.training import GIB, longest_sample
 from hpcrl.models.family import Config, Family
 
-#: what vLLM's forward passes need beside weights and cache: not computed, an allowance
+#: what vLLM's forward passes need in addition to weights and cache: not computed, an allowance
 WORKING = 3 * GIB
 UTILIZATION = 0.9  #: vLLM's share of a GPU where it is not installed here to ask
 _ITEMS = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -47,7 +47,7 @@ def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: fl
 
 
 def update_bytes(options: Options, family: Family, config: Config) -> float:
-    """What a weight update takes of an engine's GPU beside its share: buckets, and what vLLM keeps of a layer until it
+    """What a weight update takes of an engine's GPU outside its share: buckets, and what vLLM keeps of a layer until it
     is complete.
 
     Gathered over NCCL: two buckets under way, and the largest layer's tensors whole, be the engine as large as it may;
@@ -70,14 +70,14 @@ def share(options: Options, family: Family, config: Config, gpu_bytes: float) ->
     update's bytes at all vLLM's own says it.
     """
     own = utilization(options)
-    beside = gpu_bytes - update_bytes(options, family, config)
+    rest = gpu_bytes - update_bytes(options, family, config)
     mine = options.vllm.keys() & {
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
     }  # with the second vLLM looks at no share
-    if mine or options.takes_turns or options.debug_rollout_only or beside < gpu_bytes / 100:
+    if mine or options.takes_turns or options.debug_rollout_only or rest < gpu_bytes / 100:
         return own
-    return min(own, math.floor(100 * beside / gpu_bytes) / 100)
+    return min(own, math.floor(100 * rest / gpu_bytes) / 100)
 
 
 def utilization(options: Options) -> float:

@@ -1,6 +1,8 @@
-"""The estimate as lines for a person, and a warning where a GPU cannot hold it, with what to change.
+"""The estimate as lines to read, with shared GPUs (--colocate) turn by turn, and a warning where a GPU cannot hold it,
+with what to change.
 
-Invariant: the warning names the term that weighs most of those that a flag can lessen.
+Invariants: the warning names the largest of the terms that a flag can reduce; a turn holds what `hpcrl.handover` allows
+to be there.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from hpcrl.config.options import Options
 from hpcrl.memory.engine import EngineTerms, engine_terms, share, utilization
-from hpcrl.memory.sharing import SAMPLES, put_away, turns
-from hpcrl.memory.training import GIB, Terms, fullest_rank, tokens_per_gpu
+from hpcrl.memory.training import GIB, MemoryTerms, fullest_rank, tokens_per_gpu
 from hpcrl.models.family import Config, Family
 
 GPU = 80.0  #: GiB of a GPU where nothing else is said
@@ -27,7 +28,10 @@ def memory_lines(options: Options, family: Family, config: Config, gpu: float = 
     if engine:
         yield f"  GPU of an engine: {_sum(engine.gpu)}"
         if (mine := share(options, family, config, gpu * GIB)) < (own := utilization(options)):
-            yield f"    it is started with --vllm-gpu-memory-utilization {mine:.2f}, not vLLM's own {own:g}, so that a weight update fits beside"
+            yield (
+                f"    it is started with --vllm-gpu-memory-utilization {mine:.2f}, not vLLM's own {own:g}, "
+                "so that a weight update fits as well"
+            )
         yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
     host = dict(trainer.host)
     if engine and options.takes_turns:
@@ -48,18 +52,20 @@ def _each(terms: Mapping[str, float]) -> str:
     return ", ".join(f"{name}: {value / GIB:.1f}" for name, value in terms.items())
 
 
-def warnings(options: Options, trainer: Terms, engine: EngineTerms | None, gpu: float) -> Iterator[str]:
+def warnings(options: Options, trainer: MemoryTerms, engine: EngineTerms | None, gpu: float) -> Iterator[str]:
     """What cannot fit, and what to change."""
     if engine and engine.gpu["KV cache"] <= 0:
         yield "warn: the model's weights do not fit into the engine's share; raise --rollout-num-gpus-per-engine"
     elif engine and engine.at_once < 1:
         yield (
-            "warn: an engine's KV cache does not hold one sample of full length; raise --rollout-num-gpus-per-engine or "
+            "warn: an engine's KV cache does not hold one sample of full length; raise --rollout-num-gpus-per-engine "
+            "or "
             "--vllm-gpu-memory-utilization"
         )
     if trainer.total > gpu * GIB:
         term = heaviest(trainer)
-        yield f"warn: a trainer rank takes {trainer.total / GIB:.0f} of {gpu:g} GiB; {term} weigh most: {advice(options, term)}"
+        total = f"{trainer.total / GIB:.0f} of {gpu:g} GiB"
+        yield f"warn: a trainer rank takes {total}; {term} weigh most: {advice(options, term)}"
     if engine and not options.takes_turns:
         yield from _warn_of_update(options, engine, gpu)
     elif engine and trainer.total <= gpu * GIB:
@@ -67,14 +73,15 @@ def warnings(options: Options, trainer: Terms, engine: EngineTerms | None, gpu: 
 
 
 def _warn_of_update(options: Options, engine: EngineTerms, gpu: float) -> Iterator[str]:
-    """A weight update that does not fit beside the engine's share."""
+    """A weight update that does not fit next to the engine's share."""
     update = engine.gpu["weight update"]
     mine = engine.total - engine.gpu["weight update"]
     if engine.gpu["KV cache"] <= 0 or mine + update <= gpu * GIB:
         return
     room = (gpu * GIB - update) / (gpu * GIB)
     yield (
-        f"warn: a weight update takes {update / GIB:.1f} GiB of an engine's GPU beside its share of {mine / GIB:.0f} of {gpu:g}; "
+        f"warn: a weight update takes {update / GIB:.1f} GiB of an engine's GPU outside its share of {mine / GIB:.0f} "
+        f"of {gpu:g}; "
         f"lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
     )
 
@@ -98,7 +105,7 @@ def _warn_of_sharing(options: Options, taken: Mapping[str, float], engine: Engin
         yield f"{what}; raise --tensor-model-parallel-size or --rollout-num-gpus-per-engine"
 
 
-def heaviest(trainer: Terms) -> str:
+def heaviest(trainer: MemoryTerms) -> str:
     """The term that weighs most of those that a flag can lessen."""
     return max((name for name in trainer.gpu if name != "libraries"), key=lambda name: trainer.gpu[name])
 
@@ -120,3 +127,28 @@ def advice(options: Options, term: str) -> str:
     if options.max_tokens_per_gpu and longest > options.max_tokens_per_gpu:
         return f"a sample of full length alone is {longest} tokens a GPU: raise --context-parallel-size"
     return "lower --max-tokens-per-gpu, or raise --context-parallel-size"
+
+
+#: what a sleeping vLLM keeps on a GPU: not computed, an allowance for its CUDA context, NCCL and graphs
+ASLEEP = 2 * GIB
+TRAINS = "the trainer trains"
+SAMPLES = "the engines sample"
+UPDATES = "weights are updated"
+STATE = ("weights", "gradients", "optimizer")
+
+
+def turns(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> dict[str, float]:
+    """Bytes on one GPU while ..., by turn."""
+    state = sum(trainer.gpu[name] for name in STATE)
+    stays = trainer.gpu["libraries"] + (0.0 if options.offloads_train else state)
+    exports = trainer.gpu["libraries"] + trainer.gpu["weight update"]
+    exports += trainer.gpu["weights"] if options.offloads_train else state
+    asleep = ASLEEP if options.sleep_level else engine.total
+    loads = ASLEEP + engine.gpu["weights"] + engine.gpu["weight update"] if options.sleep_level else engine.total
+    return {TRAINS: trainer.total + asleep, SAMPLES: engine.total + stays, UPDATES: exports + loads}
+
+
+def put_away(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> float:
+    """Bytes of host memory for one GPU's trainer and engine while they are not on it."""
+    away = trainer.gpu["weights"] + trainer.gpu["optimizer"] if options.offloads_train else 0.0
+    return away + (engine.gpu["weights"] if options.sleep_level == 1 else 0.0)

@@ -1,8 +1,9 @@
 """Bytes that a trainer rank takes, term by term: a pure function of config.json, the layout and the settings.
 
-Formulas and their sources: docs/memory.md.
+Formulas and their sources: docs/memory.md.  For a checkpoint, what is counted is what Megatron allocates for the
+optimizer's state as `trainer/checkpoint/save_load.py` asks for it: gathered over gloo, on the host.
 
-Invariant: of all pipeline stages, the one that takes most is told; a term is never negative.
+Invariant: of all pipeline stages, the one that takes most is reported; a term is never negative.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.memory.checkpoint import checkpoint_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers
 from hpcrl.models.family import Config, Family
 
@@ -27,7 +27,7 @@ _SPARED = {"mlp": ("inner",), "moe": ("inner",), "moe_act": ("activated",), "lay
 
 
 @dataclass(frozen=True)
-class Terms:
+class MemoryTerms:
     """Bytes on the GPU of one rank, by what takes them, and on the host for it."""
 
     gpu: Mapping[str, float]
@@ -39,7 +39,7 @@ class Terms:
         return sum(self.gpu.values())
 
 
-def fullest_rank(options: Options, family: Family, config: Config) -> Terms:
+def fullest_rank(options: Options, family: Family, config: Config) -> MemoryTerms:
     """The terms of a rank on the pipeline stage that takes most."""
     layout = Layout.of(options, family.transformer(config)["num_layers"])
     return max(
@@ -47,13 +47,13 @@ def fullest_rank(options: Options, family: Family, config: Config) -> Terms:
     )
 
 
-def rank_on(options: Options, family: Family, config: Config, layout: Layout, stage: int) -> Terms:
+def rank_on(options: Options, family: Family, config: Config, layout: Layout, stage: int) -> MemoryTerms:
     """The terms of a rank on one pipeline stage."""
     count = on_stage(family, config, layout, stage, options.megatron)
     fields = family.transformer(config)
     on_gpu, on_host = optimizer_bytes(options, count, layout)
     saved_here, saved_there = checkpoint_bytes(options, count, layout)
-    critic = 2 if needs(options).critic else 1  # a model of the same size beside the policy
+    critic = 2 if needs(options).critic else 1  # a model of the same size in addition to the policy
     gpu = {
         "weights": critic * count.all * weight_bytes(options),
         "gradients": critic * count.all * gradient_bytes(options),
@@ -71,7 +71,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "checkpoint": saved_there,
         "async save": count.all * weight_bytes(options) / layout.copies + on_gpu if options.async_save else 0.0,
     }
-    return Terms(gpu, host, stage)
+    return MemoryTerms(gpu, host, stage)
 
 
 # ---- what the model's size decides
@@ -208,7 +208,26 @@ def logits_bytes(options: Options, config: Config, layout: Layout) -> float:
 
 
 def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) -> float:
-    """A bucket, and the largest tensor whole beside its parts."""
+    """A bucket, and the largest tensor whole in addition to its parts."""
     hidden = fields["hidden_size"]
     largest = hidden * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
     return options.update_weight_buffer_size + 2.0 * largest * weight_bytes(options)
+
+
+STATE = 12  #: bytes of a parameter: its fp32 copy and Adam's two moments, in fp32 whatever they are kept in
+TWICE = 8  #: of the one that is being gathered: as it comes from the ranks, and put together
+
+
+def checkpoint_bytes(options: Options, count: Count, layout: Layout) -> tuple[float, float]:
+    """(on the GPU, on the host a rank, averaged over those of the host that takes most), whichever of save and load
+    takes more.
+
+    A save gathers the state of all data-parallel ranks on the first; a load makes room for all of it on each.
+    """
+    ranks = options.actor_num_gpus_per_node
+    stages = max(1, ranks * layout.pp // options.world_size)  # of the pipeline, on one host
+    dense = count.dense * min(ranks, layout.tp * stages)  # on the ranks of a host that are the first to hold them
+    expert = count.expert * min(ranks, layout.etp * layout.ep * stages)
+    own = ranks * (count.dense / layout.copies + count.expert / layout.expert_copies)
+    save = STATE * (dense + expert + own) + TWICE * max(dense, expert)
+    return 0.0, max(save, STATE * ranks * count.all) / ranks

@@ -25,8 +25,7 @@ from hpcrl.memory.parameters import Layout, part_shape, stage_layers
 from hpcrl.models.family import Config, Family, Rule, tied
 from hpcrl.models.slicing import Shape, Shapes
 from hpcrl.plan import Plan
-from hpcrl.redistribution.holdings import held_parts, merged, needed_parts
-from hpcrl.redistribution.layouts import Layouts, Pattern, Worker
+from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, held_parts, merged, needed_parts
 from hpcrl.redistribution.plan import Redistribution, busiest, redistribute
 
 LINK = 400.0  #: Gb/s of a card where nothing else is said
@@ -268,19 +267,25 @@ def update_lines(update: Update | Gathered) -> Iterator[str]:
         return
     plan = update.plan
     sent = plan.sent()
-    landed = np.asarray([len(landing.workers) for landing in plan.landings])
+    landed = np.asarray([len(destination.workers) for destination in plan.destinations])
     received = plan.received() / landed
     yield "weights of one update, resharded: from whoever holds them to whoever needs them (planned; docs/weights.md)"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
     if any(up >= 0 for up in plan.relays):
-        yield f"  engines hand on {plan.handed_on().sum() / GB:.1f} GB to one another, which is quicker than sending all of it"
+        yield (
+            f"  engines hand on {plan.handed_on().sum() / GB:.1f} GB to one another, "
+            "which is quicker than sending all of it"
+        )
     stay = plan.sent().sum() - plan.crossing().sum()
     if stay:
         yield f"  {stay / GB:.1f} of {plan.sent().sum() / GB:.1f} GB stay on the host that holds them"
     yield f"  {update.seconds:.2f} s through the busiest card's link of {update.link:g} Gb/s, in {plan.rounds} rounds"
     packed, taken = plan.largest()
-    yield f"  extra memory: {2 * packed / 2**30:.2f} GiB on a trainer rank, {2 * taken / 2**30:.2f} GiB on a host of engines"
+    yield (
+        f"  extra memory: {2 * packed / 2**30:.2f} GiB on a trainer rank, "
+        f"{2 * taken / 2**30:.2f} GiB on a host of engines"
+    )
 
 
 #: --weight-transfer -> what it does with rank 0's whole tensors
@@ -294,7 +299,10 @@ CARRIED = {
 
 def _gathered_lines(update: Gathered) -> Iterator[str]:
     size, seconds = update.bytes / GB, update.seconds
-    yield "weights of one update, gathered: whole tensors, collected by rank 0 and handed to the engines (planned; docs/weights.md)"
+    yield (
+        "weights of one update, gathered: whole tensors, collected by rank 0 and handed to the engines "
+        "(planned; docs/weights.md)"
+    )
     yield f"  since {update.why}"
     yield f"  {size:.1f} GB, {CARRIED[update.transfer]} (--weight-transfer {update.transfer})"
     if update.transfer in ("gloo", "nccl"):

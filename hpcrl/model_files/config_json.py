@@ -1,7 +1,9 @@
-"""config.json of a Hugging Face model directory, and the files of JSON beside it.
+"""config.json of a Hugging Face model directory and the JSON files next to it; whether two directories have the same
+vocabulary.
 
-Invariant: one error text for a file that is missing, unreadable, damaged or no object, with the flag that named the
-directory.
+Invariants: one error text for a file that is missing, unreadable, damaged or not an object, with the flag that named
+the directory; for vocabularies nothing but JSON is loaded, and where a directory has no tokenizer.json, only the size
+of the vocabulary is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> di
         raise DataError(f"{flag} {directory}: {name} cannot be read: {error.strerror}", _HINT) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{flag} {directory}: {name} is no JSON: {error}", "download or copy the model again"
+            f"{flag} {directory}: {name} is not JSON: {error}", "download or copy the model again"
         ) from error
     if not isinstance(found, dict):
         raise DataError(f"{flag} {directory}: {name} holds no JSON object", _HINT)
@@ -47,3 +49,40 @@ def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> di
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write config.json of a model directory that is being made."""
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_same_vocabulary(directory: Path, flag: str, own: Path) -> None:
+    """DataError, naming `flag` and the first difference, unless the models of both directories have the same tokens.
+
+    own: the directory of --hf-checkpoint.
+    """
+    theirs, ours = _size(directory, flag), _size(own)
+    if theirs != ours:
+        raise DataError(
+            f"{flag} {directory} has a vocabulary of {theirs} tokens, --hf-checkpoint {own} of {ours}", HINT
+        )
+    a, b = _tokens(directory, flag), _tokens(own)
+    if a and b and (different := sorted(id for id in a.keys() | b.keys() if a.get(id) != b.get(id))):
+        first = different[0]
+        said = f"token {first} is {a.get(first)!r} in {flag} {directory} and {b.get(first)!r} in --hf-checkpoint {own}"
+        raise DataError(f"{said}; {len(different)} tokens differ", HINT)
+
+
+HINT = "a teacher's tokens must be the student's: choose a teacher with the same tokenizer"
+
+
+def _size(directory: Path, flag: str = "--hf-checkpoint") -> object:
+    config = read_config(directory, flag)
+    return (config.get("text_config") or config).get("vocab_size")
+
+
+def _tokens(directory: Path, flag: str = "--hf-checkpoint") -> dict[int, str]:
+    """Id -> token, of tokenizer.json; empty where there is none."""
+    found = read_object(directory, "tokenizer.json", flag) or {}
+    vocabulary: Any = (found.get("model") or {}).get("vocab")
+    tokens: dict[int, str] = {}
+    if isinstance(vocabulary, dict):
+        tokens = {number: token for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # a unigram model: pairs of token and score
+        tokens = {number: entry[0] for number, entry in enumerate(vocabulary)}
+    return tokens | {entry["id"]: entry["content"] for entry in found.get("added_tokens") or []}

@@ -1,10 +1,10 @@
 """A Hugging Face model directory, written tensor by tensor and whole or not at all.
 
-    with directory(output, force=False) as beside:                    # renamed to `output` at the end
-        plan = split([[Tensor("model.norm.weight", torch.bfloat16, (64,))], ...], chunk_size)
-        with Writer(beside, plan) as writer:
+    with directory(output, force=False) as staging:                    # renamed to `output` at the end
+        plan = split([[TensorHeader("model.norm.weight", torch.bfloat16, (64,))], ...], chunk_size)
+        with SafetensorsWriter(staging, plan) as writer:
             for name in writer.names: writer.add(name, tensor)        # each file's in the order of writer.names
-        copy_assets(origin, beside)
+        copy_assets(origin, staging)
 
 Invariants: one tensor at a time is in memory, since the header of each file is known before its first tensor; the
 directory appears under its name only when every byte of it is on disk; a directory that was there stays until then.
@@ -26,18 +26,18 @@ from typing import Any, BinaryIO
 import torch
 
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.model_files import safetensors_headers
+from hpcrl.model_files import safetensors_files
 from hpcrl.model_files.config_json import read_config, write_config
-from hpcrl.model_files.safetensors_headers import INDEX, SINGLE
+from hpcrl.model_files.safetensors_files import INDEX, SINGLE
 from hpcrl.run.rundir import flush
 
 #: torch's dtypes by safetensors' names
-DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in safetensors_headers.DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in safetensors_files.DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorHeader:
     """What a file's header says of a tensor."""
 
     name: str
@@ -50,13 +50,13 @@ class Tensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def split(groups: Sequence[Sequence[Tensor]], chunk_size: int) -> list[list[Tensor]]:
+def split(groups: Sequence[Sequence[TensorHeader]], chunk_size: int) -> list[list[TensorHeader]]:
     """Tensors for each file, at most `chunk_size` bytes unless a group is larger; a group is never parted.
 
     A group is what comes out of one source, such as queries, keys and values.  Within a file wider dtypes come first,
     so that every tensor lies at a multiple of its item's size.
     """
-    files: list[list[Sequence[Tensor]]] = [[]]
+    files: list[list[Sequence[TensorHeader]]] = [[]]
     filled = 0
     for group in groups:
         size = sum(tensor.size for tensor in group)
@@ -75,7 +75,7 @@ class SafetensorsWriter:
     Those of one file come in the order of `names`; files may be written by several threads, each by one.
     """
 
-    def __init__(self, path: Path, plan: list[list[Tensor]]) -> None:
+    def __init__(self, path: Path, plan: list[list[TensorHeader]]) -> None:
         self.path = path
         self.plan = plan
         total = len(plan)
@@ -125,7 +125,7 @@ class SafetensorsWriter:
             (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def header(tensors: Sequence[Tensor]) -> bytes:
+def header(tensors: Sequence[TensorHeader]) -> bytes:
     """The length, and the JSON header padded with spaces to a multiple of 8 (the format's rule)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -139,38 +139,38 @@ def header(tensors: Sequence[Tensor]) -> bytes:
 
 @contextlib.contextmanager
 def directory(output: Path, force: bool) -> Iterator[Path]:
-    """A directory beside `output` to write in: takes its name at the end, and goes if anything fails.
+    """A directory next to `output` to write in: it takes that name at the end, and is removed if anything fails.
 
     UsageError if `output` is there and force is not given, or cannot be made.
     """
     if output.exists() and not force:
         raise UsageError(f"{output} is there already", "give --force to replace it")
-    beside = output.with_name(f".partial-{output.name}")
+    staging = output.with_name(f".partial-{output.name}")
     try:
-        shutil.rmtree(beside, ignore_errors=True)  # of a conversion that was killed
-        beside.mkdir(parents=True)
+        shutil.rmtree(staging, ignore_errors=True)  # of a conversion that was killed
+        staging.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"{beside} cannot be made: {error.strerror}", "choose a writable directory") from error
+        raise UsageError(f"{staging} cannot be created: {error.strerror}", "choose a writable directory") from error
     try:
-        yield beside
-        settle_directory(beside, output)
+        yield staging
+        settle_directory(staging, output)
     except OSError as error:
-        free = shutil.disk_usage(beside.parent).free / 1e6
+        free = shutil.disk_usage(staging.parent).free / 1e6
         raise HpcrlError(f"{output} was not written: {error.strerror} ({free:.1f} MB are free there)") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def settle_directory(beside: Path, output: Path) -> None:
-    """Flush what lies in `beside`, then let it take the place of `output`."""
-    for path in [*beside.iterdir(), beside]:
+def settle_directory(staging: Path, output: Path) -> None:
+    """Flush what is in `staging`, then let it take the place of `output`."""
+    for path in [*staging.iterdir(), staging]:
         flush(path)
     old = None
     if output.exists():
         old = output.with_name(f".replaced-{output.name}")
         shutil.rmtree(old, ignore_errors=True)
         os.rename(output, old)
-    os.rename(beside, output)
+    os.rename(staging, output)
     flush(output.parent)
     if old is not None:
         shutil.rmtree(old) if old.is_dir() else old.unlink()

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.pickles.reader import read_plain
-from hpcrl.pickles.refusal import Refused
+from hpcrl.pickles.values import Refused
 from hpcrl.run.rundir import TRACKER
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
@@ -84,7 +84,7 @@ class TorchDist:
 
     @property
     def tensors(self) -> dict[str, Stored]:
-        """The model's tensors: neither the optimizer's nor what layers keep beside their weights."""
+        """The model's tensors: neither the optimizer's nor what layers keep in addition to weights."""
         return {key: value for key, value in self.all.items() if "optimizer" not in key and "_state" not in key}
 
     def _check_files(self) -> None:
@@ -245,5 +245,5 @@ def find_checkpoint(directory: Path, ckpt_step: int | None, flag: str) -> Path:
         return directory
     if path := latest(directory):
         return path
-    what = f"holds no {TRACKER} and no model" if directory.is_dir() else "is no directory"
+    what = f"holds no {TRACKER} and no model" if directory.is_dir() else "is not a directory"
     raise DataError(f"{flag} {directory} {what}", "name a directory that a run saved to, or a Hugging Face model")

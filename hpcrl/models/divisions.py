@@ -36,7 +36,8 @@ def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> I
     yield from _experts(o, fields)
     if positions and (o.rollout_max_context_len or 0) > positions:
         yield UsageError(
-            f"--rollout-max-context-len {o.rollout_max_context_len}: the model's config.json says {positions} positions",
+            f"--rollout-max-context-len {o.rollout_max_context_len}: the model's config.json says {positions} "
+            "positions",
             "lower it",
         )
 
@@ -51,7 +52,7 @@ def _heads(fields: Mapping[str, Any], flag: str, size: int, shown: int | None = 
         )
     elif groups % size and size % groups:
         yield UsageError(
-            f"{given}: the {groups} key-value heads of config.json are no multiple of {size}, nor a divisor",
+            f"{given}: the {groups} key-value heads of config.json are neither a multiple of {size} nor a divisor",
             "change it",
         )
 
@@ -70,7 +71,8 @@ def _exchanged_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageErr
         own = max(1, count // tp)
         if own % cp:
             yield UsageError(
-                f"--cp-comm-type a2a with --context-parallel-size {cp}: the {own} {what} of a rank (--tensor-model-parallel-size {tp}) "
+                f"--cp-comm-type a2a with --context-parallel-size {cp}: the {own} {what} of a rank "
+                f"(--tensor-model-parallel-size {tp}) "
                 f"cannot be divided by {cp}",
                 "change one, or give --cp-comm-type p2p",
             )
@@ -111,7 +113,8 @@ def _virtual_stages(o: Options, layers: int, stages: int) -> Iterator[UsageError
     ):
         if value and own % value:
             yield UsageError(
-                f"{flag} {value}: the {own} layers of a rank (--pipeline-model-parallel-size {stages}) cannot be divided by it",
+                f"{flag} {value}: the {own} layers of a rank (--pipeline-model-parallel-size {stages}) cannot be "
+                "divided by it",
                 "change one of them",
             )
 

@@ -1,4 +1,4 @@
-"""What a model family is: one file beside this one that says how a Hugging Face model becomes a Megatron model.
+"""What a model family is: one file next to this one that says how a Hugging Face model becomes a Megatron model.
 
 To add a family, add a file whose `FAMILY` is a `Family`; files without one are helpers, and those whose name begins
 with an underscore may import torch.  Nothing else here imports torch, so a command line can ask.
@@ -117,7 +117,7 @@ def _every(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 
 
 def registry() -> dict[str, Family]:
-    """Every family beside this file, by model_type."""
+    """Every family next to this file, by model_type."""
     package = importlib.import_module(__package__)
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
     modules = [importlib.import_module(f"{__package__}.{name}") for name in names]

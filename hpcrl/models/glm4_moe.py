@@ -60,7 +60,8 @@ def _groups(config: Config) -> dict[str, Any]:
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if config["n_routed_experts"] % groups or chosen != 2 * best:
         raise DataError(
-            f"config.json of this glm4_moe model has n_group = {groups}, topk_group = {best}, num_experts_per_tok = {chosen}",
+            f"config.json of this glm4_moe model has n_group = {groups}, topk_group = {best}, num_experts_per_tok = "
+            f"{chosen}",
             "with groups that divide the experts, twice as many experts as groups must be chosen",
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": best}

@@ -78,7 +78,8 @@ def find_routing(options: Options, config: Config) -> Routing:
     if found is None:
         flag = replay_flag(options)
         raise UsageError(
-            f"{flag} replays the choice of experts, and the {config.get('model_type')} model in {options.hf_checkpoint} has none",
+            f"{flag} replays the choice of experts, and the {config.get('model_type')} model in "
+            f"{options.hf_checkpoint} has none",
             f"leave {flag} out, or give --hf-checkpoint a mixture-of-experts model",
         )
     return found

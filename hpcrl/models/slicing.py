@@ -40,7 +40,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceRectangle:
     """One rectangle of a Hugging Face tensor in a rank's part.
 
     tensor: which of the rule's; rows, columns: [start, end) in that tensor (columns None: all); at: the row of the part
@@ -71,7 +71,7 @@ class Cut:
         """Shapes of the Hugging Face tensors, from the shape of one rank's part."""
         raise NotImplementedError
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
         """What lies in a rank's part of `shape`, from its first row to its last; rows that pad are of no tensor."""
         raise NotImplementedError
 
@@ -101,8 +101,8 @@ class Same(Cut):
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [shape]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
-        return [Place(0, (0, shape[0]), None, 0)]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        return [SourceRectangle(0, (0, shape[0]), None, 0)]
 
     def join(self, parts: Sequence[torch.Tensor], s: Shapes) -> list[torch.Tensor]:
         return [parts[0]]
@@ -114,8 +114,8 @@ class RowParallel(Cut):
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0], shape[1] * s.tp)]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
-        return [Place(0, (0, shape[0]), (rank * shape[1], (rank + 1) * shape[1]), 0)]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        return [SourceRectangle(0, (0, shape[0]), (rank * shape[1], (rank + 1) * shape[1]), 0)]
 
 
 class ColumnParallel(Cut):
@@ -124,8 +124,8 @@ class ColumnParallel(Cut):
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] * s.tp, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
-        return [Place(0, (rank * shape[0], (rank + 1) * shape[0]), None, 0)]
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        return [SourceRectangle(0, (rank * shape[0], (rank + 1) * shape[0]), None, 0)]
 
 
 class Vocab(Cut):
@@ -134,9 +134,9 @@ class Vocab(Cut):
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(s.vocab, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
         first, last = (min(at * shape[0], s.vocab) for at in (rank, rank + 1))
-        return [Place(0, (first, last), None, 0)] if last > first else []
+        return [SourceRectangle(0, (first, last), None, 0)] if last > first else []
 
 
 class GateUp(Cut):
@@ -145,9 +145,9 @@ class GateUp(Cut):
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] // 2 * s.tp, *shape[1:])] * 2
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
         rows = shape[0] // 2
-        return [Place(half, (rank * rows, (rank + 1) * rows), None, half * rows) for half in (0, 1)]
+        return [SourceRectangle(half, (rank * rows, (rank + 1) * rows), None, half * rows) for half in (0, 1)]
 
 
 class FusedGateUp(Cut):
@@ -157,10 +157,10 @@ class FusedGateUp(Cut):
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:
         return [(shape[0] * s.tp, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
         rows = shape[0] // 2
         starts = (rank * rows, (s.tp + rank) * rows)
-        return [Place(0, (start, start + rows), None, half * rows) for half, start in enumerate(starts)]
+        return [SourceRectangle(0, (start, start + rows), None, half * rows) for half, start in enumerate(starts)]
 
 
 class Qkv(Cut):
@@ -174,10 +174,10 @@ class Qkv(Cut):
         rows = s.groups * s.head_size
         return [(s.heads * s.head_size, *shape[1:]), (rows, *shape[1:]), (rows, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[Place]:
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
         return list(self._cut(rank * shape[0], (rank + 1) * shape[0], s))
 
-    def _cut(self, begin: int, end: int, s: Shapes) -> Iterator[Place]:
+    def _cut(self, begin: int, end: int, s: Shapes) -> Iterator[SourceRectangle]:
         """Rows [begin, end) of all groups one below the other."""
         each = (s.heads // s.groups * s.head_size, s.head_size, s.head_size)
         for group in range(begin // sum(each), -(-end // sum(each))):
@@ -186,7 +186,7 @@ class Qkv(Cut):
                 first, last = max(begin, top), min(end, top + rows)
                 if last > first:
                     start = group * rows + first - top
-                    yield Place(tensor, (start, start + last - first), None, first - begin)
+                    yield SourceRectangle(tensor, (start, start + last - first), None, first - begin)
                 top += rows
 
 

@@ -1,2 +1,3 @@
-"""Pickles that torch and Megatron exchange: `reader.py` reads them as plain values, `writer.py` writes what ranks
-send."""
+"""Pickles that torch and Megatron exchange: `reader.py` (start here) reads them as plain values, `writer.py` writes
+what ranks send; `names.py` is the list of what a pickle may hold.
+"""

@@ -2,8 +2,8 @@
 
 Seen in saves and loads of Megatron-core 0.16.1 (Python 3.11) and 0.19.2 (Python 3.12) with torch 2.13, of one to four
 ranks in all layouts.
-Invariant: a name stands for something that cannot be called (Record, Enum, Maker, or a kind of numbers); the class or
-function itself never gets into the hands of a pickle.
+Invariant: a name stands for something that cannot be called (AttributeRecord, Enum, SafeMaker, or a kind of numbers);
+the class or function itself is never handed to a pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 from hpcrl.pickles import values
-from hpcrl.pickles.refusal import refused, wrong
+from hpcrl.pickles.values import refused, wrong
 
 CHECKPOINT = "torch.distributed.checkpoint."
 METADATA = CHECKPOINT + "metadata"
@@ -74,7 +74,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Record:
+class AttributeRecord:
     """A class whose instances are made empty and then take their attributes, once."""
 
     kind: type
@@ -94,7 +94,7 @@ class Enum:
 
 
 @dataclass(frozen=True)
-class Maker:
+class SafeMaker:
     """A function of hpcrl's own, which checks what it is given."""
 
     make: Callable[..., Any]
@@ -136,9 +136,9 @@ def look_up(module: str, name: str) -> Any:
     """What this name stands for.  Refused if it is not listed: then nothing was imported either."""
     pair = (module, name)
     if pair in MAKERS:
-        return Maker(MAKERS[pair])
+        return SafeMaker(MAKERS[pair])
     if pair in RECORDS:
-        return Record(getattr(importlib.import_module(module), name))
+        return AttributeRecord(getattr(importlib.import_module(module), name))
     if pair in ENUMS:
         return Enum(getattr(importlib.import_module(module), name))
     if module == "torch" and name in DTYPES:

@@ -1,9 +1,9 @@
-"""Reads pickles of others as plain values.
+"""Reads pickles from other processes and programs as plain values.
 
 torch's object collectives (all_gather_object and kin) and the `.metadata` of a torch_dist checkpoint are pickles, and a
 pickle may name any function to be called, and hand any object a state.  Invariant: every step is one of this file's: a
-name is looked up in `names.py`; what is called is a maker of `values.py`; what is handed a state is a record that this
-same pickle has just made, and takes it as plain attributes; what is a key can be hashed.
+name is looked up in `names.py`; what is called is a function of `values.py`; what is given a state is a record that
+this same pickle has just made, and takes it as plain attributes; what is a key can be hashed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pickle
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
-from hpcrl.pickles.names import Enum, Maker, Record, look_up
-from hpcrl.pickles.refusal import refused, wrong
+from hpcrl.pickles.names import AttributeRecord, Enum, SafeMaker, look_up
+from hpcrl.pickles.values import refused, wrong
 
 #: opcodes that no writer of these pickles needs: classes of Python 2, numbered names, references and buffers out of the
 #: stream
@@ -49,7 +49,7 @@ class PlainUnpickler(pickle._Unpickler):
         """A call."""
         parts = self.stack.pop()
         what = self.stack[-1]
-        if type(parts) is not tuple or not isinstance(what, Maker | Enum):
+        if type(parts) is not tuple or not isinstance(what, SafeMaker | Enum):
             raise refused(f"a call of a {type(what).__name__}")
         self.stack[-1] = what.make(*parts)
 
@@ -57,7 +57,7 @@ class PlainUnpickler(pickle._Unpickler):
         """An empty record."""
         parts = self.stack.pop()
         what = self.stack.pop()
-        if parts != () or not isinstance(what, Record):
+        if parts != () or not isinstance(what, AttributeRecord):
             raise refused(f"an instance of a {type(what).__name__}")
         made = what.kind.__new__(what.kind)
         self._empty[id(made)] = made

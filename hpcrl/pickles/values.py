@@ -1,17 +1,41 @@
-"""How values are made that a pickle builds from others: tensors, sizes, errors.
+"""How values are made that a pickle builds from others (tensors, sizes, errors), and the error that refuses one.
 
-Invariant: each function looks at the types of all that it is given before it makes anything, and calls nothing of what
-it is given. `writer.py` writes names of these functions; of any other message's parts they raise UnpicklingError.
+Invariants: each function checks the types of all that it is given before it makes anything, and calls nothing of what
+it is given; Refused is for what may well be whole but is not on the list, while a damaged pickle raises UnpicklingError
+or what Python does.  `writer.py` writes names of these functions; any other message's parts make them raise
+UnpicklingError.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hpcrl.pickles.refusal import wrong
+from hpcrl.errors import HpcrlError
+
+
+class Refused(HpcrlError, pickle.UnpicklingError):
+    """A pickle names, or asks for, something that is not on the list."""
+
+
+def refused(what: str) -> Refused:
+    """`what` (a name, mostly) is not on the list of `names.py`."""
+    return Refused(
+        f"a message of another rank, or a checkpoint's .metadata, holds {what}, which is not on hpcrl's list of "
+        "plain values (not damage)",
+        "own functions may send numbers, texts, lists, dicts and tensors between ranks; a name of torch or "
+        "Megatron-core comes with"
+        " versions that docs/install.md does not list",
+    )
+
+
+def wrong(what: str) -> pickle.UnpicklingError:
+    """A listed name, with other parts than torch and Megatron write it with."""
+    return pickle.UnpicklingError(f"{what} has other parts than it is written with")
+
 
 LAYOUTS = {"torch.strided", "torch.sparse_coo"}
 #: numpy's arrays that ranks may send
@@ -56,7 +80,7 @@ def array_from(data: bytes, kind: str, shape: tuple[int, ...]) -> Any:
 
 
 def stream_from(data: bytes) -> io.BytesIO:
-    """A file in memory: what layers of Transformer Engine keep beside their weights comes in one."""
+    """A file in memory: what layers of Transformer Engine keep in addition to weights comes in one."""
     if type(data) is not bytes:
         raise wrong("a file in memory")
     return io.BytesIO(data)

@@ -1,15 +1,16 @@
-"""The plan of a weight update: pieces, each with the rank that sends it, the host that it lands on, and its round.
+"""The plan of a weight update: pieces, each with the rank that sends it, the host that receives it, and its round.
 
     plan = redistribute(layouts, workers, ranks=64, limit=256 * 2**20)
-    plan.sent(), plan.received()             # bytes of each rank, of each landing
+    plan.sent(), plan.received()             # bytes of each rank, of each destination host
 
-A *landing* is a host with workers of engines.  What several workers of a host need is sent there once and shared among
-them. Where several engines need the same in the same cut, either each gets it from the trainer, from whichever copies
-are least busy, or a landing hands on what it got to the next (`relays`): whichever the plan finds cheaper.
+A *destination* is a host with workers of engines.  What several workers of a host need is sent there once and shared
+among them. Where several engines need the same in the same cut, either each gets it from the trainer, from whichever
+copies are least busy, or a destination forwards what it received to the next (`relays`): whichever the plan finds
+cheaper.
 
-Invariants: every element that a landing's workers need reaches it exactly once; the busiest rank sends no more than the
-least possible beside rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and every
-landing, for which what it reads in place is none.
+Invariants: every element that a destination's workers need reaches it exactly once; the busiest rank sends no more than
+the least possible, apart from rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and
+every destination, where what a destination reads in place counts as none.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcrl.redistribution.balance import shares
 from hpcrl.redistribution.layouts import Layouts, Worker
+from hpcrl.redistribution.loads import ALIGN, divide, padded, shares
 from hpcrl.redistribution.rectangles import wanted
-from hpcrl.redistribution.rounds import ALIGN, divide, padded
 
 Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Landing:
+class DestinationHost:
     """A host with workers, by their numbers."""
 
     host: str
@@ -37,16 +37,16 @@ class Landing:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """The pieces as columns of int64, in the order of rounds, and within one of (sender, landing).
+    """The pieces as columns of int64, in the order of rounds, and within one of (sender, destination).
 
-    tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; landing; round.
-    relays[i]: the landing that hands everything on to landing i (which then has no pieces of its own), or -1.  hosts:
-    of each rank.
-    in_place: bytes of a landing's own host are read where they lie.
+    tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; destination; round.
+    relays[i]: the destination that forwards everything to destination i (which then has no pieces of its own), or -1.
+    hosts: of each rank.
+    in_place: bytes of a destination's own host are read where they lie.
     """
 
     layouts: Layouts
-    landings: tuple[Landing, ...]
+    destinations: tuple[DestinationHost, ...]
     relays: tuple[int, ...]
     hosts: tuple[str, ...]
     limit: int
@@ -58,7 +58,7 @@ class Redistribution:
     right: np.ndarray
     nbytes: np.ndarray
     sender: np.ndarray
-    landing: np.ndarray
+    destination: np.ndarray
     round: np.ndarray
 
     @property
@@ -80,51 +80,54 @@ class Redistribution:
         return np.bincount(self.sender, self.nbytes * self._far(), minlength=self.ranks).astype(np.int64)
 
     def arriving(self) -> np.ndarray:
-        """Bytes that reach each landing from ranks of other hosts."""
-        return np.bincount(self.landing, self.nbytes * self._far(), minlength=len(self.landings)).astype(np.int64)
+        """Bytes that reach each destination from ranks of other hosts."""
+        return np.bincount(self.destination, self.nbytes * self._far(), minlength=len(self.destinations)).astype(
+            np.int64
+        )
 
     def _far(self) -> np.ndarray:
         """Whether each piece goes to another host."""
         places = {
-            host: number for number, host in enumerate(dict.fromkeys((*self.hosts, *(x.host for x in self.landings))))
+            host: number
+            for number, host in enumerate(dict.fromkeys((*self.hosts, *(x.host for x in self.destinations))))
         }
-        rank, landing = (
-            np.asarray([places[host] for host in found]) for found in (self.hosts, [x.host for x in self.landings])
+        rank, destination = (
+            np.asarray([places[host] for host in found]) for found in (self.hosts, [x.host for x in self.destinations])
         )
-        return rank[self.sender] != landing[self.landing]
+        return rank[self.sender] != destination[self.destination]
 
     def received(self) -> np.ndarray:
-        """Bytes that reach each landing, from ranks or handed on."""
-        own = np.bincount(self.landing, self.nbytes, minlength=len(self.landings)).astype(np.int64)
-        return own[[self.root(i) for i in range(len(self.landings))]]
+        """Bytes that reach each destination, from ranks or handed on."""
+        own = np.bincount(self.destination, self.nbytes, minlength=len(self.destinations)).astype(np.int64)
+        return own[[self.root(i) for i in range(len(self.destinations))]]
 
     def handed_on(self) -> np.ndarray:
-        """Bytes that each landing sends to others."""
+        """Bytes that each destination sends to others."""
         received = self.received()
-        return np.asarray([received[i] * self.relays.count(i) for i in range(len(self.landings))], dtype=np.int64)
+        return np.asarray([received[i] * self.relays.count(i) for i in range(len(self.destinations))], dtype=np.int64)
 
-    def root(self, landing: int) -> int:
-        """The landing whose pieces reach `landing`."""
-        while self.relays[landing] >= 0:
-            landing = self.relays[landing]
-        return landing
+    def root(self, destination: int) -> int:
+        """The destination whose pieces reach `destination`."""
+        while self.relays[destination] >= 0:
+            destination = self.relays[destination]
+        return destination
 
     def largest(self) -> tuple[int, int]:
-        """(most bytes that a rank packs for one round, most that a landing takes in one), with the gaps between
+        """(most bytes that a rank packs for one round, most that a destination takes in one), with the gaps between
         pieces."""
         packed, found = padded(self.nbytes), []
         taken = packed * self._far() if self.in_place else packed
-        for sizes, who, count in ((packed, self.sender, self.ranks), (taken, self.landing, len(self.landings))):
+        for sizes, who, count in ((packed, self.sender, self.ranks), (taken, self.destination, len(self.destinations))):
             found.append(int(np.bincount(self.round * count + who, sizes).max()) if len(sizes) else 0)
         return found[0], found[1]
 
 
-def find_landings(workers: Sequence[Worker]) -> tuple[Landing, ...]:
+def find_destinations(workers: Sequence[Worker]) -> tuple[DestinationHost, ...]:
     """The hosts of the workers, in order of first use."""
     hosts: dict[str, list[int]] = {}
     for number, worker in enumerate(workers):
         hosts.setdefault(worker.host, []).append(number)
-    return tuple(Landing(host, tuple(mine)) for host, mine in hosts.items())
+    return tuple(DestinationHost(host, tuple(mine)) for host, mine in hosts.items())
 
 
 def redistribute(
@@ -132,19 +135,19 @@ def redistribute(
 ) -> Redistribution:
     """The plan, the same wherever it is made.
 
-    hosts: of each rank; limit: bytes that a rank packs, and a landing takes, in one round.  Copies on a landing's own
-    host are taken before others.  in_place: a landing reads where they lie the bytes of ranks of its own host, so they
+    hosts: of each rank; limit: bytes that a rank packs, and a destination takes, in one round.  Copies on a
+    destination's own host are preferred.  in_place: a destination reads bytes of ranks of its own host in place, so they
     take none of its memory and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is
     below 64 bytes.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")
-    landings = find_landings(workers)
-    direct = _ordered(layouts, landings, (-1,) * len(landings), tuple(hosts), limit, in_place)
-    chain = _chain(layouts, landings, set(hosts))
+    destinations = find_destinations(workers)
+    direct = _ordered(layouts, destinations, (-1,) * len(destinations), tuple(hosts), limit, in_place)
+    chain = _chain(layouts, destinations, set(hosts))
     if max(chain, default=-1) < 0:
         return direct
-    relayed = _ordered(layouts, landings, chain, tuple(hosts), limit, in_place)
+    relayed = _ordered(layouts, destinations, chain, tuple(hosts), limit, in_place)
     return relayed if busiest(relayed) < busiest(direct) else direct
 
 
@@ -153,19 +156,21 @@ def busiest(plan: Redistribution) -> float:
     are free."""
     relayed = np.asarray([up >= 0 for up in plan.relays])
     arriving = np.where(relayed, plan.received(), plan.arriving())
-    there = np.maximum(arriving, plan.handed_on()) / np.asarray([len(landing.workers) for landing in plan.landings])
+    there = np.maximum(arriving, plan.handed_on()) / np.asarray(
+        [len(destination.workers) for destination in plan.destinations]
+    )
     return float(max(plan.crossing().max(initial=0), there.max(initial=0)))
 
 
-def _chain(layouts: Layouts, landings: Sequence[Landing], near: set[str]) -> tuple[int, ...]:
-    """For each landing the one before it that needs the same of every tensor, or -1; none for those on the ranks' own
+def _chain(layouts: Layouts, destinations: Sequence[DestinationHost], near: set[str]) -> tuple[int, ...]:
+    """For each destination the previous one that needs the same of every tensor, or -1; -1 too on the ranks' own
     hosts."""
     patterns = [layouts.patterns[number] for number in sorted(set(layouts.needed))]
     last: dict[tuple[object, ...], int] = {}
     found = []
-    for number, landing in enumerate(landings):
-        mine = set(landing.workers)
-        if landing.host in near:
+    for number, destination in enumerate(destinations):
+        mine = set(destination.workers)
+        if destination.host in near:
             found.append(-1)
             continue
         key = tuple(
@@ -178,34 +183,34 @@ def _chain(layouts: Layouts, landings: Sequence[Landing], near: set[str]) -> tup
 
 def _ordered(
     layouts: Layouts,
-    landings: Sequence[Landing],
+    destinations: Sequence[DestinationHost],
     relays: tuple[int, ...],
     hosts: tuple[str, ...],
     limit: int,
     in_place: bool,
 ) -> Redistribution:
     """Pieces with senders and rounds."""
-    roots = [landing if up < 0 else None for landing, up in zip(landings, relays, strict=True)]
+    roots = [destination if up < 0 else None for destination, up in zip(destinations, relays, strict=True)]
     sets, pieces = _pieces(layouts, roots, hosts)
     pieces = _cut_to(pieces, limit // ALIGN * ALIGN)
     pieces = _sent_by(pieces, sets, len(hosts), limit)
-    order = np.lexsort((pieces["left"], pieces["top"], pieces["landing"], pieces["tensor"], pieces["at"]))
+    order = np.lexsort((pieces["left"], pieces["top"], pieces["destination"], pieces["tensor"], pieces["at"]))
     pieces = {name: column[order] for name, column in pieces.items()}
-    takes = pieces["landing"]
+    takes = pieces["destination"]
     if in_place:  # in the sender's memory, and so within the sender's limit
-        near = np.asarray([[host == landing.host for landing in landings] for host in hosts])
-        takes = np.where(near[pieces["sender"], takes], len(landings) + pieces["sender"], takes)
+        near = np.asarray([[host == destination.host for destination in destinations] for host in hosts])
+        takes = np.where(near[pieces["sender"], takes], len(destinations) + pieces["sender"], takes)
     pieces["round"] = divide(padded(pieces["nbytes"]), pieces["sender"], takes, limit)
-    order = np.lexsort((np.arange(len(order)), pieces["landing"], pieces["sender"], pieces["round"]))
-    names = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "landing", "round")
+    order = np.lexsort((np.arange(len(order)), pieces["destination"], pieces["sender"], pieces["round"]))
+    names = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
     columns = {name: np.ascontiguousarray(pieces[name][order], dtype=np.int64) for name in names}
-    return Redistribution(layouts, tuple(landings), relays, hosts, limit, in_place, **columns)
+    return Redistribution(layouts, tuple(destinations), relays, hosts, limit, in_place, **columns)
 
 
 def _pieces(
-    layouts: Layouts, landings: Sequence[Landing | None], hosts: Sequence[str]
+    layouts: Layouts, destinations: Sequence[DestinationHost | None], hosts: Sequence[str]
 ) -> tuple[list[tuple[int, ...]], Columns]:
-    """(sets of copies, what each landing needs, in order of tensors); "set" says which copies there are of a piece."""
+    """(sets of copies, what each destination needs, in order of tensors); "set": which copies there are of a piece."""
     kinds = np.column_stack(
         [np.asarray(layouts.shapes).reshape(-1, 2), layouts.items, layouts.held, layouts.needed]
     ).astype(np.int64)
@@ -217,18 +222,18 @@ def _pieces(
     for kind, (_, _, item, held, needed) in enumerate(unique.tolist()):
         tensors = order[bounds[kind] : bounds[kind + 1]]
         rows = []
-        for number, landing in enumerate(landings):
-            if landing is None:
+        for number, destination in enumerate(destinations):
+            if destination is None:
                 continue
-            for area, owners in wanted(layouts.patterns[held], layouts.patterns[needed], landing.workers):
-                near = tuple(rank for rank in owners if hosts[rank] == landing.host) or owners
+            for area, owners in wanted(layouts.patterns[held], layouts.patterns[needed], destination.workers):
+                near = tuple(rank for rank in owners if hosts[rank] == destination.host) or owners
                 rows.append((*area, item, number, sets.setdefault(near, len(sets))))
         if rows:
             block = np.tile(np.asarray(rows, dtype=np.int64), (len(tensors), 1))
             blocks.append(np.column_stack([np.repeat(tensors, len(rows)), block]))
     table = np.concatenate(blocks) if blocks else np.zeros((0, 8), dtype=np.int64)
     table = table[np.argsort(table[:, 0], kind="stable")]
-    names = ("tensor", "top", "bottom", "left", "right", "item", "landing", "set")
+    names = ("tensor", "top", "bottom", "left", "right", "item", "destination", "set")
     return list(sets), _weighed(dict(zip(names, table.T, strict=True)))
 
 

@@ -1,16 +1,22 @@
-"""Rectangles: what one place needs of a tensor, cut where those who hold it change.
+"""Rectangles: what one place needs of a tensor, cut where the holders change, and where the elements of each lie.
 
-Invariant: what `wanted` gives is disjoint, together exactly what is needed, and each of it is held whole by all that it
-names.
+    for part, piece in sources(places, tensor, (top, bottom, left, right)):
+        buffer[piece] = parameter[part]                  # the sender's side
+    for own, piece in targets(rows, columns, rectangle):
+        mine[own] = buffer[piece]                        # the worker's
+
+Invariants: what `wanted` returns is disjoint, together exactly what is needed, and each rectangle of it is held whole
+by all ranks that it names; indices are of plain two-dimensional arrays (a vector of n is [n, 1]) of any library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from hpcrl.models.slicing import SourceRectangle
 from hpcrl.redistribution.layouts import Pattern, Segment
 
 Rectangle = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)
@@ -75,3 +81,43 @@ def _runs(line: np.ndarray) -> set[tuple[int, int, int]]:
     """(first, end, number) of neighbours that are equal and not 0."""
     edges = [0, *(np.flatnonzero(np.diff(line)) + 1).tolist(), len(line)]
     return {(a, b, int(line[a])) for a, b in pairwise(edges) if line[a]}
+
+
+Index = tuple[slice, slice]
+
+
+def sources(places: Sequence[SourceRectangle], tensor: int, area: Rectangle) -> Iterator[tuple[Index, Index]]:
+    """(index in the rank's part, index in the piece) of everything of the rectangle that the part has."""
+    top, bottom, left, right = area
+    for place in places:
+        first = max(top, place.rows[0])
+        last = min(bottom, place.rows[1])
+        start = place.columns[0] if place.columns else 0
+        begin = max(left, start)
+        end = min(right, place.columns[1] if place.columns else right)
+        if place.tensor == tensor and first < last and begin < end:
+            row = place.at + first - place.rows[0]
+            yield (
+                (slice(row, row + last - first), slice(begin - start, end - start)),
+                (slice(first - top, last - top), slice(begin - left, end - left)),
+            )
+
+
+def targets(
+    rows: Sequence[Sequence[int]], columns: Sequence[int] | None, area: Rectangle
+) -> Iterator[tuple[Index, Index]]:
+    """(index in what the worker holds, index in the piece); rows: (start, length) one below the other, columns: or None
+    for all."""
+    top, bottom, left, right = area
+    start = columns[0] if columns is not None else 0
+    begin = max(left, start)
+    end = min(right, start + columns[1]) if columns is not None else right
+    at = 0
+    for row, length in rows:
+        first, last = max(top, row), min(bottom, row + length)
+        if first < last and begin < end:
+            yield (
+                (slice(at + first - row, at + last - row), slice(begin - start, end - start)),
+                (slice(first - top, last - top), slice(begin - left, end - left)),
+            )
+        at += length

@@ -1,5 +1,5 @@
-"""Small collectives of trainer ranks: a decision, an error or a few bytes of one rank known to all, and the gathering and
-reduce-scattering of pieces of unequal length, which gloo refuses.
+"""Small collectives of trainer ranks: a decision, an error or a few bytes of one rank known to all, and the gathering
+and reduce-scattering of pieces of unequal length, which gloo refuses.
 
 Invariants: bytes travel as uint8 tensors, nothing is pickled; results and the order of sums are the same on every rank.
 """
@@ -81,7 +81,7 @@ def may_be_echo(error: BaseException) -> bool:
 def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
     """Run `action` on the ranks where it is wanted; collective.  Its result, or None elsewhere.
 
-    If it fails on any rank, all ranks raise the error of the first that failed: none goes on alone.
+    If it fails on any rank, all ranks raise the error of the first that failed: none continues alone.
     """
     result, error = None, None
     if wanted:

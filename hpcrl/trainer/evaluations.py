@@ -44,7 +44,7 @@ class EvaluationSchedule:
         self._together = together
         self._timeline = timeline
         self._beside = evaluates_beside(options)
-        self._open: dict[str, int] | None = None  # what goes on beside the training
+        self._open: dict[str, int] | None = None  # the evaluation that runs during training
 
     def due(self, rollout_id: int) -> bool:
         """Whether the weights after `rollout_id` are to be evaluated."""
@@ -73,12 +73,12 @@ class EvaluationSchedule:
             self._append(rollout_id, self._wait("evaluate", **asked))
 
     def look(self) -> None:
-        """Log what goes on beside the training, if it is done."""
+        """Log the evaluation that runs during training, if it is done."""
         if self._open is not None:
             self._take(self._open, self._ask("evaluate", **self._open, beside=True, patience=0.0))
 
     def settle(self) -> None:
-        """Wait for what goes on beside the training."""
+        """Wait for the evaluation that runs during training."""
         if self._open is not None:
             with self._timeline.span(EVALUATE, rollout_id=self._open["rollout_id"]):
                 self._take(self._open, self._wait("evaluate", **self._open, beside=True))

@@ -43,7 +43,7 @@ def settles(options: Options, publishing: bool) -> bool:
 
 
 def evaluates_beside(options: Options) -> bool:
-    """Whether training goes on while held-out prompts are answered."""
+    """Whether training continues while held-out prompts are answered."""
     return options.runs_ahead and not options.deterministic_mode
 
 
@@ -75,6 +75,7 @@ def check_staleness(share: Share, version: int, bound: int | None = 0) -> None:
         row, start, end = share.batch.rows[number], *share.batch.response_offsets[number : number + 2]
         own = versions[start:end]
         raise HpcrlError(
-            f"rollout {share.rollout_id}: sample {row['index']} of group {row['group']} was sampled under policy versions "
+            f"rollout {share.rollout_id}: sample {row['index']} of group {row['group']} was sampled under policy "
+            "versions "
             f"{own.min()} to {own.max()}, the trainer is at {version} and may lag {allowed}"
         )

@@ -83,7 +83,7 @@ class Trainer:
             say(said)
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
         self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed)
-        also = lambda beside: self.others.save(self.at.rollout_id, self.at.version, beside)  # noqa: E731
+        also = lambda staging: self.others.save(self.at.rollout_id, self.at.version, staging)  # noqa: E731
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
@@ -101,7 +101,7 @@ class Trainer:
         self._begin()
 
     def _begin(self) -> None:
-        """Tell the rollout process where the run goes on, and wait for the engines: the run is ready then."""
+        """Tell the rollout process where the run starts or resumes, and wait for the engines: the run is ready then."""
         from hpcrl.trainer.collectives import broadcast_json
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length

@@ -138,7 +138,8 @@ def check_world(options: Options, world: int) -> None:
     cp = options.context_parallel_size
     if world % (tp * pp * cp):
         raise UsageError(
-            f"{world} trainer ranks cannot be divided into --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+            f"{world} trainer ranks cannot be divided into --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}"
             f" x --context-parallel-size {cp}"
         )
     expert_layout(options)
@@ -193,7 +194,8 @@ def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
         return  # ETP says nothing then: slime's recipes give 1 to every model
     if ep == 1 and etp != tp:
         raise UsageError(
-            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and --expert-model-parallel-size 1:"
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
+            "--expert-model-parallel-size 1:"
             " Megatron would not add up the gradients of the experts",
             "leave --expert-tensor-parallel-size out, or use expert parallelism",
         )
@@ -240,7 +242,7 @@ def cuda_is_there(visible: str | None) -> bool:
     """Whether to compute on GPUs.
 
     visible: CUDA_VISIBLE_DEVICES.  UsageError, with torch's own reason, if it names GPUs, torch is a CUDA build, and
-    yet none can be used, as with too old a driver: the run would go on, a thousand times slower.
+    yet none can be used, as with too old a driver: the run would continue, a thousand times slower.
     """
     if torch.cuda.is_available():
         return True
@@ -251,9 +253,11 @@ def cuda_is_there(visible: str | None) -> bool:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
         raise UsageError(
-            f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} cannot use them:"
+            f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} "
+            "cannot use them:"
             f" {reason}",
-            "does nvidia-smi work here, and is its driver new enough (docs/install.md)? CUDA_VISIBLE_DEVICES= runs on the CPU",
+            "does nvidia-smi work here, and is its driver new enough (docs/install.md)? CUDA_VISIBLE_DEVICES= runs "
+            "on the CPU",
         )
     return False
 

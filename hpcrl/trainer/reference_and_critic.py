@@ -1,5 +1,5 @@
-"""The models in addition to the policy: reference, teacher and old actors, which are sets of its weights in host memory,
-and the critic.
+"""The models in addition to the policy: reference, teacher and old actors, which are sets of its weights in host
+memory, and the critic.
 
     DIR/iter_0000020/reference/     a torch_dist checkpoint of weights alone, in the dtype that the run keeps them in
     DIR/iter_0000020/critic/        the critic's weights, optimizer and schedule
@@ -81,7 +81,7 @@ def _places(policy: Policy, values: Mapping[str, torch.Tensor]) -> dict[str, tup
 class Critic:
     """The critic of a run; every method is collective.
 
-    actor: the policy with the weights that it starts from.  resumed: the checkpoint that the run goes on from, or None.
+    actor: the policy with the weights that it starts from.  resumed: the checkpoint that the run resumes from, or None.
     """
 
     def __init__(self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
@@ -126,7 +126,7 @@ def _begin_as(critic: Policy, actor: Policy) -> None:
 class ReferenceAndCritic:
     """Reference, teacher, old actors and critic of a run; every method is collective.
 
-    resumed: the checkpoint that the run goes on from, or None.
+    resumed: the checkpoint that the run resumes from, or None.
     """
 
     def __init__(self, policy: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
@@ -145,7 +145,7 @@ class ReferenceAndCritic:
 
     @property
     def trained_too(self) -> tuple[Policy, ...]:
-        """The models beside the policy that have an optimizer."""
+        """The models in addition to the policy that have an optimizer."""
         return (self._critic.model,) if self._critic is not None else ()
 
     def know_length(self, rollouts: int) -> None:
@@ -154,7 +154,7 @@ class ReferenceAndCritic:
             know_length(self._critic.model.scheduler, critic_options(self._options), rollouts)
 
     def of_share(self, sampled: int, version: int) -> OtherWeights:
-        """The weights beside those of policy `version` that a share sampled under policy `sampled` is trained with.
+        """The weights other than policy `version`'s that a share sampled under policy `sampled` is trained with.
 
         HpcrlError if the weights that sampled it are gone.
         """
@@ -163,7 +163,8 @@ class ReferenceAndCritic:
             return OtherWeights(self._reference, None, self._teacher, critic)
         if sampled not in self._old:
             raise HpcrlError(
-                f"a share was sampled under policy version {sampled}, the trainer is at {version}, and of older ones it keeps "
+                f"a share was sampled under policy version {sampled}, the trainer is at {version}, and of older ones "
+                "it keeps "
                 f"{', '.join(map(str, sorted(self._old))) or 'none'}",
                 "--keep-old-actor keeps the weights of the last two updates of the engines",
             )

@@ -29,25 +29,25 @@ from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.weights import gloo_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
-from hpcrl.weights.pieces.ipc_post import Shelf
-from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, prepare
-from hpcrl.weights.pieces.outbox import Addressee, Outbox
+from hpcrl.weights.pieces.choose_transport import choose_transport, memory_of
+from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, prepare_values
+from hpcrl.weights.pieces.ipc_transport import ExportedMemory
+from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
 from hpcrl.weights.pieces.planning import HeldTensor, pieces_of
-from hpcrl.weights.pieces.posts import memory_of, post_of
-from hpcrl.weights.pieces.wire import Meeting, whereabouts
+from hpcrl.weights.pieces.wire import UpdateGroup, process_identity
 
 PLACE, TEXT = 192, 512  #: bytes of a text of whereabouts, of an error
-Word = Literal["gather", "describe", "join", "prepare", "send", "end"]
+Word = Literal["gather", "describe", "join", "prepare_values", "send", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
 
 class JoinCommand(msgspec.Struct, frozen=True):
     """What every rank is told when the members of an update meet."""
 
-    meeting: Meeting
+    update_group: UpdateGroup
     names: list[str]
     dtypes: dict[str, str]
-    addressees: list[list[Addressee]]
+    targets: list[list[SendTarget]]
     limit: int
     keep: bool
 
@@ -70,17 +70,17 @@ class WeightExporter:
         self.scheme: Scheme | None = scheme_of(checkpoint) if checkpoint else None
         self.own: dict[str, OwnTensor] = {}
         self.dtypes: dict[str, str] = {}
-        self.outbox: Outbox | None = None
-        self.numbers: Numbers | None = None
+        self.piece_sender: PieceSender | None = None
+        self.numbers: PieceValues | None = None
 
     @property
     def rank(self) -> int:
         return self.policy.ranks.rank
 
     @cached_property
-    def shelf(self) -> Shelf:
+    def exported_memory(self) -> ExportedMemory:
         """Memory on the GPU of the weights that engines open."""
-        return Shelf(memory_of(next(self.policy.modules[0].parameters()).device))
+        return ExportedMemory(memory_of(next(self.policy.modules[0].parameters()).device))
 
     def stream(self) -> WeightStream:
         """For one update."""
@@ -90,7 +90,7 @@ class WeightExporter:
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         held, self.own = holdings(self.policy)
-        text = whereabouts().encode()[:PLACE].ljust(PLACE)
+        text = process_identity().encode()[:PLACE].ljust(PLACE)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.policy.ranks.world)]
         dist.all_gather(found, mine, group=self.patient)
@@ -98,16 +98,24 @@ class WeightExporter:
 
     def join(self, command: JoinCommand, pieces: np.ndarray) -> None:
         self.leave()
-        meeting = command.meeting
+        update_group = command.update_group
         group = gloo_group.join(
-            meeting.host, meeting.port, self.keys, self.rank, meeting.world, self.host, meeting.seconds
+            update_group.host,
+            update_group.port,
+            self.keys,
+            self.rank,
+            update_group.world,
+            self.host,
+            update_group.seconds,
         )
-        post = post_of(group, self.rank, meeting, self.shelf if meeting.ipc else None)
-        self.outbox = Outbox(post, pieces, command.names, command.addressees[self.rank], command.limit, command.keep)
+        transport = choose_transport(group, self.rank, update_group, self.exported_memory if update_group.ipc else None)
+        self.piece_sender = PieceSender(
+            transport, pieces, command.names, command.targets[self.rank], command.limit, command.keep
+        )
         self.dtypes = command.dtypes
 
     def prepare(self) -> None:
-        self.numbers = prepare(self.own, self.dtypes, self.scheme, self._agree)
+        self.numbers = prepare_values(self.own, self.dtypes, self.scheme, self._agree)
 
     def _agree(self, largest: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise values to the largest of all ranks that hold parts of the same tensors."""
@@ -122,18 +130,18 @@ class WeightExporter:
                 values.copy_(new.view(values.shape))
 
     def send(self, changes: bool) -> int:
-        assert self.outbox is not None and self.numbers is not None, "join() and prepare() come first"
-        return self.outbox.send(self.numbers, changes)
+        assert self.piece_sender is not None and self.numbers is not None, "join() and prepare() come first"
+        return self.piece_sender.send(self.numbers, changes)
 
     def leave(self) -> None:
         """Give up memory and group."""
-        if self.outbox is not None:
-            self.outbox.close()
-            self.outbox = None
+        if self.piece_sender is not None:
+            self.piece_sender.close()
+            self.piece_sender = None
 
 
 class WeightStream:
-    """One update.  On rank 0 also a `Source` of pieces (`hpcrl/weights/pieces/transport.py`)."""
+    """One update.  On rank 0 also a `Source` of pieces (`hpcrl/weights/pieces/resharded_update.py`)."""
 
     def __init__(self, exporter: WeightExporter) -> None:
         self.exporter = exporter
@@ -170,7 +178,7 @@ class WeightStream:
         self._outcome(lambda: self.exporter.join(known, pieces_of(0, plan)))
 
     def prepare(self) -> None:
-        self._say("prepare")
+        self._say("prepare_values")
         self.exporter.prepare()
 
     def send(self, changes: bool) -> int:
@@ -182,7 +190,7 @@ class WeightStream:
         self.exporter.leave()
 
     def end(self) -> None:
-        """Let the other ranks go on; nothing more is asked of them."""
+        """Let the other ranks continue; nothing more is asked of them."""
         if not self.ended:
             self.ended = True
             self._say("end")
@@ -207,7 +215,7 @@ class WeightStream:
                 )
             elif word == "send":
                 self._outcome(lambda changes=what: self.exporter.send(changes))
-            elif word == "prepare":
+            elif word == "prepare_values":
                 self.exporter.prepare()
             else:
                 self.exporter.describe()
@@ -215,7 +223,7 @@ class WeightStream:
     def _outcome(self, work: Callable[[], int | None]) -> int:
         """Do it; rank 0 learns whether all did: bytes of all together, or the error of the first that failed.
 
-        The others raise nothing: rank 0 says how it goes on.
+        The others raise nothing: rank 0 decides what happens next.
         """
         sent, error = 0, None
         try:

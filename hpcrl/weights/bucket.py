@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.model_files.safetensors_headers import ITEM_BYTES
+from hpcrl.model_files.safetensors_files import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,9 @@
-"""All engines of a run as the trainer sees them: one call to each at the same time, watched until all have answered.
+"""All engines of a run as the trainer sees them: one call to each at the same time, watched until all have answered;
+and the registry of engines, asked over the rollout queue.
 
-Invariants: every call has a deadline; while one is pending the engines' health and the run's error file are looked at,
-because vLLM never answers a pending call once its engine core has died; an error names engine, host and phase.
-
-@@ engine_roster.py: The registry of engines as trainer rank 0 asks it: calls over the rollout queue.
-
-Invariant: the registry lives in the rollout process alone; nothing of it is kept here.
+Invariants: every call has a deadline; while one is pending the engines' health and the run's error file are checked,
+because vLLM never answers a pending call once its engine core has died; an error names engine, host and phase; the
+registry lives in the rollout process alone, and no copy of it is kept here.
 """
 
 from __future__ import annotations
@@ -15,16 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
-from hpcrl.queue.client import QueueClient
 from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.engine_http import Address, HttpError, ask
+
+if TYPE_CHECKING:
+    from hpcrl.queue.client import QueueClient
 
 GLANCE = 0.5  #: seconds between two looks at the health of engines that have not answered
 LAST_WORDS = 8.0  #: seconds that a dead engine's own supervisor may take to record why
@@ -43,7 +43,7 @@ class FleetEngine:
 
 
 class EngineLost(PeerError):
-    """Engines have died; the others may go on."""
+    """Engines have died; the others may continue."""
 
     def __init__(self, what: str, engines: Sequence[FleetEngine]) -> None:
         super().__init__(what)

@@ -4,12 +4,12 @@
     quantize_channel(weight)                a scale for each row
     quantize_tensor(weight)                 one scale
     dequantize(quantized, scale, block)     what an engine multiplies with
-    quantized(stream, config)               a stream of named tensors as a checkpoint with that quantization_config has them
+    quantized(stream, config)               a stream of named tensors, as in a checkpoint with that quantization_config
 
 A scale is the largest absolute value over 448, the largest number of e4m3; with `power_of_two` it is rounded up to a
 power of two (ue8m0).  Invariants: with q the exact value of x / scale, the stored number differs from q by at most
-|q| / 16 (three bits of mantissa, rounded to nearest), or 2^-10 where |q| < 2^-6 (half a subnormal step), plus the rounding
-of the fp32 division (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1); zeros stay zeros; nothing
+|q| / 16 (three bits of mantissa, rounded to nearest), or 2^-10 where |q| < 2^-6 (half a subnormal step), plus the
+rounding of the fp32 division (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1); zeros stay zeros; nothing
 becomes infinite; the same weights give the same bits on every run, whatever else is in the stream.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import CONFIG, read_config
-from hpcrl.model_files.safetensors_headers import listing
+from hpcrl.model_files.safetensors_files import listing
 from hpcrl.weights.quantization_config import read_quantization
 
 Strategy = Literal["block", "channel", "tensor"]
@@ -100,7 +100,7 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, i
 def _check(weight: torch.Tensor) -> None:
     if weight.dim() != 2 or not weight.is_floating_point() or weight.element_size() < 2:
         raise ValueError(
-            f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is no matrix of floating-point numbers"
+            f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is not a matrix of floating-point numbers"
         )
     if not weight.numel():
         raise ValueError("it is empty")

@@ -1,12 +1,12 @@
-"""A process group of its own between trainer rank 0 and the engine workers, for weights over the network without NCCL.
+"""A process group of its own between trainer ranks and engine workers, for weights over the network without NCCL.
 
-Trainer and engine use the same functions.  The group is apart from torch's default groups of either side.
+Trainer and engine use the same functions.  The group is separate from torch's default groups on either side.
 
 A broadcast that is given up keeps its group, and the end of the process, waiting until gloo's own limit or until the
-peers are gone (gloo has no abort); who gives one up must let the run end.
+peers are gone (gloo has no abort); whoever gives one up must let the run end.
 
-Invariants: the members find one another in a store that lets in only who holds a key of the run; every wait has a
-deadline. Gloo itself neither encrypts nor asks who is there: see docs/security.md.
+Invariants: the members find one another in a store that admits only holders of a key of the run; every wait has a
+deadline. Gloo itself neither encrypts nor authenticates: see docs/security.md.
 """
 
 from __future__ import annotations

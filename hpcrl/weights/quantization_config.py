@@ -47,6 +47,6 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
         ):
             return Quantization(weights["strategy"], None, power)
     raise DataError(
-        f"{where} has a quantization_config ({method}) that weights cannot be brought to while a run goes on",
+        f"{where} has a quantization_config ({method}) that weights cannot be brought to during a run",
         "give a checkpoint of hpcrl convert to-fp8, or one without quantisation",
     )

@@ -1,8 +1,7 @@
-"""How the weight updates of a run travel, from its options and hosts: what `hpcrl plan` prints is decided here, and
-what a run does.
+"""How the weight updates of a run travel, from its options and hosts; `hpcrl plan` prints what a run then does.
 
-Invariant: an update that is sent in pieces in a run is one that `route` calls so.  Only an engine can tell that it
-cannot be, since a layer of vLLM's does not say how it holds its weights (`pieces/transport.py`); the run's log then
+Invariant: an update that a run sends in pieces is one that `route` predicts so.  Only an engine can tell that it cannot
+be, since a layer of vLLM's does not say how it holds its weights (`pieces/resharded_update.py`); the run's log then
 says so.
 """
 
@@ -13,7 +12,7 @@ from typing import Literal
 
 from hpcrl.config.options import Options
 from hpcrl.plan import Plan
-from hpcrl.weights.transports import Site, Way, choose, find_way
+from hpcrl.weights.transports import TransportConditions, Way, choose, find_way
 
 Sharing = Literal["host", "engine", "worker"]
 
@@ -60,7 +59,10 @@ def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"
     if backend in (NCCL, IPC) and delta:
-        return "what has changed is found and kept in the host's memory, and over NCCL and CUDA IPC bytes come from the GPU's"
+        return (
+            "what has changed is found and kept in the host's memory, "
+            "and over NCCL and CUDA IPC bytes come from the GPU's"
+        )
     if data_parallel > 1:
         return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
     return None
@@ -70,7 +72,7 @@ def _way(options: Options, plan: Plan, cpu: bool) -> Way:
     one_host = (
         len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
     )
-    return find_way(choose(options.weight_transfer, Site(cpu, one_host, options.colocate)))
+    return find_way(choose(options.weight_transfer, TransportConditions(cpu, one_host, options.colocate)))
 
 
 def _backend(options: Options, way: Way) -> str:

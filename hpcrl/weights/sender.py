@@ -30,7 +30,7 @@ from hpcrl.weights.comparison import Comparison, Differs
 from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
 from hpcrl.weights.engine_http import HttpError, ask
 from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.pieces.transport import PiecesTransport, Source, obstacle
+from hpcrl.weights.pieces.resharded_update import ReshardedUpdate, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class WeightSender:
         self.options = options
         self.is_driver = is_driver
         self.said: set[str] = set()
-        self.pieces: PiecesTransport | None = None
+        self.pieces: ReshardedUpdate | None = None
         self.fleet: Fleet | None = None
         self.transport: Transport | None = None
         self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
@@ -71,7 +71,7 @@ class WeightSender:
 
     @property
     def may_lose(self) -> bool:
-        """Whether the run goes on when an engine ends."""
+        """Whether the run continues when an engine ends."""
         return self.options.engine_restarts > 0 and not self.options.takes_turns
 
     def connect(self, engines: Sequence[FleetEngine]) -> None:
@@ -100,7 +100,7 @@ class WeightSender:
         for name, need in self.needs.items():
             if need["same_as"]:
                 self.ties.setdefault(need["same_as"], []).append(name)
-        self.pieces = PiecesTransport(fleet, self.manifests, self.options, self.scheme, self.host)
+        self.pieces = ReshardedUpdate(fleet, self.manifests, self.options, self.scheme, self.host)
         transport = self._transport(self.host)
         transport.connect()
         self.transport = transport
@@ -137,7 +137,7 @@ class WeightSender:
 
         tensors: (checkpoint name, whole tensor), valid on the driver.  Returns seconds and bytes as metrics (driver
         only). PeerError, DeadlineError or HpcrlError name engine, host and phase; then each engine has its old weights
-        and has been resumed, or the message says that it has not.  EngineLost names engines that are no more: the
+        and has been resumed, or the message says that it has not.  EngineLost names engines that have ended: the
         others have given up this update, and wait, paused, for it to be made again without those.
         """
         if not self.is_driver:
@@ -235,7 +235,7 @@ class WeightSender:
             if need is None and (self.unseen or not name.startswith(self.opaque or "\0")):
                 near = difflib.get_close_matches(name, [*self.needs, *self.unseen], 1)
                 raise HpcrlError(
-                    f"the trainer's {name} is no tensor of the engines{f', nearest is {near[0]}' if near else ''}"
+                    f"the trainer's {name} is not a tensor of the engines{f', nearest is {near[0]}' if near else ''}"
                 )
             if need is not None:
                 if need.get("same_as"):
@@ -259,7 +259,7 @@ class WeightSender:
             )
 
     def _lost(self, error: BaseException) -> list[FleetEngine]:
-        """The engines whose end an error tells of, if the run may go on without them."""
+        """The engines whose end an error tells of, if the run may continue without them."""
         if not self.may_lose or not isinstance(error, Exception):
             return []
         if isinstance(error, EngineLost):

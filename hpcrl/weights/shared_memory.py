@@ -60,7 +60,7 @@ def open_region(wire: Mapping[str, Any]) -> torch.Tensor:
         raise ValueError(f"malformed region: {dict(wire)!r}")
     path = f"/proc/{wire['pid']}/fd/{wire['fd']}"
     if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-        raise ValueError(f"{path} is no region of weights")
+        raise ValueError(f"{path} is not a region of weights")
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)

@@ -1,11 +1,11 @@
-"""Which engines get the weights, and what happens when one of them ends in the middle.
+"""Which engines get the weights, and what happens when one of them ends during an update.
 
-Every trainer rank makes and drives one `Updates`, since the export of the weights is collective; rank 0 asks the
-registry of engines (in the rollout process) whom to send to, and tells it what came of it.
+Every trainer rank creates and drives one `Updates`, since the export of the weights is collective; rank 0 asks the
+registry of engines (in the rollout process) which ones to send to, and reports the outcome to it.
 
-Invariants: all ranks take the same turn, because rank 0's word is shared before anyone acts; an update is made again,
-whole, without those that ended in it, until all that are left hold the version; an engine that comes (back) gets one of
-its own.
+Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an update is
+repeated, whole, without the engines that ended during it, until all that are left hold the version; an engine that
+joins or comes back gets an update of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Updates:
         return self._send(export, version, alone=False)
 
     def join(self, export: Export, version: int) -> dict[str, float]:
-        """Put `version` into engines that wait for it, if there are any; the others go on.  Every rank calls it."""
+        """Put `version` into engines that wait for it, if there are any; the others continue.  Every rank calls it."""
         return self._send(export, version, alone=True)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Updates:
             if not self._sender.may_lose:
                 raise
             engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
-            say(f"the weight update to version {version} goes on without {', '.join(map(str, engines))}: {error}")
+            say(f"the weight update to version {version} continues without {', '.join(map(str, engines))}: {error}")
             deque(tensors, maxlen=0)  # the export is collective: the other ranks wait for us in it
             return {}, [[engine.index, engine.life, str(error)] for engine in engines]
 

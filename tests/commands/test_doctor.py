@@ -387,7 +387,8 @@ def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
     )
     index.write_text("{}")
     assert (
-        "is no index of safetensors" in bad(model_directory.files(tmp_path))[0] and model_directory.total(tmp_path) == 0
+        "is not an index of safetensors" in bad(model_directory.files(tmp_path))[0]
+        and model_directory.total(tmp_path) == 0
     )
 
 

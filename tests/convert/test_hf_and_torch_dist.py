@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.model_files.hf_writer import SafetensorsWriter, Tensor, directory, split
+from hpcrl.model_files.hf_writer import SafetensorsWriter, TensorHeader, directory, split
 from tests.support.ranks import run_ranks
 from tests.support.tiny import FAMILIES, make_family, make_model
 
@@ -291,7 +291,7 @@ def test_bad_input_to_hf_is_named_before_anything_is_written(tmp_path: Path, mod
     shard.unlink()
     with pytest.raises(DataError, match=rf"{shard.name} is not there"):
         to_hf(tmp_path / "td", tmp_path / "out", models["qwen3"])
-    with pytest.raises(DataError, match="--input-dir .*/nowhere is no directory"):
+    with pytest.raises(DataError, match="--input-dir .*/nowhere is not a directory"):
         to_hf(tmp_path / "nowhere", tmp_path / "out", models["qwen3"])
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".partial*"))
 
@@ -349,9 +349,9 @@ def test_every_rank_a_stage_is_slimes_rule() -> None:
 
 
 def test_files_are_filled_in_order_and_aligned(tmp_path: Path) -> None:
-    small = Tensor("a", torch.bfloat16, (3,))
-    wide = Tensor("b", torch.float32, (2, 2))
-    pair = [Tensor("c", torch.bfloat16, (5,)), Tensor("d", torch.bfloat16, ())]
+    small = TensorHeader("a", torch.bfloat16, (3,))
+    wide = TensorHeader("b", torch.float32, (2, 2))
+    pair = [TensorHeader("c", torch.bfloat16, (5,)), TensorHeader("d", torch.bfloat16, ())]
     plan = split([[small], [wide], pair], chunk_size=22)
     assert [[t.name for t in file] for file in plan] == [["b", "a"], ["c", "d"]], "fp32 first; a pair stays together"
     values = {t.name: torch.randn(t.shape).to(t.dtype) for t in (small, wide, *pair)}
@@ -378,7 +378,7 @@ def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
 
 
 def test_a_tensor_in_the_wrong_place_or_missing_is_a_defect(tmp_path: Path) -> None:
-    plan = split([[Tensor("a", torch.float32, (3,))]], 100)
+    plan = split([[TensorHeader("a", torch.float32, (3,))]], 100)
     with pytest.raises(HpcrlError, match="is not"), SafetensorsWriter(tmp_path, plan) as writer:
         writer.add("a", torch.ones(4))
     with pytest.raises(HpcrlError, match="1 tensors were not written"), SafetensorsWriter(tmp_path, plan):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hpcrl.engine.pieces.part_tensor import PartTensor, part_tensor
-from hpcrl.model_files.safetensors_headers import Entry
+from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.redistribution.layouts import whole
-from hpcrl.weights.digest import cut
+from hpcrl.weights.comparison import cut
 from hpcrl.weights.pieces.planning import HeldTensor, layouts_of
 
 pytestmark = pytest.mark.vllm

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.engine.nodes.layout import variables
+from hpcrl.engine.multi_node import variables
 from hpcrl.engine.server_settings import Build, flags
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import MeetingPeer

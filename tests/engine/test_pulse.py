@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.engine.pulse import QUESTION, CoreCalls, Stopped
+from hpcrl.engine.health import QUESTION, CoreCalls, StoppedProcess
 from hpcrl.weights.engine_http import CORE, LATE, PATIENCE, TURN, ask
 from tests.support.engines import PROMPT, Engines, generate, gone
 from tests.support.tiny import make_model
@@ -32,7 +32,7 @@ def test_who_has_been_stopped_and_for_how_long() -> None:
     at = [0.0]
     first = Process(11)
     second = Process(12)
-    stopped = Stopped(lambda: [first, second], lambda: at[0])
+    stopped = StoppedProcess(lambda: [first, second], lambda: at[0])
 
     def look(seconds: float) -> tuple[int, float] | None:
         at[0] += seconds

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.engine.crash_report import ServerLog, reason
-from hpcrl.engine.nodes.layout import variables
+from hpcrl.engine.health import ServerLog, reason
+from hpcrl.engine.multi_node import variables
 from hpcrl.engine.server import command_line
 from hpcrl.engine.server_settings import (
     Build,
@@ -349,8 +349,8 @@ CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
         ([f"{CORE}KeyError: first", f"{CORE}AssertionError: second", "INFO: Shutting down"], "AssertionError: second"),
         (
             [
-                "ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting down "
-                "client."
+                "ERROR 11-21 07:11:41 [core_client.py:1] Engine core proc EngineCore died unexpectedly, shutting "
+                "down client."
             ],
             "Engine core proc EngineCore died unexpectedly, shutting down client.",
         ),

@@ -122,7 +122,7 @@ def test_every_part_of_an_engine_over_hosts_is_started_on_its_host() -> None:
     assert on("a") == [("engine", 0), ("rollout", 0)]
     assert on("b") == on("b", 0) == [("engine-0-node", 1)] and on("b", 1) == []
     [(role, index, command)] = host.commands(options, plan, RunDir("/nowhere"), "b")
-    assert command[2] == "hpcrl.engine.nodes.follower" and command[-4:] == ["--index", "0", "--node", "1"]
+    assert command[2] == "hpcrl.engine.follower" and command[-4:] == ["--index", "0", "--node", "1"]
     assert host.devices(plan, role, index, "b", None, "4,5") == {"CUDA_VISIBLE_DEVICES": "4,5"}
     later = make_plan(options, [Host("t", 4), Host("a", 2), Host("b", 2)], "run")
     assert later.engines[0].hosts == ("a", "b"), "whole hosts next to each other"

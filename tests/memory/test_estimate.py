@@ -11,13 +11,12 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
-from hpcrl.memory.checkpoint import checkpoint_bytes
 from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
-from hpcrl.memory.report import memory_lines
-from hpcrl.memory.sharing import SAMPLES, TRAINS, put_away, turns
+from hpcrl.memory.report import SAMPLES, TRAINS, memory_lines, put_away, turns
 from hpcrl.memory.training import (
     GIB,
+    checkpoint_bytes,
     fullest_rank,
     gradient_bytes,
     logits_bytes,
@@ -263,7 +262,7 @@ def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
     assert update_bytes(resharded, family, config) == bucket + experts / 32
     assert update_bytes(options.model_copy(update={"weight_transfer": "ipc"}), family, config) == bucket + experts / 32
     said = "\n".join(memory_lines(options, family, config))
-    assert "warn: a weight update takes 8.0 GiB of an engine's GPU beside its share of 74 of 80; lower" in said
+    assert "warn: a weight update takes 8.0 GiB of an engine's GPU outside its share of 74 of 80; lower" in said
     assert "--vllm-gpu-memory-utilization to 0.89 or less" in said
     assert "a weight update takes" not in "\n".join(memory_lines(resharded, family, config))
 

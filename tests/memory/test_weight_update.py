@@ -15,7 +15,7 @@ from hpcrl.memory.parameters import whole_model
 from hpcrl.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
-from hpcrl.weights.pieces.transport import obstacle
+from hpcrl.weights.pieces.resharded_update import obstacle
 from hpcrl.weights.route import backend
 from tests.support.published_models import MODELS
 

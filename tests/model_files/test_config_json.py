@@ -15,10 +15,10 @@ from hpcrl.weights.fp8 import scheme_of
 
 DAMAGE = [
     (None, "no config.json there; name a Hugging Face model directory"),
-    (b"", "config.json is no JSON: .*; download or copy the model again"),
-    (b'{"a": ', "config.json is no JSON"),
-    (b"\xff\xfe\x00", "config.json is no JSON"),
-    (b"[" * 100_000, "config.json is no JSON"),
+    (b"", "config.json is not JSON: .*; download or copy the model again"),
+    (b'{"a": ', "config.json is not JSON"),
+    (b"\xff\xfe\x00", "config.json is not JSON"),
+    (b"[" * 100_000, "config.json is not JSON"),
     (b"[1]", "config.json holds no JSON object"),
     (b"null", "config.json holds no JSON object"),
 ]

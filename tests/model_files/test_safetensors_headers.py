@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.safetensors_headers import (
+from hpcrl.model_files.safetensors_files import (
     DTYPES,
     INDEX,
     SINGLE,
@@ -104,12 +104,12 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("index", "why"),
     [
-        (b"", "is no index"),
-        (b"[]", "is no index"),
-        (b"{}", "is no index"),
-        (b'{"weight_map": {"a": 1}}', "is no index"),
-        (b'{"weight_map": {"a": "\xff"}}', "is no index"),
-        (b"[" * 100_000, "is no index"),
+        (b"", "is not an index"),
+        (b"[]", "is not an index"),
+        (b"{}", "is not an index"),
+        (b'{"weight_map": {"a": 1}}', "is not an index"),
+        (b'{"weight_map": {"a": "\xff"}}', "is not an index"),
+        (b"[" * 100_000, "is not an index"),
         (b'{"weight_map": {"a": "../a.safetensors"}}', "names a file outside of the directory"),
         (b'{"weight_map": {"a": "/a.safetensors"}}', "names a file outside of the directory"),
         (b'{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors is not there"),
@@ -127,7 +127,7 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, index: bytes, why: str) -
 def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2).bfloat16()}, tmp_path / SINGLE)
     script = (
-        "import sys; from hpcrl.model_files.safetensors_headers import listing\n"
+        "import sys; from hpcrl.model_files.safetensors_files import listing\n"
         f"print(listing({str(tmp_path)!r})['a'].dtype); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

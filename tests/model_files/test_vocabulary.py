@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.vocabulary import check_same_vocabulary
+from hpcrl.model_files.config_json import check_same_vocabulary
 
 WORDS = {"<pad>": 0, "a": 1, "b": 2}
 ADDED = [{"id": 3, "content": "<end>"}]

@@ -54,7 +54,7 @@ from hpcrl.errors import DataError
 from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.pickles import names
 from hpcrl.pickles.reader import PlainUnpickler, read_plain
-from hpcrl.pickles.refusal import Refused
+from hpcrl.pickles.values import Refused
 from hpcrl.pickles.writer import PlainPickler, refuse_foreign_pickles
 
 

@@ -10,9 +10,9 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from hpcrl.redistribution.copies import sources, targets
-from hpcrl.redistribution.layouts import Layouts, Part, Worker, whole
+from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, busiest, redistribute
+from hpcrl.redistribution.rectangles import sources, targets
 from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
 
@@ -33,9 +33,9 @@ def carry_out(case: Case, plan: Redistribution) -> dict[tuple[int, str], tuple[n
         for part, inside in sources(places, which, area):
             piece[inside] = own[part]
         assert (piece >= 0).all(), "the sender does not hold what it is to send"
-        for number, landing in enumerate(plan.landings):
-            if plan.root(number) == plan.landing[i]:
-                deliver(case, landing.workers, name, area, piece, got)
+        for number, destination in enumerate(plan.destinations):
+            if plan.root(number) == plan.destination[i]:
+                deliver(case, destination.workers, name, area, piece, got)
     return got
 
 
@@ -56,7 +56,7 @@ def least(case: Case, plan: Redistribution) -> float:
     for i, number in enumerate(plan.tensor):
         pattern = case.layouts.patterns[case.layouts.held[number]]
         owners = tuple(sorted({rank for part in pattern if _inside(plan, i, part) for rank in part.who}))
-        host = plan.landings[plan.landing[i]].host
+        host = plan.destinations[plan.destination[i]].host
         near = tuple(rank for rank in owners if case.hosts[rank] == host) or owners
         held[near] = held.get(near, 0) + int(plan.nbytes[i])
     graph, total = nx.DiGraph(), sum(held.values())
@@ -74,7 +74,7 @@ def least(case: Case, plan: Redistribution) -> float:
     return high
 
 
-def _inside(plan: Redistribution, i: int, part: Part) -> bool:
+def _inside(plan: Redistribution, i: int, part: TensorPart) -> bool:
     rows, columns = part.rows, part.columns
     return bool(
         rows[0] <= plan.top[i]
@@ -166,7 +166,7 @@ def test_a_row_longer_than_a_round_is_cut_too() -> None:
 
 def test_what_nobody_holds_is_an_error() -> None:
     layouts = Layouts()
-    held, needed = (layouts.pattern([Part((0, rows), (0, 2), (0,))]) for rows in (3, 4))
+    held, needed = (layouts.pattern([TensorPart((0, rows), (0, 2), (0,))]) for rows in (3, 4))
     layouts.add("w", (4, 2), 2, held, needed)
     with pytest.raises(ValueError, match="nobody holds"):
         redistribute(layouts, [Worker(0, "e")], ["t"], 1024)

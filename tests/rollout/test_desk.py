@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
-from hpcrl.plan import Place, Plan
+from hpcrl.plan import Placement, Plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import desk as desks
 from hpcrl.rollout.engines.desk import EngineDesk
@@ -48,7 +48,11 @@ class Office:
         make_keys(self.rundir, 1)
         self.engines = [self.engine(script) for script in scripts]
         self.plan = Plan(
-            "test", 0, (Place("a", (0,)),), tuple(Place("a", (i,)) for i in range(len(scripts))), Place("a", ())
+            "test",
+            0,
+            (Placement("a", (0,)),),
+            tuple(Placement("a", (i,)) for i in range(len(scripts))),
+            Placement("a", ()),
         )
 
     def engine(self, script: Script | None = None) -> FakeEngine:

@@ -39,7 +39,7 @@ class OverHosts(Engines):
         command = [
             sys.executable,
             "-m",
-            "hpcrl.engine.nodes.follower",
+            "hpcrl.engine.follower",
             str(self.rundir.root),
             "--attempt",
             "0",

@@ -14,9 +14,8 @@ import torch
 from hpcrl.groups import layout as rank_layout
 from hpcrl.memory.parameters import part_shape
 from hpcrl.models.family import Rule, registry
-from hpcrl.models.slicing import CUTS, Place, Shapes
-from hpcrl.redistribution.holdings import held_parts, merged, needed_parts
-from hpcrl.redistribution.layouts import Layouts, Part, Worker
+from hpcrl.models.slicing import CUTS, Shapes, SourceRectangle
+from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, held_parts, merged, needed_parts
 from tests.support.families import ODD, PLAIN, SIZES
 
 ITEM = 4
@@ -32,7 +31,7 @@ class Case:
     layouts: Layouts = field(default_factory=Layouts)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     #: (rank, tensor) -> its part of the parameter as a matrix, where what lies, which of the rule's tensors
-    parts: dict[tuple[int, str], tuple[np.ndarray, list[Place], int]] = field(default_factory=dict)
+    parts: dict[tuple[int, str], tuple[np.ndarray, list[SourceRectangle], int]] = field(default_factory=dict)
     spans: dict[tuple[int, str], Span] = field(default_factory=dict)
 
 
@@ -71,7 +70,7 @@ def random_case(family: str, chance: Random) -> Case:
         chance.shuffle(spread)
     case = Case([f"t{rank // chance.choice([1, 2, 4])}" for rank in range(world)], random_workers(chance))
     stage_of = {rank: where["pp"][rank] for rank in range(world)}
-    held: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+    held: dict[str, tuple[tuple[int, ...], list[TensorPart]]] = {}
     kinds: dict[str, tuple[Rule, int]] = {}
     seen: set[tuple[str, ...]] = set()
     for name, rule in found.tensors(config):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.weights.bucket import ALIGN, ITEM_BYTES, Bucket, Packer, fill, views
-from hpcrl.weights.digest import cut, digest
+from hpcrl.weights.comparison import cut, digest
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), max_size=12)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.redistribution.rounds import padded
-from hpcrl.weights.pieces.changes import BLOCK, WHOLE, read, size, write
+from hpcrl.redistribution.loads import padded
+from hpcrl.weights.pieces.elements import BLOCK, WHOLE, read, size, write
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.model_files.hf_reader import Files
+from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.transports import Link
 from hpcrl.weights.transports.disk import DiskTransport
@@ -44,7 +44,7 @@ class Posts:
             for name, digest in body["update_info"]["files"].items():
                 assert hashlib.blake2b((there / name).read_bytes(), digest_size=16).hexdigest() == digest
             with ExitStack() as stack:
-                files = Files(there, stack)
+                files = SafetensorsDirectory(there, stack)
                 self.seen = {name: files.slice(name)[:] for name in files.where}
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from hpcrl.cli import main
 from hpcrl.convert.to_fp8 import convert
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.safetensors_headers import listing
+from hpcrl.model_files.safetensors_files import listing
 from hpcrl.weights import fp8
 from hpcrl.weights.bucket import fill, views
 from hpcrl.weights.fp8 import (
@@ -160,10 +160,10 @@ def test_the_bits_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
     [
         (torch.tensor([[1.0, float("nan")]]), "infinite or undefined"),
         (torch.tensor([[1.0, -float("inf")]]), "infinite or undefined"),
-        (torch.ones(3), r"float32\[3\] is no matrix"),
-        (torch.ones(2, 2, 2), r"float32\[2, 2, 2\] is no matrix"),
-        (torch.ones(2, 2, dtype=torch.int32), r"int32\[2, 2\] is no matrix"),
-        (torch.ones(2, 2).to(FP8), r"float8_e4m3fn\[2, 2\] is no matrix"),
+        (torch.ones(3), r"float32\[3\] is not a matrix"),
+        (torch.ones(2, 2, 2), r"float32\[2, 2, 2\] is not a matrix"),
+        (torch.ones(2, 2, dtype=torch.int32), r"int32\[2, 2\] is not a matrix"),
+        (torch.ones(2, 2).to(FP8), r"float8_e4m3fn\[2, 2\] is not a matrix"),
         (torch.ones(0, 4), "empty"),
     ],
 )

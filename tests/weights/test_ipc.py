@@ -26,12 +26,11 @@ from hpcrl.redistribution.layouts import Worker
 from hpcrl.redistribution.plan import redistribute
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
-from hpcrl.weights.digest import cut, digest
-from hpcrl.weights.pieces.cuda_memory import Runtime, tensor_at
-from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory
-from hpcrl.weights.pieces.ipc_post import IpcPost, Shelf, read_exported
-from hpcrl.weights.pieces.post import Transfer
-from hpcrl.weights.pieces.transport import _check_near
+from hpcrl.weights.comparison import cut, digest
+from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
+from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport, read_exported
+from hpcrl.weights.pieces.peer_transport import Transfer
+from hpcrl.weights.pieces.resharded_update import _check_near
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
 from hpcrl.weights.route import backend
 from tests.support.layouts import Case, random_case
@@ -76,15 +75,15 @@ class SlowMemory(HostMemory):
         return super().open(name, size, place)
 
 
-class WatchedPost(IpcPost):
+class WatchedPost(IpcTransport):
     """Refuses to say that something is ready (to each worker once) or done before the device has ended it."""
 
-    def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
-        assert isinstance(self.shelf.memory, SlowMemory)
-        last = self.shelf.memory.last
+    def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
+        assert isinstance(self.exported_memory.memory, SlowMemory)
+        last = self.exported_memory.memory.last
         assert last.seen and (to not in last.told if tag == READY else tag == DONE and not last.told)
         last.told.append(to)
-        return super().tell(to, tag, letter)
+        return super().tell(to, tag, counts)
 
 
 def one_host(family: str) -> tuple[Case, Any]:
@@ -101,28 +100,32 @@ def one_host(family: str) -> tuple[Case, Any]:
 def member(me: int, family: str, port: int, keys: tuple[str, str, str]) -> dict[str, Any]:
     """One process, rank or worker: what it has sent, or digests of what it got in each update."""
     case, plan = one_host(family)
-    boxes, ranks = boxes_of(case, plan), len(case.hosts)
+    plans, ranks = boxes_of(case, plan), len(case.hosts)
     count = ranks + len(case.workers)
     memory = SlowMemory(0.002)
-    post = WatchedPost(
-        gloo_group.join(HERE, port, ClientKeys(*keys), me, count, HERE, 20), me, ranks, 20, shelf=Shelf(memory)
+    transport = WatchedPost(
+        gloo_group.join(HERE, port, ClientKeys(*keys), me, count, HERE, 20),
+        me,
+        ranks,
+        20,
+        exported_memory=ExportedMemory(memory),
     )
     if me < ranks:
-        outbox, numbers = rank_side(case, plan, boxes, post)
+        sender, numbers = rank_side(case, plan, plans, transport)
         sent = []
         for _ in range(UPDATES):
-            sent.append(outbox.send(numbers))
+            sent.append(sender.send(numbers))
             for tensor in {id(o.parameter): o.parameter for o in numbers.own.values()}.values():
                 tensor.mul_(-1.5)
-        post.group.group.barrier().wait()
-        return {"sent": sent, "made": memory.made, "memory": outbox.memory.size}
-    reader, found = worker_side(case, plan, boxes, post), []
+        transport.group.group.barrier().wait()
+        return {"sent": sent, "made": memory.made, "memory": sender.memory.size}
+    reader, found = worker_side(case, plan, plans, transport), []
     for _ in range(UPDATES):
         got: dict[str, torch.Tensor] = {}
         reader.receive(lambda tensors, last, got=got: got.update(tensors))
         found.append({n: digest(t.part if isinstance(t, PartTensor) else t) for n, t in got.items()})
-    senders = {message.sender for message in reader.inbox.messages()}
-    post.group.group.barrier().wait()
+    senders = {message.sender for message in reader.receive_plan.messages()}
+    transport.group.group.barrier().wait()
     reader.close()
     return {"got": found, "opens": memory.opens, "senders": len(senders)}
 
@@ -161,16 +164,16 @@ def test_between_processes_each_worker_gets_what_gathered_tensors_have(family: s
 
 def test_exported_memory_outlives_a_meeting_and_is_replaced_by_larger_only() -> None:
     memory = SlowMemory(0.0)
-    shelf = Shelf(memory)
+    exported_memory = ExportedMemory(memory)
     first, _ = members(2, 1)
-    post = IpcPost(first.group, 0, 1, 5, shelf=shelf)
-    room = post.room(100)
+    transport = IpcTransport(first.group, 0, 1, 5, exported_memory=exported_memory)
+    room = transport.allocate(100)
     room.close()
     assert room.size == 0
-    again = IpcPost(first.group, 0, 1, 5, shelf=shelf).room(60)
+    again = IpcTransport(first.group, 0, 1, 5, exported_memory=exported_memory).allocate(60)
     assert again.size == 60 and again.to_wire()["size"] == 100 and again.to_wire()["name"] == room.wire["name"]
-    assert post.room(200).to_wire()["name"] != room.wire["name"] and memory.made == 2
-    opened = post.open(again.to_wire())
+    assert transport.allocate(200).to_wire()["name"] != room.wire["name"] and memory.made == 2
+    opened = transport.open(again.to_wire())
     again.buffer[0] = 77
     assert opened[0] == 77 and len(opened) == 100
 
@@ -207,13 +210,13 @@ def test_a_name_is_checked_field_by_field(change: dict[str, Any], message: str) 
 def test_memory_that_is_not_what_its_name_says_is_refused() -> None:
     good = wire()
     block = good.pop("keep")
-    post = IpcPost(members(2, 1)[0].group, 0, 1, 5)
+    transport = IpcTransport(members(2, 1)[0].group, 0, 1, 5)
     with pytest.raises(ValueError, match="another region"):
-        post.open(good | {"size": 128})
-    assert len(post.open(good)) == 64
+        transport.open(good | {"size": 128})
+    assert len(transport.open(good)) == 64
     block.owner.close()
     with pytest.raises((OSError, ValueError)):
-        post.open(good)
+        transport.open(good)
 
 
 def test_a_message_beyond_the_end_of_a_memory_is_refused() -> None:
@@ -221,10 +224,10 @@ def test_a_message_beyond_the_end_of_a_memory_is_refused() -> None:
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256)
     posts = members(2, 1)
-    ends = [IpcPost(post.group, post.me, 1, 5) for post in posts]
+    ends = [IpcTransport(transport.group, transport.me, 1, 5) for transport in posts]
     reader = worker_side(case, plan, boxes_of(case, plan), ends[1])
     assert reader.memory is None, "nothing comes over sockets"
-    small = ends[0].room(64)
+    small = ends[0].allocate(64)
     ends[0].show("memory of 0", json.dumps(small.to_wire() | {"half": 0}))
     said = ends[0].tell(1, READY)
     with pytest.raises(ValueError, match=r"bytes at 0 of a memory of 64"):
@@ -234,11 +237,11 @@ def test_a_message_beyond_the_end_of_a_memory_is_refused() -> None:
 
 def test_no_wait_for_a_device_is_for_ever_and_nothing_leaves_the_host() -> None:
     posts = members(2, 1)
-    post = IpcPost(posts[0].group, 0, 1, 0.1, shelf=Shelf(SlowMemory(60)))
+    transport = IpcTransport(posts[0].group, 0, 1, 0.1, exported_memory=ExportedMemory(SlowMemory(60)))
     with pytest.raises(DeadlineError, match=r"the device host did not copy weights within 0.1 s"):
-        post.settle()
+        transport.settle()
     with pytest.raises(PeerError, match="engine worker 0 is on another host.*--weight-transfer shm"):
-        post.send(torch.zeros(4, dtype=torch.uint8), 1, DATA)
+        transport.send(torch.zeros(4, dtype=torch.uint8), 1, DATA)
     case, plan = simple(engines=2)
     with pytest.raises(
         UsageError, match=r"--weight-transfer ipc: engine worker \d cannot open .* rank 0: .*; use --weight-transfer"

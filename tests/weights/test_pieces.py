@@ -15,23 +15,31 @@ import torch
 import zmq
 
 from hpcrl.engine.pieces.assembly import Assembly
-from hpcrl.engine.pieces.inbox import InboxReader
 from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
+from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.models.slicing import Place
+from hpcrl.models.slicing import SourceRectangle
 from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.redistribution.layouts import Layouts, Worker, whole
+from hpcrl.redistribution.loads import padded
 from hpcrl.redistribution.plan import Redistribution, redistribute
-from hpcrl.redistribution.rounds import padded
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
-from hpcrl.weights.digest import cut
+from hpcrl.weights.comparison import cut
 from hpcrl.weights.fp8 import Scheme
-from hpcrl.weights.pieces.numbers import Numbers, OwnTensor, largest_values, prepare
-from hpcrl.weights.pieces.outbox import Addressee, Outbox
-from hpcrl.weights.pieces.planning import HeldTensor, coded, inboxes, layouts_of, pieces_of, to_bytes
-from hpcrl.weights.pieces.post import Post, Transfer
-from hpcrl.weights.pieces.wire import HALVES, READY, Inbox, Invitation, Meeting, known, read_invitation
+from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, largest_values, prepare_values
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
+from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
+from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of, pieces_of, receive_plans, to_bytes
+from hpcrl.weights.pieces.wire import (
+    HALVES,
+    READY,
+    ReceivePlan,
+    UpdateGroup,
+    WorkerJoinCommand,
+    as_json,
+    read_join_command,
+)
 from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
 
@@ -47,42 +55,46 @@ def closed() -> Iterator[None]:
         SERVERS.pop().close()
 
 
-def boxes_of(case: Case, plan: Redistribution) -> list[Inbox]:
+def boxes_of(case: Case, plan: Redistribution) -> list[ReceivePlan]:
     names = case.layouts.names
-    return inboxes(plan, dict.fromkeys(names, "float32"), {n: tuple(case.tensors[n].shape) for n in names})
+    return receive_plans(plan, dict.fromkeys(names, "float32"), {n: tuple(case.tensors[n].shape) for n in names})
 
 
-def members(count: int, ranks: int) -> list[Post]:
+def members(count: int, ranks: int) -> list[PeerTransport]:
     own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
     server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
     SERVERS.append(server)
     keys = ClientKeys(*mine, own[0])
     with ThreadPoolExecutor(count) as pool:
         joined = [pool.submit(gloo_group.join, HERE, server.port, keys, i, count, HERE, 20) for i in range(count)]
-        return [Post(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
+        return [PeerTransport(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
 
 
 def rank_side(
-    case: Case, plan: Redistribution, boxes: list[Inbox], post: Post, keep: bool = False
-) -> tuple[Outbox, Numbers]:
+    case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport, keep: bool = False
+) -> tuple[PieceSender, PieceValues]:
     to = [
-        Addressee(case.hosts[post.me] == landing.host, box.porter, box.workers)
-        for landing, box in zip(plan.landings, boxes, strict=True)
+        SendTarget(case.hosts[transport.me] == destination.host, box.host_leader, box.workers)
+        for destination, box in zip(plan.destinations, plans, strict=True)
     ]
     own = {
         name: OwnTensor(torch.from_numpy(part).float(), places, which, tuple(case.tensors[name].shape))
         for (rank, name), (part, places, which) in case.parts.items()
-        if rank == post.me
+        if rank == transport.me
     }
-    numbers = prepare(own, dict.fromkeys(case.layouts.names, "float32"), None, lambda _: None)
-    return Outbox(post, pieces_of(post.me, to_bytes(plan)), case.layouts.names, to, plan.limit, keep), numbers
+    numbers = prepare_values(own, dict.fromkeys(case.layouts.names, "float32"), None, lambda _: None)
+    return PieceSender(
+        transport, pieces_of(transport.me, to_bytes(plan)), case.layouts.names, to, plan.limit, keep
+    ), numbers
 
 
-def worker_side(case: Case, plan: Redistribution, boxes: list[Inbox], post: Post, keep: bool = False) -> InboxReader:
-    worker = post.me - plan.ranks
-    inbox = next(box for box in boxes if post.me in box.workers)
+def worker_side(
+    case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport, keep: bool = False
+) -> PieceReceiver:
+    worker = transport.me - plan.ranks
+    receive_plan = next(box for box in plans if transport.me in box.workers)
     held = {name: span for (number, name), span in case.spans.items() if number == worker}
-    return InboxReader(post, inbox, held, keep)
+    return PieceReceiver(transport, receive_plan, held, keep)
 
 
 def with_cost(family: str) -> Any:
@@ -99,29 +111,29 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
     near = dict(zip(sorted({w.host for w in case.workers}), ["t0", "x", "y", "z"], strict=False))
     case.workers = [Worker(w.engine, near.get(w.host, w.host)) for w in case.workers]
     plan = redistribute(case.layouts, case.workers, case.hosts, chance.choice([2048, 8192]))
-    boxes, ranks = boxes_of(case, plan), len(case.hosts)
+    plans, ranks = boxes_of(case, plan), len(case.hosts)
     posts = members(ranks + len(case.workers), ranks)
     got: dict[tuple[int, str], torch.Tensor] = {}
 
-    def rank(post: Post) -> int:
-        outbox, numbers = rank_side(case, plan, boxes, post)
-        first = outbox.send(numbers)
+    def rank(transport: PeerTransport) -> int:
+        sender, numbers = rank_side(case, plan, plans, transport)
+        first = sender.send(numbers)
         for tensor in {id(o.parameter): o.parameter for o in numbers.own.values()}.values():
             tensor.add_(1)
-        assert outbox.send(numbers) == first
-        assert outbox.memory.size <= 2 * plan.limit
+        assert sender.send(numbers) == first
+        assert sender.memory.size <= 2 * plan.limit
         return first
 
-    def worker(post: Post) -> None:
-        reader = worker_side(case, plan, boxes, post)
+    def worker(transport: PeerTransport) -> None:
+        reader = worker_side(case, plan, plans, transport)
         calls: list[bool] = []
 
         def load(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
             calls.append(last)
-            got.update({(post.me - ranks, name): tensor for name, tensor in tensors})
+            got.update({(transport.me - ranks, name): tensor for name, tensor in tensors})
 
         reader.receive(load)
-        for key in [key for key in got if key[0] == post.me - ranks]:
+        for key in [key for key in got if key[0] == transport.me - ranks]:
             del got[key]
         calls.clear()
         reader.receive(load)
@@ -134,8 +146,8 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
         )
 
     with ThreadPoolExecutor(len(posts)) as pool:
-        sent = [pool.submit(rank, post) for post in posts[:ranks]]
-        taken = [pool.submit(worker, post) for post in posts[ranks:]]
+        sent = [pool.submit(rank, transport) for transport in posts[:ranks]]
+        taken = [pool.submit(worker, transport) for transport in posts[ranks:]]
         for future in taken:
             future.result(60)
         assert sum(future.result(60) for future in sent) == plan.sent().sum()
@@ -157,7 +169,7 @@ def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
     near = dict(zip(sorted({w.host for w in case.workers}), ["t0", "x", "y", "z"], strict=False))
     case.workers = [Worker(w.engine, near.get(w.host, w.host)) for w in case.workers]
     plan = redistribute(case.layouts, case.workers, case.hosts, 4096)
-    boxes, ranks = boxes_of(case, plan), len(case.hosts)
+    plans, ranks = boxes_of(case, plan), len(case.hosts)
     posts = members(ranks + len(case.workers), ranks)
     truth = {name: torch.from_numpy(tensor).float() for name, tensor in case.tensors.items()}
     rounds = [0.0, 0.05, 0.0, 1.0, 0.01]
@@ -166,19 +178,19 @@ def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
         for turn, share in enumerate(rounds)
     ]
 
-    def rank(post: Post) -> list[int]:
-        outbox, numbers = rank_side(case, plan, boxes, post, keep=True)
+    def rank(transport: PeerTransport) -> list[int]:
+        sender, numbers = rank_side(case, plan, plans, transport, keep=True)
         sent = []
         for number, turn in enumerate(turns):
             for name, tensor in numbers.own.items():
                 for place in tensor.places:
                     if place.tensor == tensor.which:
                         tensor.parameter[place.inside] *= 1 - 2 * turn[name][place.index].float()
-            sent.append(outbox.send(numbers, changes=number > 0))
+            sent.append(sender.send(numbers, changes=number > 0))
         return sent
 
-    def worker(post: Post) -> list[dict[str, torch.Tensor]]:
-        reader = worker_side(case, plan, boxes, post, keep=True)
+    def worker(transport: PeerTransport) -> list[dict[str, torch.Tensor]]:
+        reader = worker_side(case, plan, plans, transport, keep=True)
         found = []
         for number in range(len(turns)):
             got: dict[str, torch.Tensor] = {}
@@ -187,8 +199,8 @@ def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
         return found
 
     with ThreadPoolExecutor(len(posts)) as pool:
-        sent = [pool.submit(rank, post) for post in posts[:ranks]]
-        taken = [pool.submit(worker, post) for post in posts[ranks:]]
+        sent = [pool.submit(rank, transport) for transport in posts[:ranks]]
+        taken = [pool.submit(worker, transport) for transport in posts[ranks:]]
         got = [future.result(60) for future in taken]
         whole_, few, none, all_, one = (
             sum(column) for column in zip(*(future.result(60) for future in sent), strict=True)
@@ -224,7 +236,7 @@ def simple(engines: int = 1) -> tuple[Case, Redistribution]:
         case.tensors[name] = np.arange(64, dtype=np.int32).reshape(8, 8) + 100 * number
         parts = [layouts.pattern([whole((8, 8), range(count))]) for count in (1, engines)]
         layouts.add(name, (8, 8), 4, *parts)
-        case.parts[0, name] = case.tensors[name], [Place(0, (0, 8), None, 0)], 0
+        case.parts[0, name] = case.tensors[name], [SourceRectangle(0, (0, 8), None, 0)], 0
         for worker in range(engines):
             case.spans[worker, name] = [(0, 8)], None
     case.layouts = layouts
@@ -234,16 +246,16 @@ def simple(engines: int = 1) -> tuple[Case, Redistribution]:
 def test_engines_hand_on_what_they_got() -> None:
     case, plan = simple(engines=3)
     assert plan.relays == (-1, 0, 1)
-    boxes, posts = boxes_of(case, plan), members(4, 1)
+    plans, posts = boxes_of(case, plan), members(4, 1)
     got: list[dict[str, torch.Tensor]] = [{} for _ in range(3)]
 
-    def worker(post: Post) -> None:
-        worker_side(case, plan, boxes, post).receive(lambda tensors, last: got[post.me - 1].update(tensors))
+    def worker(transport: PeerTransport) -> None:
+        worker_side(case, plan, plans, transport).receive(lambda tensors, last: got[transport.me - 1].update(tensors))
 
     with ThreadPoolExecutor(4) as pool:
-        taken = [pool.submit(worker, post) for post in posts[1:]]
-        outbox, numbers = rank_side(case, plan, boxes, posts[0])
-        assert outbox.send(numbers) == 4 * 64 * 4, "once, for three engines"
+        taken = [pool.submit(worker, transport) for transport in posts[1:]]
+        sender, numbers = rank_side(case, plan, plans, posts[0])
+        assert sender.send(numbers) == 4 * 64 * 4, "once, for three engines"
         for future in taken:
             future.result(30)
     assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
@@ -254,35 +266,35 @@ def test_words_of_this_host_are_awaited_before_they_can_be_said() -> None:
     case, _ = simple()
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256)
-    boxes, (rank, worker) = boxes_of(case, plan), members(2, 1)
+    plans, (rank, worker) = boxes_of(case, plan), members(2, 1)
     heard, ahead = [0], []
 
-    class Noted(Post):
+    class Noted(PeerTransport):
         def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
             heard[0] += tag == READY
             return super().hear(source, tag, pieces)
 
-        def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
+        def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
             ahead.append(heard[0] - len(ahead))
-            return super().tell(to, tag, letter)
+            return super().tell(to, tag, counts)
 
-    reader = worker_side(case, plan, boxes, Noted(worker.group, worker.me, 1, 20))
+    reader = worker_side(case, plan, plans, Noted(worker.group, worker.me, 1, 20))
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(reader.receive, lambda tensors, last: None)
-        outbox, numbers = rank_side(case, plan, boxes, rank)
-        outbox.send(numbers)
+        sender, numbers = rank_side(case, plan, plans, rank)
+        sender.send(numbers)
         taken.result(20)
-    assert len(reader.inbox.rounds) == 4
+    assert len(reader.receive_plan.rounds) == 4
     assert ahead == [HALVES + 1, HALVES + 1, HALVES, HALVES - 1], "to the last round, of which there is none after"
 
 
 def test_a_member_that_leaves_ends_the_update_for_the_others() -> None:
     case, plan = simple(engines=2)
-    boxes, posts = boxes_of(case, plan), members(3, 1)
+    plans, posts = boxes_of(case, plan), members(3, 1)
     with ThreadPoolExecutor(3) as pool:
-        waiting = pool.submit(worker_side(case, plan, boxes, posts[1]).receive, lambda tensors, last: None)
-        outbox, numbers = rank_side(case, plan, boxes, posts[0])
-        sending = pool.submit(outbox.send, numbers)
+        waiting = pool.submit(worker_side(case, plan, plans, posts[1]).receive, lambda tensors, last: None)
+        sender, numbers = rank_side(case, plan, plans, posts[0])
+        sending = pool.submit(sender.send, numbers)
         posts[2].close()
         with pytest.raises(PeerError, match="weights .* failed"):
             waiting.result(15)
@@ -290,7 +302,7 @@ def test_a_member_that_leaves_ends_the_update_for_the_others() -> None:
         def again() -> None:
             for _ in range(3):  # what is small may have been sent before
                 sending.result(15)
-                outbox.send(numbers)
+                sender.send(numbers)
 
         with pytest.raises(PeerError, match="weights .* engine worker 0 failed"):
             again()
@@ -300,7 +312,7 @@ def test_a_plan_that_does_not_bring_everything_is_refused() -> None:
     case, plan = simple()
     [box] = boxes_of(case, plan)
     Assembly(box, {"w0": ([(0, 8)], None)})
-    less = Inbox(box.porter, box.workers, box.limit, box.tensors, box.rounds[1:])
+    less = ReceivePlan(box.host_leader, box.workers, box.limit, box.tensors, box.rounds[1:])
     with pytest.raises(ValueError, match=r"of w0 \d+ elements would come, this worker needs 64"):
         Assembly(less, {"w0": ([(0, 8)], None)})
 
@@ -312,15 +324,15 @@ def test_a_plan_that_does_not_bring_everything_is_refused() -> None:
         ('"shape":[8,8]', '"shape":[8,4]', r"w\d has no \["),
         ('"half":0', '"half":7', "a message of"),
         ('"ranks":1', '"ranks":"x"', "malformed plan"),
-        ('"porter"', '"other"', "malformed plan"),
+        ('"host_leader"', '"other"', "malformed plan"),
     ],
 )
 def test_what_is_wrong_on_the_wire_is_refused(before: str, after: str, message: str) -> None:
     case, plan = simple()
-    text = known(Invitation(Meeting(HERE, 1, 2, 1, 5.0), tuple(boxes_of(case, plan)), {"0": (1, 0)}))
-    assert read_invitation(text).inboxes[0].porter == 1
+    text = as_json(WorkerJoinCommand(UpdateGroup(HERE, 1, 2, 1, 5.0), tuple(boxes_of(case, plan)), {"0": (1, 0)}))
+    assert read_join_command(text).receive_plans[0].host_leader == 1
     with pytest.raises(ValueError, match=message):
-        read_invitation(text.replace(before, after))
+        read_join_command(text.replace(before, after))
 
 
 # ---- parts of tensors
@@ -362,7 +374,7 @@ def test_codes_and_scales_of_parts_are_those_of_the_whole(scheme: Scheme, column
     halves = [(0, 36), (36, 72)] if columns else [(0, 20), (20, 40)]
     own = []
     for begin, end in halves:
-        place = Place(0, (0, 40), (begin, end), 0) if columns else Place(0, (begin, end), None, 0)
+        place = SourceRectangle(0, (0, 40), (begin, end), 0) if columns else SourceRectangle(0, (begin, end), None, 0)
         own.append(OwnTensor(full[place.index].clone(), [place], 0, (40, 72)))
     largest = torch.maximum(*(largest_values(tensor, scheme) for tensor in own))
     whole_codes, whole_scales = scheme.quantize(name, full)
@@ -372,7 +384,7 @@ def test_codes_and_scales_of_parts_are_those_of_the_whole(scheme: Scheme, column
 
     dtypes = {name: "float8_e4m3fn", scheme.scale_name(name): "float32"}
     for tensor, (begin, end) in zip(own, halves, strict=True):
-        numbers = prepare({name: tensor}, dtypes, scheme, agree)
+        numbers = prepare_values({name: tensor}, dtypes, scheme, agree)
         area = (5, 33, begin + 3, end - 1) if columns else (begin + 3, end - 1, 5, 60)
         codes = torch.empty(area[1] - area[0], area[3] - area[2], dtype=torch.float8_e4m3fn)
         numbers.write(name, area, codes)
@@ -393,7 +405,10 @@ def test_what_only_one_side_has_is_an_error() -> None:
         return [[{"rank": 0, "where": "e", "tensors": tensors, "opaque": [], "unseen": {}}]]
 
     assert layouts_of(held, manifest(a=(4, 4))).shapes == [(4, 4)]
-    for shapes, message in (({}, "the trainer's a is no tensor"), ({"a": (4, 4), "b": (1,)}, "has not 1 tensors .* b")):
+    for shapes, message in (
+        ({}, "the trainer's a is not a tensor"),
+        ({"a": (4, 4), "b": (1,)}, "lacks 1 tensors .* b"),
+    ):
         with pytest.raises(HpcrlError, match=message):
             layouts_of(held, manifest(**shapes, **({} if shapes else {"c": (1,)})))
     with pytest.raises(HpcrlError, match=r"shape \[4, 4\], the engines need \[4, 5\]"):

@@ -17,7 +17,7 @@ from hpcrl.trainer.collectives import make_patient
 from hpcrl.trainer.megatron.model import build, export, load_hf
 from hpcrl.trainer.parallel_state import initialize
 from hpcrl.trainer.weight_export import WeightExporter
-from hpcrl.weights.digest import digest
+from hpcrl.weights.comparison import digest
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
 from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import Scheme
@@ -63,7 +63,7 @@ def rank_side(
         sender.options = options.model_copy(update={"weight_update": update})
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
-        largest = way_out.outbox.memory.size if way_out.outbox else 0
+        largest = way_out.sender.memory.size if way_out.sender else 0
         found.append(
             {"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.fleet and sender.pieces.plan}
         )
@@ -140,7 +140,7 @@ def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wid
     for version in (1, 2):
         change(policy, version, 1)
         sent.append(sender.publish(way_out.stream(), version).get("perf/update_weights_bytes", 0.0))
-    assert way_out.shelf.block is not None, "its memory was opened"
+    assert way_out.exported_memory.block is not None, "its memory was opened"
     way_out.leave()
     sender.close()
     return sent
@@ -179,7 +179,7 @@ def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Pa
 @pytest.mark.parametrize("transfer", ["shm", "gloo"])
 def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tmp_path: Path) -> None:
     """Two engines of two workers that hold half of every expert, from four ranks; over sockets each engine has its own
-    porter."""
+    leader."""
     model = make_family(tmp_path / "model", "qwen3_moe")
     workers = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "weight_transfer": transfer}
     engines = Engines(

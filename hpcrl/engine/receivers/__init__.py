@@ -1,4 +1,5 @@
-"""The engines' ends of our own ways of weight transfer: a file each, named as its other end in weights/transports/.
+"""The engines' ends of our own ways of weight transfer: one file each, with the name of its other end in
+weights/transports/.
 
 vLLM keeps a table of weight-transfer backends; `register_receivers` adds ours to it, under the names that the trainer's
 ends give (`BACKEND`).

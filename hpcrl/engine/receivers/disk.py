@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected
 from hpcrl.errors import DataError
-from hpcrl.model_files.safetensors_headers import open_file, read_header
+from hpcrl.model_files.safetensors_files import open_file, read_header
 from hpcrl.weights.bucket import Slot
 
 APPEARS = 20.0  #: seconds until a file that another host wrote shows on a network file system
@@ -58,7 +58,8 @@ class DiskReceiver(Receiver):
             self.load(tensors(paths), last=True)
         except (OSError, DataError) as error:
             raise UpdateRejected(
-                f"the weights cannot be read ({error}): --update-weight-disk-dir must lie on a file system that engines have too"
+                f"the weights cannot be read ({error}): --update-weight-disk-dir must lie on a file system that "
+                "engines have too"
             ) from error
 
 

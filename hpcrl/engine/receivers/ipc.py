@@ -1,7 +1,7 @@
-"""The receiving end of --weight-transfer ipc: pieces alone, over `hpcrl/weights/pieces/ipc_post.py`."""
+"""The receiving end of --weight-transfer ipc: pieces alone, over `hpcrl/weights/pieces/ipc_transport.py`."""
 
 from __future__ import annotations
 
-from hpcrl.engine.pieces.receiver import PiecesReceiver
+from hpcrl.engine.weight_loading import PiecesReceiver
 
 RECEIVER = PiecesReceiver

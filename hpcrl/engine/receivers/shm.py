@@ -64,7 +64,8 @@ class ShmReceiver(Receiver):
             }
         except OSError as error:
             raise UpdateRejected(
-                f"cannot open the trainer's memory ({error}): with containers or hosts between them use --weight-transfer gloo"
+                f"cannot open the trainer's memory ({error}): with containers or hosts between them use "
+                "--weight-transfer gloo"
             ) from error
         return [self.mapped[key] for key in keys]
 

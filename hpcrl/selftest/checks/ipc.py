@@ -75,8 +75,8 @@ def hand_over(device: torch.device, size: int) -> Outcome:
     """A buffer of `size` bytes on a device."""
     import torch
 
+    from hpcrl.weights.pieces.choose_transport import memory_of
     from hpcrl.weights.pieces.device_memory import settle
-    from hpcrl.weights.pieces.posts import memory_of
 
     memory = memory_of(device)
     block = memory.allocate(size)
@@ -119,7 +119,7 @@ def other_process() -> None:
     """Answer the lines on stdin until there are no more."""
     import torch
 
-    from hpcrl.weights.pieces.posts import memory_of
+    from hpcrl.weights.pieces.choose_transport import memory_of
 
     told = json.loads(sys.stdin.readline())
     device = torch.device(told["device"])

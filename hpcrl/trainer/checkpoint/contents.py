@@ -1,5 +1,5 @@
-"""What a checkpoint holds in addition to the model's tensors: Megatron-LM's `args` and random-number states; and whether
-its tensors fit the model.
+"""What a checkpoint holds in addition to the model's tensors: Megatron-LM's `args` and random-number states; and
+whether its tensors fit the model.
 
 Invariants: `args` is an argparse.Namespace of plain values, which Megatron-core reads without unpickling anything else;
 all generators that Python, numpy, torch and Megatron draw from are saved and restored together; a checkpoint that does
@@ -118,14 +118,14 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 #: rows of an embedding that Megatron-LM may have added: its padding is to a multiple of 128 x TP
 PADDING = 128 * 128
-MEND = "is it a checkpoint of --hf-checkpoint's model?"
+FIX = "is it a checkpoint of --hf-checkpoint's model?"
 
 
 def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> None:
     """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model but
     `spare`.
 
-    request: a state dict of Megatron's sharded tensors; what layers keep beside their weights is taken out of it where
+    request: a state dict of Megatron's sharded tensors; what layers keep in addition to weights is taken out of it where
     the checkpoint has none, because every kind of layer keeps something else.
     """
     _without_extras(request, stored)
@@ -137,7 +137,7 @@ def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spar
     dist.all_reduce(wanted, op=dist.ReduceOp.MAX)  # each pipeline stage asks for its own
     if extra := [name for name, found in zip(names, wanted.tolist(), strict=True) if not found]:
         more = f" and {len(extra) - 4} more" if len(extra) > 4 else ""
-        raise DataError(f"{stored.path} holds {', '.join(extra[:4])}{more}, which the model has not", MEND)
+        raise DataError(f"{stored.path} holds {', '.join(extra[:4])}{more}, which the model does not have", FIX)
 
 
 def _compare(asked: list[ShardedTensor], stored: TorchDist, vocab_size: int) -> None:
@@ -145,14 +145,14 @@ def _compare(asked: list[ShardedTensor], stored: TorchDist, vocab_size: int) -> 
         found = stored.all.get(tensor.key)
         wanted = tuple(tensor.global_shape)
         if found is None:
-            raise DataError(f"{stored.path} has no {tensor.key}", MEND)
+            raise DataError(f"{stored.path} has no {tensor.key}", FIX)
         if tensor.allow_shape_mismatch:  # rows of the vocabulary: padded as the saving layout wanted it
             right = found.shape[1:] == wanted[1:] and vocab_size <= found.shape[0] < vocab_size + PADDING
             wanted = (vocab_size, *wanted[1:])
         else:
             right = found.shape == wanted
         if not right:
-            raise DataError(f"{stored.path}: {tensor.key} is {list(found.shape)}, the model's is {list(wanted)}", MEND)
+            raise DataError(f"{stored.path}: {tensor.key} is {list(found.shape)}, the model's is {list(wanted)}", FIX)
 
 
 def _tensors(request: dict[str, Any]) -> Iterator[ShardedTensor]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files import torch_dist
-from hpcrl.model_files.vocabulary import check_same_vocabulary
+from hpcrl.model_files.config_json import check_same_vocabulary
 from hpcrl.run.rundir import TRACKER
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -32,7 +32,7 @@ TEACHER = "--opd-teacher-load"
 
 @dataclass(frozen=True)
 class WeightSource:
-    """all: go on from a checkpoint; weights: take a checkpoint's weights; hf: those of a Hugging Face directory.
+    """all: resume from a checkpoint; weights: take a checkpoint's weights; hf: those of a Hugging Face directory.
 
     foreign: another run may have saved it.
     """

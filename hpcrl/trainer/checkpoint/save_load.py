@@ -1,8 +1,8 @@
 """Checkpoints: Megatron's torch_dist layout, written whole or not at all.
 
     DIR/iter_0000020/                   20 rollouts done: model, optimizer, schedule, RNG (torch_dist), hpcrl.json
-    DIR/iter_0000020/reference/         further sets of weights, where a run has them (`trainer/reference_and_critic.py`)
-    DIR/iter_0000020/critic/            a second model, where a run has one (`trainer/reference_and_critic.py`)
+    DIR/iter_0000020/reference/         further sets of weights, where a run has them (../reference_and_critic.py)
+    DIR/iter_0000020/critic/            a second model, where a run has one
     DIR/latest_checkpointed_iteration.txt   "20"
 
 Invariant: a directory named iter_* is complete.  A checkpoint is written under another name, flushed, renamed, and only
@@ -55,7 +55,7 @@ RECORD = "hpcrl.json"
 HEAD = ("output_layer.weight", "output_layer.bias")
 #: optimizer state that any data-parallel size can read (Megatron's name for it), gathered over gloo on the first
 #: data-parallel rank: over NCCL it would take the GPU 12 bytes of a parameter more than training does
-#: (memory/checkpoint.py counts what it takes)
+#: (memory/training.py counts what it takes)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -96,10 +96,10 @@ def save(
     if is_latest(final):  # a run stopped right after a save: nothing has changed since
         return final
     with told(final):
-        beside = prepare(final, ranks)
-        write(everything(policy, ranks, position), beside)
-        also(beside)
-        commit(beside, final, position, run_id, ranks)
+        staging = prepare(final, ranks)
+        write(everything(policy, ranks, position), staging)
+        also(staging)
+        commit(staging, final, position, run_id, ranks)
     return final
 
 
@@ -146,8 +146,8 @@ def _partial(final: Path) -> Path:
 
 
 def prepare(final: Path, ranks: Ranks) -> Path:
-    """An empty directory beside `final` to write in; what a crash left of earlier ones goes.  Collective."""
-    beside = _partial(final)
+    """An empty directory next to `final` to write in; what a crash left of earlier ones is removed.  Collective."""
+    staging = _partial(final)
 
     def make() -> None:
         for pattern in (".partial-*", ".deleted-*"):
@@ -155,10 +155,10 @@ def prepare(final: Path, ranks: Ranks) -> Path:
                 shutil.rmtree(old, ignore_errors=True)
         for old in final.parent.glob(f".{TRACKER}.*"):
             old.unlink(missing_ok=True)
-        beside.mkdir(parents=True)
+        staging.mkdir(parents=True)
 
     agree(make, ranks.rank == 0)
-    return beside
+    return staging
 
 
 def make_directory(directory: Path, ranks: Ranks) -> None:
@@ -166,19 +166,19 @@ def make_directory(directory: Path, ranks: Ranks) -> None:
     agree(directory.mkdir, ranks.rank == 0)
 
 
-def write(state: dict[str, Any], beside: Path) -> None:
+def write(state: dict[str, Any], staging: Path) -> None:
     """Write `state` into an empty directory; collective.
 
     HpcrlError, the same on all ranks, if any could not; one that fails in the middle of Megatron's work raises it
     alone, and the others end with it.
     """
-    request = plan(state, beside)
+    request = plan(state, staging)
     agree(lambda: write_here(request))
     for finalize in request.finalize_fns:  # gathers what was written where, and writes .metadata
         agree_in_step(finalize)
 
 
-def plan(state: dict[str, Any], beside: Path) -> Any:
+def plan(state: dict[str, Any], staging: Path) -> Any:
     """Megatron's request to write `state` into an empty directory; collective."""
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -188,27 +188,27 @@ def plan(state: dict[str, Any], beside: Path) -> Any:
         "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     ):  # since 0.17, where another is the default
         how["async_strategy"] = "mcore"
-    return agree_in_step(lambda: dist_checkpointing.save(state, str(beside), strategy, **how))
+    return agree_in_step(lambda: dist_checkpointing.save(state, str(staging), strategy, **how))
 
 
-def commit(beside: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:
+def commit(staging: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:
     """Add hpcrl.json, rename to `final` and name it in the tracker; collective."""
     record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
 
     def last() -> None:
-        write_atomic(beside / RECORD, msgspec.json.encode(record), mode=0o644)
-        settle(beside, final, str(position.rollout_id))
+        write_atomic(staging / RECORD, msgspec.json.encode(record), mode=0o644)
+        settle(staging, final, str(position.rollout_id))
 
     agree(last, ranks.rank == 0)
 
 
-def settle(beside: Path, final: Path, name: str) -> None:
+def settle(staging: Path, final: Path, name: str) -> None:
     """Flush, rename, and write `name` into the tracker; one rank does it."""
-    for path in [*beside.rglob("*"), beside]:
+    for path in [*staging.rglob("*"), staging]:
         flush(path)
     if final.exists():  # left by a crash before the tracker named it: nobody reads it
         shutil.rmtree(final)
-    os.rename(beside, final)
+    os.rename(staging, final)
     flush(final.parent)
     write_atomic(final.parent / TRACKER, name.encode(), mode=0o644)
 
@@ -230,7 +230,7 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
 def open_whole(path: Path, ranks: Ranks) -> TorchDist:
     """A checkpoint of ours whose files are all there and hold what was written, each rank reading a share; collective.
 
-    DataError, the same on all ranks, names the file, and the checkpoint to go on from instead.
+    DataError, the same on all ranks, names the file, and the checkpoint to resume from instead.
     """
     try:
         stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
@@ -241,9 +241,9 @@ def open_whole(path: Path, ranks: Ranks) -> TorchDist:
 
 
 def _instead(path: Path) -> str:
-    """How to go on from the checkpoint before one that is damaged; "" if there is none."""
+    """How to resume from the checkpoint before one that is damaged; "" if there is none."""
     before = sorted(other for other in path.parent.glob("iter_*") if other.name < path.name)
-    return f"go on from the one before: hpcrl resume RUN --ckpt-step {int(before[-1].name[5:])}" if before else ""
+    return f"resume from the one before: hpcrl resume RUN --ckpt-step {int(before[-1].name[5:])}" if before else ""
 
 
 def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
@@ -356,7 +356,7 @@ def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: boo
 
 
 def weights(policy: Policy) -> dict[str, Any]:
-    """The model alone, with what a reader asks for beside it; under model, or of virtual stages model0, model1, ..."""
+    """The model alone, and what a reader asks for in addition; under model, or of virtual stages model0, model1, ..."""
     many = len(policy.modules) > 1
     model = {
         f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)

@@ -44,7 +44,7 @@ ENDING = 10.0  #: seconds that a writer which has written may take to end
 class PendingSave:
     """A checkpoint that is being written.  writer: this rank's, or None if it has nothing to write."""
 
-    beside: Path
+    staging: Path
     final: Path
     position: Position
     finalize: list[Callable[[], None]]
@@ -116,12 +116,12 @@ class Saver:
         if save_load.is_latest(final):
             return final
         with save_load.told(final):
-            beside = save_load.prepare(final, self.ranks)
-            self.also(beside)
+            staging = save_load.prepare(final, self.ranks)
+            self.also(staging)
             state = save_load.everything(self.policy, self.ranks, position)
-            request = save_load.plan(state, beside)
+            request = save_load.plan(state, staging)
             writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
-        self.pending = PendingSave(beside, final, position, request.finalize_fns, writer)
+        self.pending = PendingSave(staging, final, position, request.finalize_fns, writer)
         return final
 
     def _commit(self) -> Path:
@@ -131,7 +131,7 @@ class Saver:
             agree(pending.writer.hand_over if pending.writer else lambda: None)
             for finalize in pending.finalize:  # gathers what was written where, and writes .metadata
                 agree_in_step(finalize)
-            save_load.commit(pending.beside, pending.final, pending.position, self.run_id, self.ranks)
+            save_load.commit(pending.staging, pending.final, pending.position, self.run_id, self.ranks)
         self._prune()
         return pending.final
 

@@ -42,7 +42,7 @@ class Machine:
         return self.has("Transformer Engine")
 
 
-#: what makes another model than config.json says, beside what `hpcrl.models.model_args` compares with it
+#: what makes another model than config.json says, in addition to what `hpcrl.models.model_args` compares with it
 ARCHITECTURE = {
     "apply_residual_connection_post_layernorm",
     "is_hybrid_model",

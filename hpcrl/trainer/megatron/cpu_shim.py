@@ -87,7 +87,7 @@ def _quiet() -> None:
     saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
     saving.addFilter(
         lambda record: "async save is deprecated" not in record.getMessage()
-    )  # the other is no part of Megatron
+    )  # the other is not part of Megatron
 
 
 def _quiet_on_cpu() -> None:
@@ -284,7 +284,7 @@ def before_load(optimizer: Any) -> None:
     step.
 
     So it does of an Adam without parameters, such as the experts' in a pipeline stage whose layers are all dense: that
-    one gets the step of the rank's others, beside no tensor.
+    one gets the step of the rank's others, without a tensor.
     """
     import torch
 

@@ -21,13 +21,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.hf_reader import Files
+from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 from hpcrl.models.family import Rule
 from hpcrl.models.slicing import CUTS, Shapes
-from hpcrl.redistribution.holdings import held_parts
-from hpcrl.redistribution.layouts import Pattern
+from hpcrl.redistribution.layouts import Pattern, held_parts
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.weights.pieces.numbers import OwnTensor
+from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     tensors that are missing, in excess, of another shape or no floats, or the file that cannot be read.
     """
     with ExitStack() as stack:
-        files = Files(Path(directory), stack)
+        files = SafetensorsDirectory(Path(directory), stack)
         _check_wide(files)
         _check_names(policy, files)
         _check_shapes(policy, files)
@@ -61,7 +60,7 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
 
 
-def _check_wide(files: Files) -> None:
+def _check_wide(files: SafetensorsDirectory) -> None:
     """DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is left of
     them."""
     if scaled := sorted(name for name in files.where if name.endswith((".weight_scale", ".weight_scale_inv"))):
@@ -72,7 +71,7 @@ def _check_wide(files: Files) -> None:
         )
 
 
-def _check_names(policy: Policy, files: Files) -> None:
+def _check_names(policy: Policy, files: SafetensorsDirectory) -> None:
     held, expected = set(files.where), _expected(policy)
     missing = expected - held
     extra = {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
@@ -87,7 +86,7 @@ def _check_names(policy: Policy, files: Files) -> None:
         )
 
 
-def _check_shapes(policy: Policy, files: Files) -> None:
+def _check_shapes(policy: Policy, files: SafetensorsDirectory) -> None:
     wrong = []
     for held in _table(policy):
         rule = held.rule

@@ -41,14 +41,14 @@ class HostWeights:
 
     fill: puts the second set into the policy's modules, which are as they were when this returns; without it the set is
     a copy of the policy's.  average: the second set moves towards the policy only in part, which needs it in fp32
-    beside the dtype of the weights.  UsageError if the weights are quantised.
+    in addition to the dtype of the weights.  UsageError if the weights are quantised.
     """
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:
         self._policy = policy
         if odd := next((name for name, value in weights(policy).items() if type(value) is not torch.Tensor), None):
             raise UsageError(
-                f"{odd} is no plain tensor, and of such weights no second set can be held",
+                f"{odd} is not a plain tensor, and of such weights no second set can be held",
                 "leave out fp8_param, or the reference model and the old actor",
             )
         self._host = {name: _host_copy(value) for name, value in weights(policy).items()}
@@ -139,7 +139,7 @@ def _pieces(value: torch.Tensor, host: torch.Tensor) -> Iterator[tuple[torch.Ten
     yield from zip(value.view(-1).split(count), host.view(-1).split(count), strict=True)
 
 
-#: what belongs to a parameter beside its values
+#: what belongs to a parameter in addition to its values
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 COPIES = ("main_param",)
 
@@ -181,7 +181,7 @@ class Parked:
 class DeviceState:
     """All that the trained models of a rank have on its device.
 
-    UsageError if a model's weights are no plain tensors.
+    UsageError if a model's weights are not plain tensors.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -190,7 +190,7 @@ class DeviceState:
         for policy in self._policies:
             if odd := next((name for name, value in weights(policy).items() if type(value) is not torch.Tensor), None):
                 raise UsageError(
-                    f"{odd} is no plain tensor, and cannot be put away",
+                    f"{odd} is not a plain tensor, and cannot be offloaded",
                     "leave out fp8_param, or give --no-offload-train",
                 )
 

@@ -274,7 +274,7 @@ def _lengths(options: Options) -> dict[str, Any]:
 def know_length(scheduler: OptimizerParamScheduler, options: Options, rollouts: int) -> None:
     """Give the schedule of a run with --num-epoch its length: so many rollouts, as the prompts turned out to fill.
 
-    One that goes on from a checkpoint has it from there.  UsageError if the parts of the schedule do not fit into it.
+    A resumed run has it from its checkpoint.  UsageError if the parts of the schedule do not fit into it.
     """
     if options.num_rollout is not None or scheduler.num_steps:
         return

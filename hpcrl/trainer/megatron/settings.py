@@ -242,7 +242,8 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
         if not overlap and (size == 2 or not cuda):
             where = "between two pipeline ranks" if size == 2 else "over gloo"
             raise UsageError(
-                f"--no-overlap-p2p-communication with virtual pipeline stages: {where} Megatron's batched messages reach the "
+                f"--no-overlap-p2p-communication with virtual pipeline stages: {where} Megatron's batched messages "
+                "reach the "
                 "wrong stage",
                 "leave it out",
             )
@@ -276,7 +277,8 @@ def _stages(options: Options, fields: Mapping[str, Any]) -> int | None:
             raise UsageError(f"{LAYERS} {per_stage} with uneven first or last stages", f"give {STAGES} instead")
         if layers % (size * per_stage):
             raise UsageError(
-                f"{LAYERS} {per_stage} x --pipeline-model-parallel-size {size} does not divide the model's {layers} layers"
+                f"{LAYERS} {per_stage} x --pipeline-model-parallel-size {size} does not divide the model's {layers} "
+                "layers"
             )
         stages = layers // (size * per_stage)
     _check_cut(layers, size, stages or 1, fields)

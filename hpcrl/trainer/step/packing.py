@@ -1,4 +1,5 @@
-"""A micro-batch as one packed row of tokens, for one rank; and numbers of tokens between packed rows and whole responses.
+"""A micro-batch as one packed row of tokens, for one rank; and numbers of tokens between packed rows and whole
+responses.
 
 Row t predicts token t + 1 of its sequence, so the log-prob of a response's token p belongs to row p - 1.  Each sequence
 is padded only to what the layout needs: a multiple of 2 x CP rows, and the whole to a multiple of TP under sequence

@@ -37,7 +37,7 @@ OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
 
 @dataclass(frozen=True)
 class OtherWeights:
-    """What stands beside the policy.
+    """The models other than the policy.
 
     In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.
     critic: a model of its own, trained too.

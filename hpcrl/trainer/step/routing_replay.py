@@ -195,7 +195,8 @@ def routed(
     for _, chooser in choosers:
         if chooser.calls[training] != len(batches) or chooser.calls[True] > training * len(batches):
             raise HpcrlError(
-                f"routing replay: router {chooser.layer} was asked {dict(chooser.calls)} of {len(batches)} micro-batches"
+                f"routing replay: router {chooser.layer} was asked {dict(chooser.calls)} of {len(batches)} "
+                "micro-batches"
             )
 
 

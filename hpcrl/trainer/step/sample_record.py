@@ -1,4 +1,4 @@
-"""What the trainer made of every sample of a rollout, written beside the samples for `hpcrl samples`.
+"""What the trainer made of every sample of a rollout, written next to the samples for `hpcrl samples`.
 
 Invariants: it reads what the step has computed anyway, and changes nothing; one small sum over data-parallel ranks a
 rollout, whatever the number of samples; every rank takes part in it.

@@ -1,5 +1,5 @@
-"""Sums over ranks in an optimizer step: over the trained tokens of each sample, wherever context parallelism put them, and
-over all that micro-batches report, by name.
+"""Sums over ranks in an optimizer step: over the trained tokens of each sample, wherever context parallelism put them,
+and over all that micro-batches report, by name.
 
 Invariants: every CP rank gets the sum over all of them, and a loss that uses it has the gradient of the whole: what any
 rank does with the sum flows back to the tokens of all; the report takes one collective, whatever the number of names,

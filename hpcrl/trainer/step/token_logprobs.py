@@ -32,7 +32,7 @@ class TokenScores(NamedTuple):
 class Vocabulary:
     """Which columns this rank's logits are.
 
-    size: real tokens; the output layer may have more columns, to divide by TP, and those are no tokens.  group: the
+    size: real tokens; the output layer may have more columns, to divide by TP, and those are not tokens.  group: the
     tensor-parallel ranks that hold the other columns, in order; None where this rank holds all.
     """
 

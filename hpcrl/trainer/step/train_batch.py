@@ -96,9 +96,9 @@ def train(
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
     prepared = time.monotonic()
-    # the policy whose log-probs stand beside the engine's: that which sampled, where its weights are kept
-    beside = share.version if others.old is not None or version is None else version
-    fresh = _sampled_under(beside, share, ranks.device)
+    # the policy whose log-probs are compared with the engine's: the one that sampled, where its weights are kept
+    compared = share.version if others.old is not None or version is None else version
+    fresh = _sampled_under(compared, share, ranks.device)
     found: list[dict[str, float]] = []
     spreads = samples_a_response(share)
     for number, micro_batches in enumerate(steps):
@@ -107,7 +107,7 @@ def train(
             share.step_samples[number],
             share.step_tokens[number],
             # the engine never had the weights of a later step, unless their old log-probs were computed beforehand
-            comparable=share.version == beside and (number == 0 or not options.use_rollout_logprobs),
+            comparable=share.version == compared and (number == 0 or not options.use_rollout_logprobs),
             fresh=fresh,
             spread=spreads[number],
         )
@@ -169,7 +169,7 @@ def _step(
 def _update(policy: Policy, where: str) -> float:
     """The optimizer's step, with the norm of the gradient before clipping; HpcrlError instead if that is not finite.
 
-    Megatron's own step computes the norm too, but goes on whatever it is; its check for NaN sees only what one rank
+    Megatron's own step computes the norm too, but continues whatever it is; its check for NaN sees only what one rank
     has, and ends that rank alone.  All ranks see this norm.
     """
     policy.optimizer.prepare_grads()
@@ -268,7 +268,8 @@ def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, fl
     difference = metrics.get(DIFFERENCE, 0.0)
     if not difference <= bound:
         raise HpcrlError(
-            f"{step.where}: trainer and engine log-probs differ by {difference:.3g} (mean), --max-logprob-diff is {bound:.3g}",
+            f"{step.where}: trainer and engine log-probs differ by {difference:.3g} (mean), --max-logprob-diff is "
+            f"{bound:.3g}",
             "find the tensor with --check-weight-update-equal, compare the temperatures, or raise the bound",
         )
     return metrics

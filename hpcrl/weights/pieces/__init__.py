@@ -1,12 +1,13 @@
-"""--weight-update resharded: every trainer rank sends pieces of tensors straight to the workers that need them.
+"""--weight-update resharded and delta: every trainer rank sends pieces of tensors straight to the workers that need
+them.
 
-    planning.py  who holds and who needs, from the trainer's table and the engines' manifests, and the plan of it
-    wire.py      what a worker is told of it once, as plain values
-    numbers.py   the elements of a piece, cast and quantised as the engines want them
-    bits.py      copies of elements whatever they mean
-    outbox.py    a rank's pieces, round by round, into shared memory or sockets
-    transport.py the driver's side of an update
-    posts.py     how bytes go: post.py (sockets, shared memory), device_post.py (NCCL), ipc_post.py (CUDA IPC)
+    resharded_update.py    the driver's side: start here
+    planning.py            the plan, from the trainer's table of tensors and the engines' manifests
+    wire.py                what ranks and workers are told once, as plain values
+    elements.py            the elements of a piece: cast or quantised, or only those that changed
+    piece_sender.py        a rank's pieces, round by round
+    peer_transport.py      messages over sockets and shared memory; device_transport.py (NCCL) and ipc_transport.py
+                           (CUDA IPC, over device_memory.py) keep them on GPUs; choose_transport.py
 
 The receiving end is hpcrl/engine/pieces/.
 """

@@ -1,7 +1,7 @@
-"""The plan of an update between real trainer ranks and real engines.
+"""The plan of a resharded update between real trainer ranks and real engines.
 
 Invariant: what is held comes from the trainer's own table and what is needed from the workers' manifests; a tensor that
-one side has and the other has not is an error here, before anything is sent.
+only one side has is an error here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.safetensors_headers import ITEM_BYTES
-from hpcrl.redistribution.holdings import merged, needed_parts
-from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, whole
+from hpcrl.model_files.safetensors_files import ITEM_BYTES
+from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
+from hpcrl.redistribution.loads import padded
 from hpcrl.redistribution.plan import Redistribution, redistribute
-from hpcrl.redistribution.rounds import padded
 from hpcrl.weights.fp8 import Scheme
-from hpcrl.weights.manifest import span
-from hpcrl.weights.pieces.wire import HALVES, Inbox, Message, Tensor
+from hpcrl.weights.pieces.wire import HALVES, Message, ReceivePlan, WireTensor, span
 from hpcrl.weights.route import Sharing
 
-COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "landing", "round")
+COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
 
 
@@ -36,22 +34,22 @@ class HeldTensor:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NeededTensor:
     """A tensor as the engines want it."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-def wanted(manifests: Manifests) -> dict[str, Wanted]:
+def needed_tensors(manifests: Manifests) -> dict[str, NeededTensor]:
     """What an update must bring, by name."""
     first = manifests[0][0]
     found = {name: need for name, need in first["tensors"].items() if not need["same_as"]} | dict(first["unseen"])
-    return {name: Wanted(tuple(need["shape"]), need["dtype"]) for name, need in found.items()}
+    return {name: NeededTensor(tuple(need["shape"]), need["dtype"]) for name, need in found.items()}
 
 
 def coded(held: Mapping[str, HeldTensor], scheme: Scheme | None) -> dict[str, HeldTensor]:
-    """The tensors as they are sent: a quantised matrix has scales beside it, which all who hold some of it know."""
+    """The tensors as they are sent: a quantised matrix comes with scales, known to every rank that holds some of it."""
     found: dict[str, HeldTensor] = {}
     for name, tensor in held.items():
         found[name] = tensor
@@ -62,8 +60,8 @@ def coded(held: Mapping[str, HeldTensor], scheme: Scheme | None) -> dict[str, He
     return found
 
 
-def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, Wanted], scheme: Scheme | None) -> None:
-    """HpcrlError where one side has FP8 and the other not: without scales the numbers would mean nothing."""
+def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, NeededTensor], scheme: Scheme | None) -> None:
+    """HpcrlError where one side has FP8 and the other has not: codes are meaningless without their scales."""
     for name, tensor in held.items():
         ours = scheme is not None and scheme.takes(name, tensor.shape)
         if name in needs and ours != ("float8" in needs[name].dtype):
@@ -74,11 +72,11 @@ def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, Wanted], sch
 
 def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
     """Both sides.  HpcrlError for a tensor that only one of them has, or in another shape."""
-    needs, layouts = wanted(manifests), Layouts()
+    needs, layouts = needed_tensors(manifests), Layouts()
     if extra := [name for name in held if name not in needs]:
-        raise HpcrlError(f"the trainer's {extra[0]} is no tensor of the engines")
+        raise HpcrlError(f"the trainer's {extra[0]} is not a tensor of the engines")
     if missing := sorted(needs.keys() - held.keys()):
-        raise HpcrlError(f"the trainer has not {len(missing)} tensors of the engines, the first is {missing[0]}")
+        raise HpcrlError(f"the trainer lacks {len(missing)} tensors of the engines, the first is {missing[0]}")
     numbers: dict[int, int] = {}
     for name, tensor in held.items():
         need = needs[name]
@@ -109,7 +107,7 @@ def make(
 ) -> Redistribution:
     """The plan.
 
-    hosts: whereabouts of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together:
+    hosts: the process identity of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together:
     all workers of a host, where processes may open each other's memory; those of an engine on a host; or every worker
     its own; in_place: workers load what lies in memory of their host from there.
     """
@@ -135,69 +133,78 @@ def pieces_of(rank: int, data: bytes) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What a rank has for one landing in one round; offset: in a half of its memory; pieces: rows of `pieces_of`."""
+class PackedShards:
+    """What a rank has for one destination host in one round.
 
-    landing: int
+    offset: in a half of its memory; pieces: rows of `pieces_of`.
+    """
+
+    destination: int
     half: int
     offset: int
     nbytes: int
     pieces: np.ndarray
-    places: np.ndarray  #: of each piece, in the parcel
+    places: np.ndarray  #: where each piece begins in it
 
 
-def parcels(own: np.ndarray) -> list[list[Parcel]]:
+def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
     """A rank's rounds, in order: only those in which it sends."""
-    rounds: list[list[Parcel]] = []
+    rounds: list[list[PackedShards]] = []
     column = {name: own[:, number] for number, name in enumerate(COLUMNS)}
     for number in np.unique(column["round"]):
         mine = own[column["round"] == number]
         offset = 0
         found = []
-        for landing in np.unique(mine[:, COLUMNS.index("landing")]):
-            pieces = mine[mine[:, COLUMNS.index("landing")] == landing]
+        for destination in np.unique(mine[:, COLUMNS.index("destination")]):
+            pieces = mine[mine[:, COLUMNS.index("destination")] == destination]
             ends = np.cumsum(padded(pieces[:, COLUMNS.index("nbytes")]))
             places = np.concatenate([[0], ends[:-1]])
-            found.append(Parcel(int(landing), len(rounds) % HALVES, offset, int(ends[-1]), pieces, places))
+            found.append(PackedShards(int(destination), len(rounds) % HALVES, offset, int(ends[-1]), pieces, places))
             offset += int(ends[-1])
         rounds.append(found)
     return rounds
 
 
-def inboxes(plan: Redistribution, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> list[Inbox]:
-    """What each landing is told; members: the ranks, then the workers."""
+def receive_plans(
+    plan: Redistribution, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> list[ReceivePlan]:
+    """What each destination host is told; members: the ranks, then the workers."""
     names, first = plan.layouts.names, plan.ranks
-    tensors = tuple(Tensor(name, dtypes[name], shapes[name]) for name in names)
+    tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in names)
     data = to_bytes(plan)
-    arriving: dict[tuple[int, int], list[tuple[int, Parcel]]] = {}
+    arriving: dict[tuple[int, int], list[tuple[int, PackedShards]]] = {}
     for rank in range(plan.ranks):
-        for number in parcels(pieces_of(rank, data)):
-            for parcel in number:
-                at = int(parcel.pieces[0, COLUMNS.index("round")])
-                arriving.setdefault((parcel.landing, at), []).append((rank, parcel))
-    porters = [first + landing.workers[0] for landing in plan.landings]
+        for number in packed_shards(pieces_of(rank, data)):
+            for packed in number:
+                at = int(packed.pieces[0, COLUMNS.index("round")])
+                arriving.setdefault((packed.destination, at), []).append((rank, packed))
+    host_leaders = [first + destination.workers[0] for destination in plan.destinations]
     found = []
-    for number, landing in enumerate(plan.landings):
+    for number, destination in enumerate(plan.destinations):
         root, up = plan.root(number), plan.relays[number]
         rounds = []
         for at in sorted(at for other, at in arriving if other == root):
-            near = [plan.hosts[rank] == landing.host for rank, _ in arriving[root, at]]
-            rounds.append(_messages(arriving[root, at], near, porters[up] if up >= 0 else None, len(rounds) % HALVES))
-        onward = tuple(porters[other] for other, above in enumerate(plan.relays) if above == number)
-        workers = tuple(first + worker for worker in landing.workers)
-        found.append(Inbox(porters[number], workers, plan.limit, tensors, tuple(rounds), onward))
+            near = [plan.hosts[rank] == destination.host for rank, _ in arriving[root, at]]
+            rounds.append(
+                _messages(arriving[root, at], near, host_leaders[up] if up >= 0 else None, len(rounds) % HALVES)
+            )
+        onward = tuple(host_leaders[other] for other, above in enumerate(plan.relays) if above == number)
+        workers = tuple(first + worker for worker in destination.workers)
+        found.append(ReceivePlan(host_leaders[number], workers, plan.limit, tensors, tuple(rounds), onward))
     return found
 
 
-def _messages(arrived: list[tuple[int, Parcel]], near: list[bool], relay: int | None, half: int) -> tuple[Message, ...]:
-    """One round of a landing; relay: the porter that hands it on."""
+def _messages(
+    arrived: list[tuple[int, PackedShards]], near: list[bool], relay: int | None, half: int
+) -> tuple[Message, ...]:
+    """One round of a destination host; relay: the host leader that forwards it."""
     found, end = [], 0
-    for (rank, parcel), close in zip(arrived, near, strict=True):
-        areas = parcel.pieces[:, [COLUMNS.index(name) for name in ("tensor", "top", "bottom", "left", "right")]]
-        pieces = tuple(map(tuple, np.column_stack([areas, parcel.places]).tolist()))
+    for (rank, packed), close in zip(arrived, near, strict=True):
+        areas = packed.pieces[:, [COLUMNS.index(name) for name in ("tensor", "top", "bottom", "left", "right")]]
+        pieces = tuple(map(tuple, np.column_stack([areas, packed.places]).tolist()))
         if close:
-            found.append(Message(rank, True, parcel.half, parcel.offset, parcel.nbytes, pieces))
+            found.append(Message(rank, True, packed.half, packed.offset, packed.nbytes, pieces))
         else:
-            found.append(Message(rank if relay is None else relay, False, half, end, parcel.nbytes, pieces))
-            end += parcel.nbytes
+            found.append(Message(rank if relay is None else relay, False, half, end, packed.nbytes, pieces))
+            end += packed.nbytes
     return tuple(found)

@@ -1,22 +1,24 @@
-"""What a landing (a host with workers) is told once of the pieces that every update brings it: plain values, as JSON.
+"""What the members of a resharded update tell one another once: plain values, as JSON.
 
-Members of an update have numbers: trainer ranks first, then workers.  A message is what one sender has for one landing
-in one round.  It is *near* if it lies in memory of the sender, who is on the same host; otherwise it comes over a
-socket to the landing's *porter*, one of its workers, into memory that the others there map.
+Members have numbers: trainer ranks first, then workers.  A *destination host* is a host with workers; a message is what
+one sender has for one of them in one round.  It is *near* if it lies in memory of the sender, on the same host;
+otherwise it comes over a socket to one of the host's workers, the *host leader*, into memory that the others there map.
+A *manifest* is what a worker says of itself before the first update (`WorkerExtension.hpcrl_manifest`).
 
-Invariant: an inbox that was read from the wire is checked in full before a byte is received.
+Invariants: a receive plan that came over the wire is checked in full before a byte is received; there is one answer to
+which part of a tensor a worker holds (`span`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcrl.model_files.safetensors_headers import ITEM_BYTES
+from hpcrl.model_files.safetensors_files import ITEM_BYTES
 
 #: kinds of messages; between two members those of a kind keep their order
 READY = 0
@@ -25,7 +27,7 @@ DATA = 2
 HALVES = 2  #: rounds that may be under way
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WireTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole tensor, of which pieces are sent: name, dtype (torch's name), shape."""
 
     name: str
@@ -34,9 +36,9 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Pieces of one sender for one landing in one round.
+    """Pieces of one sender for one destination host in one round.
 
-    half, offset: where they begin in the sender's memory if near, otherwise in the porter's; pieces: (tensor, top,
+    half, offset: where they begin in the sender's memory if near, otherwise in the host leader's; pieces: (tensor, top,
     bottom, left, right, offset in the message).
     """
 
@@ -48,14 +50,16 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: tuple[tuple[int, int, int, int, int, int], ...]
 
 
-class Inbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that reaches a landing: limit: bytes of a half of a memory; onward: porters that it hands all of it
-    to."""
+class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that reaches a destination host.
 
-    porter: int
+    limit: bytes of a half of a memory; onward: leaders of other hosts, to which its leader forwards all of it.
+    """
+
+    host_leader: int
     workers: tuple[int, ...]
     limit: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[WireTensor, ...]
     rounds: tuple[tuple[Message, ...], ...]
     onward: tuple[int, ...] = ()
 
@@ -65,10 +69,10 @@ class Inbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield from messages
 
 
-class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the members of an update meet: `world` of them, trainer ranks below `ranks`.
+class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The store at which the members of an update meet: `world` members, trainer ranks below `ranks`.
 
-    nccl: the name of a group of NCCL's over which bytes go (base64), or "" if they go as words do; ipc: they lie in
+    nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo; ipc: bytes lie in
     memory of the ranks' devices, which the workers open.
     """
 
@@ -81,44 +85,45 @@ class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ipc: bool = False
 
 
-class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine's workers are told: the meeting, the inboxes, and for each rank of a worker its (number, inbox).
+class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine's workers are told when they join.
 
-    keep: what has come is kept, for updates that bring what has changed since.
+    workers: for each worker's rank its (number in the group, index into receive_plans); keep: what has come is kept,
+    for updates that bring what has changed since.
     """
 
-    meeting: Meeting
-    inboxes: tuple[Inbox, ...]
+    update_group: UpdateGroup
+    receive_plans: tuple[ReceivePlan, ...]
     workers: dict[str, tuple[int, int]]
     keep: bool = False
 
 
-def read_invitation(text: str) -> Invitation:
+def read_join_command(text: str) -> WorkerJoinCommand:
     """From JSON.  ValueError says what is wrong with it."""
     try:
-        found = msgspec.json.decode(text, type=Invitation)
+        found = msgspec.json.decode(text, type=WorkerJoinCommand)
     except msgspec.MsgspecError as error:
         raise ValueError(f"malformed plan of pieces: {error}") from error
-    for inbox in found.inboxes:
-        _check(inbox)
+    for receive_plan in found.receive_plans:
+        _check(receive_plan)
     return found
 
 
-def _check(inbox: Inbox) -> None:
-    for tensor in inbox.tensors:
+def _check(receive_plan: ReceivePlan) -> None:
+    for tensor in receive_plan.tensors:
         if tensor.dtype not in ITEM_BYTES or not 1 <= len(tensor.shape) <= 2 or min(tensor.shape) < 0:
             raise ValueError(f"malformed plan of pieces: {tensor.name} is {tensor.dtype}{list(tensor.shape)}")
-    for message in inbox.messages():
+    for message in receive_plan.messages():
         if not (
             message.offset >= 0
-            and 0 <= message.nbytes <= inbox.limit - message.offset
+            and 0 <= message.nbytes <= receive_plan.limit - message.offset
             and message.half in range(HALVES)
         ):
             raise ValueError(f"malformed plan of pieces: a message of {message.nbytes} bytes at {message.offset}")
         for number, top, bottom, left, right, offset in message.pieces:
-            if not 0 <= number < len(inbox.tensors):
+            if not 0 <= number < len(receive_plan.tensors):
                 raise ValueError(f"malformed plan of pieces: there is no tensor {number}")
-            tensor = inbox.tensors[number]
+            tensor = receive_plan.tensors[number]
             rows = tensor.shape[0]
             columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
             size = (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
@@ -128,13 +133,22 @@ def _check(inbox: Inbox) -> None:
                 raise ValueError(f"malformed plan of pieces: {tensor.name} has no [{top}:{bottom}, {left}:{right}]")
 
 
-def whereabouts() -> str:
+def process_identity() -> str:
     """The same text in processes that can open each other's memory: one kernel, one name, one space of process
     numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def known(value: Any) -> str:
+def as_json(value: Any) -> str:
     """As JSON text."""
     return msgspec.json.encode(value).decode()
+
+
+def span(worker: Mapping[str, Any], name: str, shape: Sequence[int]) -> tuple[Any, Any]:
+    """(rows, columns or None for all) of a tensor of that shape which a worker needs; all of it where only its loader
+    knows."""
+    held = worker["tensors"].get(name) or worker.get("cuts", {}).get(name)
+    if held is not None:
+        return held["rows"], held["columns"]
+    return ([[0, shape[0]]] if shape else []), None

@@ -52,7 +52,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Site:
+class TransportConditions:
     """What decides whether a way can work.  cpu: the engines run vLLM's CPU build; one_host: all of the run is on one;
     colocate: trainer and engines share GPUs."""
 
@@ -81,9 +81,9 @@ class Transport(Protocol):
 class Way(Protocol):
     """What a file of this room holds."""
 
-    BACKEND: str  #: vLLM's name of the weight-transfer backend; PIECES beside it: of another, which takes pieces alone
+    BACKEND: str  #: vLLM's name of the weight-transfer backend; PIECES: of another, which takes pieces alone
 
-    def obstacle(self, site: Site) -> str | None:
+    def obstacle(self, site: TransportConditions) -> str | None:
         """Why it cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
 
     def make(self, link: Link) -> Transport: ...
@@ -101,7 +101,7 @@ def find_way(name: str) -> Way:
     return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]
 
 
-def choose(wish: str, site: Site) -> str:
+def choose(wish: str, site: TransportConditions) -> str:
     """The name of the way to take.  UsageError when `wish` asks for one that cannot work at this site."""
     if wish == "auto":
         shared = site.cpu or site.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
@@ -120,7 +120,7 @@ def make_transport(backend: str, link: Link) -> Transport:
             return way.make(link)
         if backend == getattr(way, "PIECES", None):
             return NoTransport(link)
-    raise PeerError(f"the engines receive with {backend}, which is no way of ours")
+    raise PeerError(f"the engines receive with {backend}, which is not one of ours")
 
 
 class NoTransport:

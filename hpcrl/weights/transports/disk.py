@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.safetensors_headers import INDEX, ITEM_BYTES
+from hpcrl.model_files.safetensors_files import INDEX, ITEM_BYTES
 from hpcrl.weights.bucket import Bucket, fill, view
-from hpcrl.weights.transports import Link, Site, Stream
+from hpcrl.weights.transports import Link, Stream, TransportConditions
 
 BACKEND = "hpcrl_disk"
 
 
-def obstacle(site: Site) -> str | None:
+def obstacle(site: TransportConditions) -> str | None:
     return None
 
 
@@ -51,21 +51,21 @@ class DiskTransport:
         """HpcrlError if it cannot be written."""
         self._remove(self.there)
         there = self.base / f"version-{version:08d}"
-        beside = there.with_name(f".partial-{there.name}")
+        staging = there.with_name(f".partial-{there.name}")
         try:
-            beside.mkdir(parents=True)
-            self._write(tensors, beside)
+            staging.mkdir(parents=True)
+            self._write(tensors, staging)
             from hpcrl.model_files.hf_writer import settle_directory
 
             self.there = there
-            settle_directory(beside, there)
+            settle_directory(staging, there)
         except OSError as error:
             raise HpcrlError(
                 f"the weights cannot be written to {there}: {error.strerror}",
                 "free space, or give --update-weight-disk-dir",
             ) from error
         finally:
-            self._remove(beside)
+            self._remove(staging)
         if self.written is not None:
             self.written(there, self.fleet)
 
@@ -96,12 +96,12 @@ class DiskTransport:
         size."""
         import torch
 
-        from hpcrl.model_files.hf_writer import Tensor, header
+        from hpcrl.model_files.hf_writer import TensorHeader, header
 
         slots = sorted(bucket.slots, key=lambda slot: -ITEM_BYTES[slot.dtype])
         found = hashlib.blake2b(digest_size=16)
         with path.open("wb") as file:
-            for part in (header([Tensor(s.name, getattr(torch, s.dtype), s.shape) for s in slots]), *slots):
+            for part in (header([TensorHeader(s.name, getattr(torch, s.dtype), s.shape) for s in slots]), *slots):
                 data = (
                     part if isinstance(part, bytes) else view(buffer, part).reshape(-1).view(torch.uint8).numpy().data
                 )

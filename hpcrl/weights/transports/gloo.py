@@ -13,7 +13,7 @@ from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import fill
 from hpcrl.weights.engine_fleet import joined
-from hpcrl.weights.transports import Link, Site, Stream
+from hpcrl.weights.transports import Link, Stream, TransportConditions
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BACKEND = "hpcrl_gloo"
 
 
-def obstacle(site: Site) -> str | None:
+def obstacle(site: TransportConditions) -> str | None:
     return None
 
 

@@ -1,17 +1,17 @@
 """--weight-transfer ipc: pieces stay on the GPU where they were packed; engines of the same host open that memory by
 CUDA IPC.
 
-The way of the bytes is hpcrl/weights/pieces/ipc_post.py: there are no whole tensors over it.  It has run on no GPU yet.
+The bytes travel by hpcrl/weights/pieces/ipc_transport.py, which takes no whole tensors.  It has run on no GPU yet.
 """
 
 from __future__ import annotations
 
-from hpcrl.weights.transports import NoTransport, Site
+from hpcrl.weights.transports import NoTransport, TransportConditions
 
 BACKEND = PIECES = "hpcrl_ipc"
 
 
-def obstacle(site: Site) -> str | None:
+def obstacle(site: TransportConditions) -> str | None:
     if site.cpu:
         return "needs CUDA, but vLLM's CPU build is installed"
     if not site.one_host:

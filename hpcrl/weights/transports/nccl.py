@@ -1,6 +1,6 @@
 """--weight-transfer nccl: vLLM's own backend, packed broadcasts between GPUs.
 
-vLLM must be installed beside the trainer, in the engines' version.
+vLLM must be installed with the trainer, in the engines' version.
 
 Invariants: at most one bucket of tensors is held at a time, in GPU memory; nothing is sent before the kernels that
 compute it have ended; every wait for the GPU, which waits for the engines, looks at what the engines say and has their
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.weights.bucket import Packer, dtype_name
 from hpcrl.weights.engine_fleet import PendingCalls, joined
-from hpcrl.weights.transports import Link, Site, Stream
+from hpcrl.weights.transports import Link, Stream, TransportConditions
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ BACKEND = "nccl"
 PIECES = "hpcrl_nccl"  #: for --weight-update resharded: our own receiver, which takes pieces alone
 
 
-def obstacle(site: Site) -> str | None:
+def obstacle(site: TransportConditions) -> str | None:
     return "needs CUDA, but vLLM's CPU build is installed" if site.cpu else None
 
 

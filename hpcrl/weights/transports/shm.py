@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.weights.bucket import Bucket, fill
 from hpcrl.weights.shared_memory import Region
-from hpcrl.weights.transports import Link, Site, Stream
+from hpcrl.weights.transports import Link, Stream, TransportConditions
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BACKEND = "hpcrl_shm"
 
 
-def obstacle(site: Site) -> str | None:
+def obstacle(site: TransportConditions) -> str | None:
     return None if site.one_host else "needs trainer and engines on one host"
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from hpcrl.engine import cpu_repairs, weight_loading
+from hpcrl.engine import cpu_build, weight_loading
 from hpcrl.engine.weight_receiver import WorkerExtension
 
 
@@ -15,7 +15,7 @@ class Extension(WorkerExtension):
 
     def mend_repairs(self) -> None:
         """Undo that."""
-        weight_loading.pack_heads = cpu_repairs.pack_heads
+        weight_loading.pack_heads = cpu_build.pack_heads
 
     def break_experts(self) -> None:
         """From now on experts that arrive are not arranged again, as in stock vLLM."""
@@ -23,7 +23,7 @@ class Extension(WorkerExtension):
 
     def mend_experts(self) -> None:
         """Undo that."""
-        weight_loading.drop_expert_kernels = cpu_repairs.drop_expert_kernels
+        weight_loading.drop_expert_kernels = cpu_build.drop_expert_kernels
 
     def forget(self, name: str) -> None:
         """From now on an update that brings this tensor is refused."""

@@ -1,8 +1,8 @@
-"""An engine that no run has started: it answers at a port that its user names, until it is ended.
+"""An engine that belongs to no run: it listens on a port that its user names, until it is ended.
 
-    python -m hpcrl.engine.standalone.main DIR --attempt 0        (from `hpcrl engines serve`)
+    python -m hpcrl.engine.standalone DIR --attempt 0        (from `hpcrl engines serve`)
 
-Invariants: those of an engine of a run (`engine/main.py`); DIR, which is of this one alone, is gone when it ends.
+Invariants: those of an engine of a run (`engine/main.py`); DIR, which is of this engine alone, is removed when it ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
-from hpcrl.engine.nodes.listening import bound_socket
+from hpcrl.engine.multi_node import bound_socket
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
 from hpcrl.run.process import adopt_orphans

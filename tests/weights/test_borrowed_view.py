@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.engine.pieces.inbox import InboxReader
-from hpcrl.engine.pieces.lent_tensor import LentTensor, Loan
+from hpcrl.engine.pieces.borrowed_view import BorrowedPart, BorrowedView
 from hpcrl.engine.pieces.part_tensor import PartTensor
-from hpcrl.models.slicing import Place
-from hpcrl.redistribution.layouts import Layouts, Part, Worker, whole
+from hpcrl.engine.pieces.piece_receiver import PieceReceiver
+from hpcrl.models.slicing import SourceRectangle
+from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
-from hpcrl.weights.pieces.post import Post, Transfer
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.wire import DONE
 from tests.support.layouts import Case
 from tests.weights.test_pieces import boxes_of, closed, members, rank_side, simple, worker_side
@@ -23,9 +23,9 @@ from tests.weights.test_pieces import boxes_of, closed, members, rank_side, simp
 __all__ = ["closed"]
 
 
-def loan(full: torch.Tensor) -> Loan:
+def borrowed(full: torch.Tensor) -> BorrowedPart:
     """All of a matrix of 6 x 8, in three tiles."""
-    found = Loan((6, 8), full.dtype, lambda size: torch.empty(size, dtype=torch.uint8))
+    found = BorrowedPart((6, 8), full.dtype, lambda size: torch.empty(size, dtype=torch.uint8))
     for rows, columns in (((0, 2), (0, 8)), ((2, 6), (0, 5)), ((2, 6), (5, 8))):
         where = slice(*rows), slice(*columns)
         found.add(where, full[where])
@@ -35,19 +35,19 @@ def loan(full: torch.Tensor) -> Loan:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_lent_part_is_copied_out_of_its_tiles(dtype: torch.dtype) -> None:
     full = torch.arange(48).view(6, 8).to(dtype)
-    lent = LentTensor(loan(full))
+    handed_out = BorrowedView(borrowed(full))
     target = torch.zeros(6, 8, dtype=dtype)
-    assert torch.equal(target.copy_(lent), full)
-    narrow = lent.narrow(0, 1, 4)[:, 3:7]
-    assert isinstance(narrow, LentTensor)
+    assert torch.equal(target.copy_(handed_out), full)
+    narrow = handed_out.narrow(0, 1, 4)[:, 3:7]
+    assert isinstance(narrow, BorrowedView)
     parameter = torch.nn.Parameter(torch.zeros(8, 6, dtype=dtype).t(), requires_grad=False)  # its rows lie apart
     parameter.data[1:5, 3:7].copy_(narrow)
     assert torch.equal(parameter[1:5, 3:7], full[1:5, 3:7])
     assert int((parameter != 0).sum()) == 16
     wide = torch.zeros(6, 8, dtype=torch.float64)
-    assert torch.equal(wide.copy_(lent).to(dtype), full), "a parameter of another dtype"
-    torch.empty(6, 8, dtype=dtype, device="meta").copy_(lent)
-    assert lent.loan._own is None, "copying makes none of its own"
+    assert torch.equal(wide.copy_(handed_out).to(dtype), full), "a parameter of another dtype"
+    torch.empty(6, 8, dtype=dtype, device="meta").copy_(handed_out)
+    assert handed_out.borrowed._own is None, "copying makes none of its own"
 
 
 def test_whatever_else_is_done_to_a_lent_part_has_memory_of_its_own() -> None:
@@ -62,8 +62,8 @@ def test_whatever_else_is_done_to_a_lent_part_has_memory_of_its_own() -> None:
         lambda t: t[::2],
     ):
         full.copy_(wanted)
-        found = work(LentTensor(loan(full)))
-        assert not isinstance(found, LentTensor)
+        found = work(BorrowedView(borrowed(full)))
+        assert not isinstance(found, BorrowedView)
         full.zero_()
         assert torch.equal(found, work(wanted))
 
@@ -76,12 +76,12 @@ def one_host(limit: int) -> tuple[Case, Redistribution]:
     for number in range(6):
         name = f"w{number}"
         case.tensors[name] = torch.arange(64, dtype=torch.int32).view(8, 8).numpy() + 100 * number
-        held = layouts.pattern([Part((0, 4), (0, 8), (0,)), Part((4, 8), (0, 8), (1,))])
-        layouts.add(name, (8, 8), 4, held, layouts.pattern([Part((0, 8), (2, 6), (0,)), whole((8, 8), (1,))]))
+        held = layouts.pattern([TensorPart((0, 4), (0, 8), (0,)), TensorPart((4, 8), (0, 8), (1,))])
+        layouts.add(name, (8, 8), 4, held, layouts.pattern([TensorPart((0, 8), (2, 6), (0,)), whole((8, 8), (1,))]))
         for rank in range(2):
             case.parts[rank, name] = (
                 case.tensors[name][4 * rank : 4 * rank + 4],
-                [Place(0, (4 * rank, 4 * rank + 4), None, 0)],
+                [SourceRectangle(0, (4 * rank, 4 * rank + 4), None, 0)],
                 0,
             )
         case.spans[0, name] = [(0, 8)], (2, 4)
@@ -90,25 +90,25 @@ def one_host(limit: int) -> tuple[Case, Redistribution]:
     return case, redistribute(layouts, case.workers, case.hosts, limit, in_place=True)
 
 
-def carry_out(case: Case, plan: Redistribution, loads: list[Any], updates: int = 1) -> list[InboxReader]:
-    """Updates of which each is larger by one; loads: of each worker, as `InboxReader.receive` calls it."""
-    boxes, posts = boxes_of(case, plan), members(4, 2)
+def carry_out(case: Case, plan: Redistribution, loads: list[Any], updates: int = 1) -> list[PieceReceiver]:
+    """Updates of which each is larger by one; loads: of each worker, as `PieceReceiver.receive` calls it."""
+    plans, posts = boxes_of(case, plan), members(4, 2)
 
-    def rank(post: Post) -> None:
-        outbox, numbers = rank_side(case, plan, boxes, post)
+    def rank(transport: PeerTransport) -> None:
+        sender, numbers = rank_side(case, plan, plans, transport)
         for _ in range(updates):
-            outbox.send(numbers)
+            sender.send(numbers)
             for tensor in numbers.own.values():
                 tensor.parameter.add_(1)
 
-    readers = [worker_side(case, plan, boxes, post) for post in posts[2:]]
+    readers = [worker_side(case, plan, plans, transport) for transport in posts[2:]]
 
-    def worker(reader: InboxReader, load: Any) -> None:
+    def worker(reader: PieceReceiver, load: Any) -> None:
         for _ in range(updates):
             reader.receive(load)
 
     with ThreadPoolExecutor(4) as pool:
-        sent = [pool.submit(rank, post) for post in posts[:2]]
+        sent = [pool.submit(rank, transport) for transport in posts[:2]]
         taken = [pool.submit(worker, reader, load) for reader, load in zip(readers, loads, strict=True)]
         for future in (*sent, *taken):
             future.result(30)
@@ -128,12 +128,12 @@ def test_loaders_copy_straight_out_of_the_ranks_memory_and_what_they_keep_is_the
             parameters[name].copy_(tensor.narrow(1, 2, 4))
 
     def keeps(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
-        assert all(isinstance(tensor, LentTensor) for _, tensor in tensors)
+        assert all(isinstance(tensor, BorrowedView) for _, tensor in tensors)
         kept.extend(tensors)
 
     first, second = carry_out(case, plan, [copies, keeps], updates=2)
     assert first.assembly.most == second.assembly.most == 0
-    assert not first.assembly.room.free, "no memory beside the model"
+    assert not first.assembly.memory.free, "no memory beside the model"
     for name, tensor in case.tensors.items():
         assert torch.equal(parameters[name], torch.from_numpy(tensor).float()[:, 2:6] + 1)
     assert len(kept) == 12
@@ -146,7 +146,7 @@ def test_a_matrix_that_lies_over_two_rounds_is_put_together_as_ever() -> None:
     assert plan.rounds == 12
     found: list[dict[str, torch.Tensor]] = [{}, {}]
     readers = carry_out(case, plan, [lambda t, last: found[0].update(t), lambda t, last: found[1].update(t)])
-    assert not readers[0].assembly.lendable
+    assert not readers[0].assembly.borrowable
     for name, tensor in case.tensors.items():
         assert torch.equal(found[0][name].narrow(1, 2, 4), torch.from_numpy(tensor).float()[:, 2:6])
         assert torch.equal(found[1][name], torch.from_numpy(tensor).float())
@@ -159,7 +159,7 @@ def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_i
     case, _ = simple()
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256, in_place=True)
-    boxes, (rank, worker) = boxes_of(case, plan), members(2, 1)
+    plans, (rank, worker) = boxes_of(case, plan), members(2, 1)
     order: list[str] = []
 
     class Awaited(Transfer):
@@ -167,10 +167,10 @@ def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_i
             order.append("heard")
             return super().wait()
 
-    class Noted(Post):
-        def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
+    class Noted(PeerTransport):
+        def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
             order.append("done" if tag == DONE else "word")
-            told = super().tell(to, tag, letter)
+            told = super().tell(to, tag, counts)
             return Awaited(told.work, told.tensor, told.what, told.seconds)
 
     def load(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
@@ -178,10 +178,10 @@ def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_i
         if fails and last:
             raise ValueError("no such tensor")
 
-    reader = worker_side(case, plan, boxes, Noted(worker.group, worker.me, 1, 20))
+    reader = worker_side(case, plan, plans, Noted(worker.group, worker.me, 1, 20))
     with ThreadPoolExecutor(1) as pool:
-        outbox, numbers = rank_side(case, plan, boxes, rank)
-        sending = pool.submit(outbox.send, numbers)
+        sender, numbers = rank_side(case, plan, plans, rank)
+        sending = pool.submit(sender.send, numbers)
         if fails:
             with pytest.raises(ValueError, match="no such tensor"):
                 reader.receive(load)

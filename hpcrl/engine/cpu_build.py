@@ -1,12 +1,10 @@
-"""What an engine on CPUs gives back while it sleeps: vLLM's own sleep frees nothing there.
+"""What vLLM's CPU build needs of us: packed matrices made anew after an update, and memory given back while it sleeps.
 
-The pages of the KV cache, and at level 2 those of the weights, are handed back to the kernel (madvise, MADV_DONTNEED);
-the tensors stay where they are and read as zeros until something is written, when the kernel gives new pages.  So an
-engine that wakes has the memory again without asking for it: for the weights by the update, for the cache by the next
-requests.
-
-vLLM's CPU build multiplies with packed copies of its matrices, which the update makes anew: at level 2 they go too, and
-malloc is told to hand back what it has free then.
+vLLM's own sleep frees nothing on a CPU.  The pages of the KV cache, and at level 2 those of the weights, are handed
+back to the kernel (madvise, MADV_DONTNEED); the tensors stay where they are and read as zeros until something is
+written, when the kernel gives new pages.  So an engine that wakes has the memory again without asking for it: for the
+weights by the update, for the cache by the next requests.  The CPU build multiplies with packed copies of its matrices,
+which the update makes anew: at level 2 they go too, and malloc is told to hand back what it has free.
 
 Invariants: only whole pages of our own anonymous memory go, the rest of a tensor is set to zero; buffers, which no
 update brings, stay; a layer whose packed copy is gone refuses to multiply.
@@ -23,6 +21,35 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+Kernels = list[tuple[Any, Any]]
+
+
+def pack_heads(model: nn.Module) -> None:
+    """Make the packed copies of all embeddings and heads anew from their weights."""
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def drop_expert_kernels(model: nn.Module) -> Kernels:
+    """Make the experts be packed again when their weights arrive; returns what to put back where none arrive."""
+    dropped = []
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            dropped.append((method, method.moe_kernel))
+            method.moe_kernel = None
+    return dropped
+
+
+def return_expert_kernels(dropped: Kernels) -> None:
+    """Undo `drop_expert_kernels` for the layers that an update did not reach."""
+    for method, kernel in dropped:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+
 
 MADV_DONTNEED = 4
 LIBC = ctypes.CDLL(None, use_errno=True)

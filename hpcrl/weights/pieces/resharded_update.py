@@ -1,11 +1,11 @@
-"""The driver's side of a resharded update: the plan made once, then for every update the engines told to take their
-pieces.
+"""The driver's side of a resharded update: the plan is made once, then for every update the engines are told to take
+their pieces.
 
-    pieces = PiecesTransport(fleet, manifests, options, scheme, host)
-    pieces.connect(source)        # who holds what -> the plan; all members meet
-    pieces.send(source)           # every rank sends, the engines receive and load; returns bytes sent by all ranks
+    update = ReshardedUpdate(fleet, manifests, options, scheme, host)
+    update.connect(source)        # who holds what -> the plan; all members join a group
+    update.send(source)           # every rank sends, the engines receive and load; returns bytes sent by all ranks
 
-Invariant: while the ranks send, what the engines say is watched, so an engine that refuses or dies ends the update at
+Invariant: while the ranks send, the engines' answers are watched, so an engine that refuses or dies ends the update at
 once.
 """
 
@@ -23,9 +23,18 @@ from hpcrl.redistribution.plan import Redistribution
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights.engine_fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.weights.fp8 import Scheme
-from hpcrl.weights.pieces.outbox import Addressee
-from hpcrl.weights.pieces.planning import HeldTensor, Manifests, check_codes, coded, inboxes, make, to_bytes, wanted
-from hpcrl.weights.pieces.wire import Inbox, Invitation, Meeting, known
+from hpcrl.weights.pieces.piece_sender import SendTarget
+from hpcrl.weights.pieces.planning import (
+    HeldTensor,
+    Manifests,
+    check_codes,
+    coded,
+    make,
+    needed_tensors,
+    receive_plans,
+    to_bytes,
+)
+from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, as_json
 from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, whole_tensors
 from hpcrl.weights.transports.nccl import unique_id
 
@@ -40,10 +49,10 @@ class Source(Protocol):
     """The trainer's ranks, as rank 0 directs them (`hpcrl/trainer/weight_export.py`)."""
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
-        """Who holds which part of each tensor, and the whereabouts of each rank."""
+        """Who holds which part of each tensor, and the process identity of each rank."""
 
-    def join(self, errand: dict[str, Any], plan: bytes) -> None:
-        """Every rank meets the workers, and keeps its part of the plan."""
+    def join(self, command: dict[str, Any], plan: bytes) -> None:
+        """Every rank joins the workers' group, and keeps its part of the plan."""
 
     def prepare(self) -> None:
         """What can be done while engines still generate."""
@@ -65,7 +74,7 @@ class MemberFailed(PeerError):
     """Somebody did not take part to the end; who was the first cannot be told from it."""
 
 
-class PiecesTransport:
+class ReshardedUpdate:
     """Resharded updates to one fleet."""
 
     def __init__(self, fleet: Fleet, manifests: Manifests, options: Options, scheme: Scheme | None, host: str) -> None:
@@ -75,67 +84,71 @@ class PiecesTransport:
         self.scheme = scheme
         self.host = host
         self.plan: Redistribution | None = None
-        self.meeting: StoreServer | None = None
+        self.store: StoreServer | None = None
         self.keep = options.weight_update == "delta"
         self.current = False  #: everybody has kept what the last update brought
         self.bytes = 0
 
     def connect(self, source: Source) -> None:
-        """Make the plan and meet, before the first update.  HpcrlError for tensors that only one side has."""
+        """Make the plan and join the group, before the first update.  HpcrlError for tensors that only one side has."""
         if self.plan is not None:
             return
         held, hosts = source.describe()
         backend = self.manifests[0][0]["backend"]
         limit = self.options.update_weight_buffer_size
-        needs = wanted(self.manifests)
+        needs = needed_tensors(self.manifests)
         check_codes(held, needs, self.scheme)
         plan = make(
             coded(held, self.scheme), self.manifests, hosts, limit, TAKES_PIECES[backend], in_place=backend == SHM
         )
         dtypes = {n: need.dtype for n, need in needs.items()}
         shapes = {n: need.shape for n, need in needs.items()}
-        boxes = inboxes(plan, dtypes, shapes)
+        plans = receive_plans(plan, dtypes, shapes)
         if backend == IPC:
-            _check_near(boxes, plan.ranks)
+            _check_near(plans, plan.ranks)
         self._leave()
         self.current = False
-        self.meeting = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
+        self.store = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
         workers = sum(len(engine) for engine in self.manifests)
         nccl = base64.b64encode(unique_id()).decode() if backend == NCCL else ""
-        meeting = Meeting(
-            self.host, self.meeting.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl, backend == IPC
+        update_group = UpdateGroup(
+            self.host, self.store.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl, backend == IPC
         )
-        bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._invitations(plan, boxes, meeting)]
-        pending = self.fleet.begin("the meeting for weights", "/collective_rpc", bodies)
-        errand = {
-            "meeting": meeting,
+        bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._join_commands(plan, plans, update_group)]
+        pending = self.fleet.begin("joining the group for weights", "/collective_rpc", bodies)
+        command = {
+            "update_group": update_group,
             "names": plan.layouts.names,
             "dtypes": dtypes,
-            "addressees": [_addressees(plan, boxes, rank) for rank in range(plan.ranks)],
+            "targets": [_send_targets(plan, plans, rank) for rank in range(plan.ranks)],
             "limit": plan.limit,
             "keep": self.keep,
         }
-        self._watched(source, lambda: source.join(errand, to_bytes(plan)), pending)
+        self._watched(source, lambda: source.join(command, to_bytes(plan)), pending)
         pending.results()
         self.plan = plan
 
-    def _invitations(self, plan: Redistribution, boxes: list[Inbox], meeting: Meeting) -> list[str]:
-        """One for each engine, with the inboxes of its workers."""
-        landing_of = {worker: number for number, landing in enumerate(plan.landings) for worker in landing.workers}
+    def _join_commands(self, plan: Redistribution, plans: list[ReceivePlan], update_group: UpdateGroup) -> list[str]:
+        """One for each engine, as JSON, with the receive plans of its workers."""
+        destination_of = {
+            worker: number for number, destination in enumerate(plan.destinations) for worker in destination.workers
+        }
         found, first = [], 0
         for engine in self.manifests:
-            used = sorted({landing_of[first + at] for at in range(len(engine))})
+            used = sorted({destination_of[first + at] for at in range(len(engine))})
             places = {
-                str(worker["rank"]): (plan.ranks + first + at, used.index(landing_of[first + at]))
+                str(worker["rank"]): (plan.ranks + first + at, used.index(destination_of[first + at]))
                 for at, worker in enumerate(engine)
             }
-            found.append(known(Invitation(meeting, tuple(boxes[number] for number in used), places, self.keep)))
+            found.append(
+                as_json(WorkerJoinCommand(update_group, tuple(plans[number] for number in used), places, self.keep))
+            )
             first += len(engine)
         return found
 
     def send(self, source: Source) -> None:
         """One update, between the engines' start and finish; with --weight-update delta, from the second one after a
-        meeting, of what has changed.  PeerError or DeadlineError name engine and phase.
+        update_group, of what has changed.  PeerError or DeadlineError name engine and phase.
         """
         changes = self.current
         self.current = False
@@ -161,30 +174,31 @@ class PiecesTransport:
             raise
 
     def forget(self) -> None:
-        """The next update begins with a plan and a meeting: after a failure the engines have left."""
+        """The next update begins with a new plan and group: after a failure the engines have left."""
         self.plan = None
         self._leave()
 
     def _leave(self) -> None:
-        if self.meeting is not None:
-            self.meeting.close()
-            self.meeting = None
+        if self.store is not None:
+            self.store.close()
+            self.store = None
 
 
-def _addressees(plan: Redistribution, boxes: list[Inbox], rank: int) -> list[Addressee]:
+def _send_targets(plan: Redistribution, plans: list[ReceivePlan], rank: int) -> list[SendTarget]:
     return [
-        Addressee(plan.hosts[rank] == landing.host, box.porter, box.workers)
-        for landing, box in zip(plan.landings, boxes, strict=True)
+        SendTarget(plan.hosts[rank] == destination.host, box.host_leader, box.workers)
+        for destination, box in zip(plan.destinations, plans, strict=True)
     ]
 
 
-def _check_near(boxes: list[Inbox], ranks: int) -> None:
+def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
     """UsageError unless every message lies where its workers can open it."""
-    for box in boxes:
+    for box in plans:
         for message in box.messages():
             if not message.near:
                 raise UsageError(
-                    f"--weight-transfer ipc: engine worker {box.porter - ranks} cannot open the memory of trainer rank {message.sender}: "
+                    f"--weight-transfer ipc: engine worker {box.host_leader - ranks} cannot open the memory of "
+                    f"trainer rank {message.sender}: "
                     "they are on different hosts, or in containers that do not share their processes",
                     "use --weight-transfer auto",
                 )

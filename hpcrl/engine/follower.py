@@ -1,9 +1,9 @@
-"""The part of an engine on another host than its server's: workers without a server, started, watched and ended.
+"""The part of an engine on a host other than its server's: workers without a server, started, watched and ended.
 
-    python -m hpcrl.engine.nodes.follower RUN --attempt N --index I --node K
+    python -m hpcrl.engine.follower RUN --attempt N --index I --node K
 
-Invariant: as of `hpcrl.engine.main`: a part that ends before it is told to is an error that names engine, part and
-host, and ends the attempt, as the engine cannot go on without it.
+Invariant: as in `hpcrl.engine.main`: a part that ends before it is told to is an error that names engine, part and
+host, and ends the attempt, as the engine cannot continue without it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from hpcrl.engine.main import POLL, EngineSupervisor, supervise
-from hpcrl.engine.nodes.layout import variables
+from hpcrl.engine.multi_node import variables
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.peers import MeetingPeer, wait_for
 from hpcrl.run.process import adopt_orphans, die_with_parent

@@ -1,12 +1,13 @@
-"""A part that still lies in memory of others, given to loaders as it is: they copy it straight into their parameters.
+"""A part that still lies in another process's memory, given to loaders as it is: they copy it straight into their
+parameters.
 
-    loan = Loan((rows, columns), dtype, take)
-    loan.add((slice(0, 4), slice(0, 8)), view)       # until there is a tile for every element
-    load(LentTensor(loan)); loan.settle()            # what the loader has kept now has memory of its own
+    borrowed = BorrowedPart((rows, columns), dtype, take)
+    borrowed.add((slice(0, 4), slice(0, 8)), view)       # until there is a tile for every element
+    load(BorrowedView(borrowed)); borrowed.settle()      # what the loader has kept now has memory of its own
 
-Invariant: no plain tensor over the lent memory leaves this module.  A LentTensor can be narrowed, and copied into
-another tensor; for whatever else is done to it the loan is settled first, so what comes of that lies in memory of its
-own.
+Invariant: no plain tensor over the borrowed memory leaves this module.  A BorrowedView can be narrowed, and copied into
+another tensor; for any other operation the part is first copied into memory of its own (`settle`), on which the
+operation then runs.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hpcrl.redistribution.copies import Index
-from hpcrl.weights.pieces.bits import copy
+from hpcrl.redistribution.rectangles import Index
+from hpcrl.weights.pieces.elements import copy
 
 Area = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)
 aten = torch.ops.aten
 _AS_IT_IS = {aten.detach.default, aten.alias.default}
 
 
-class Loan:
+class BorrowedPart:
     """A part of `shape` (rows, columns), in tiles; take: gives uint8 [bytes] of memory of our own."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, take: Callable[[int], torch.Tensor]) -> None:
@@ -41,7 +42,7 @@ class Loan:
         self._tiles.append(((rows.start, rows.stop, columns.start, columns.stop), tile))
 
     def settle(self) -> torch.Tensor:
-        """The part in memory of its own; the lent memory is not read after this."""
+        """The part in memory of its own; the borrowed memory is not read after this."""
         if self._own is None:
             rows, columns = self.shape
             mine = self._take(rows * columns * self.dtype.itemsize).view(self.dtype).view(rows, columns)
@@ -65,23 +66,23 @@ class Loan:
                 copy(target[a - top : b - top, c - left : d - left], tile[a - first : b - first, c - begin : d - begin])
 
 
-class LentTensor(torch.Tensor):
-    """An area of a loan; of dtype and device as it lies there."""
+class BorrowedView(torch.Tensor):
+    """An area of a borrowed part, with the dtype and on the device of that memory."""
 
-    loan: Loan
+    borrowed: BorrowedPart
     area: Area
     __torch_function__ = torch._C._disabled_torch_function_impl  # a parameter's own class need not know of this one
 
-    def __new__(cls, loan: Loan, area: Area | None = None) -> Self:
-        top, bottom, left, right = area or (0, loan.shape[0], 0, loan.shape[1])
-        return torch.Tensor._make_wrapper_subclass(cls, (bottom - top, right - left), dtype=loan.dtype)  # type: ignore[return-value]
+    def __new__(cls, borrowed: BorrowedPart, area: Area | None = None) -> Self:
+        top, bottom, left, right = area or (0, borrowed.shape[0], 0, borrowed.shape[1])
+        return torch.Tensor._make_wrapper_subclass(cls, (bottom - top, right - left), dtype=borrowed.dtype)  # type: ignore[return-value]
 
-    def __init__(self, loan: Loan, area: Area | None = None) -> None:
-        self.loan = loan
-        self.area = area or (0, loan.shape[0], 0, loan.shape[1])
+    def __init__(self, borrowed: BorrowedPart, area: Area | None = None) -> None:
+        self.borrowed = borrowed
+        self.area = area or (0, borrowed.shape[0], 0, borrowed.shape[1])
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"LentTensor({list(self.shape)}, {self.dtype})"
+        return f"BorrowedView({list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,11 +95,11 @@ class LentTensor(torch.Tensor):
         ):
             if not args[0].is_meta:
                 with torch._C.DisableTorchFunctionSubclass():
-                    args[1].loan.copy_to(args[0], args[1].area)
+                    args[1].borrowed.copy_to(args[0], args[1].area)
             return args[0]
         if args and type(args[0]) is cls:
             if func in _AS_IT_IS:
-                return cls(args[0].loan, args[0].area)
+                return cls(args[0].borrowed, args[0].area)
             if func is aten.slice.Tensor and (len(args) < 5 or args[4] == 1) and not kwargs:
                 return _narrowed(args[0], *args[1:4])
             if func is aten.narrow.default:
@@ -107,14 +108,14 @@ class LentTensor(torch.Tensor):
         return func(*own[0], **own[1])
 
 
-def _settled(tensor: LentTensor) -> torch.Tensor:
+def _settled(tensor: BorrowedView) -> torch.Tensor:
     top, bottom, left, right = tensor.area
-    return tensor.loan.settle()[top:bottom, left:right]
+    return tensor.borrowed.settle()[top:bottom, left:right]
 
 
-def _narrowed(tensor: LentTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> LentTensor:
+def _narrowed(tensor: BorrowedView, dim: int = 0, start: int | None = None, end: int | None = None) -> BorrowedView:
     dim %= 2
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     area, at = list(tensor.area), 2 * dim
     area[at], area[at + 1] = tensor.area[at] + first, tensor.area[at] + max(first, last)
-    return LentTensor(tensor.loan, (area[0], area[1], area[2], area[3]))
+    return BorrowedView(tensor.borrowed, (area[0], area[1], area[2], area[3]))

@@ -1,15 +1,15 @@
 """Messages whose bytes stay on the device where they were packed: workers of the same host open that memory once and
 copy out of it.
 
-    post = IpcPost(group, me, ranks, seconds, shelf=Shelf(memory))
+    transport = IpcTransport(group, me, ranks, seconds, exported_memory=ExportedMemory(memory))
 
-Words go over gloo as ever; of the bytes only the name of the memory does, once a meeting.  A sender says READY once its
-device has packed a message, a worker says DONE once its own has copied it (`settle`), so neither touches what the other
-still works on.
+Control messages go over gloo; of the bytes only the name of the memory does, once for each update group.  A sender says
+READY once its device has packed a message, a worker says DONE once its own has copied it (`settle`), so neither touches
+what the other still works on.
 
-Invariants: nothing waits for a device longer than `seconds`; a name from the wire is checked field by field, and is
-bytes to the end; exported memory is never freed, since others may have it open: it is made once, and the next meeting
-uses it again.
+Invariants: nothing waits for a device longer than `seconds`; a name from the wire is checked field by field, and stays
+bytes; exported memory is never freed, since other processes may have it open: it is allocated once, and the next update
+group uses it again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 
 from hpcrl.errors import PeerError
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, Block, DeviceMemory, HostMemory, settle
-from hpcrl.weights.pieces.post import Post, Transfer
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.wire import DATA
 
-MEND = "use --weight-transfer shm"
+FIX = "use --weight-transfer shm"
 LEAVING = 5.0  #: seconds that a device has to end what it does when we leave
 
 
@@ -54,8 +54,8 @@ def read_exported(wire: Mapping[str, Any]) -> tuple[bytes, Exported]:
 
 
 @dataclass
-class Shelf:
-    """The memory that a process exports, kept from meeting to meeting."""
+class ExportedMemory:
+    """The memory that a process exports, kept from one update group to the next."""
 
     memory: DeviceMemory
     block: Block | None = None
@@ -68,7 +68,7 @@ class Shelf:
 
 
 @dataclass
-class IpcRoom:
+class IpcMessageMemory:
     """A part of exported memory."""
 
     buffer: torch.Tensor
@@ -86,38 +86,38 @@ class IpcRoom:
 
 
 @dataclass
-class IpcPost(Post):
-    """As `Post`, with the bytes of messages in memory of the senders' devices."""
+class IpcTransport(PeerTransport):
+    """As `PeerTransport`, with the bytes of messages in memory of the senders' devices."""
 
-    shelf: Shelf = field(default_factory=lambda: Shelf(HostMemory()))
+    exported_memory: ExportedMemory = field(default_factory=lambda: ExportedMemory(HostMemory()))
     _opened: list[Block] = field(default_factory=list)
 
     @property
-    def lends(self) -> bool:
+    def may_borrow(self) -> bool:
         return False
 
     @property
     def device(self) -> torch.device:
-        return self.shelf.memory.device
+        return self.exported_memory.memory.device
 
-    def room(self, size: int) -> IpcRoom:
-        memory, block = self.shelf.memory, self.shelf.take(size)
+    def allocate(self, size: int) -> IpcMessageMemory:
+        memory, block = self.exported_memory.memory, self.exported_memory.take(size)
         name = base64.b64encode(memory.name(block)).decode()
         wire = Exported(name, block.buffer.numel(), memory.place)
-        return IpcRoom(block.buffer[:size], msgspec.to_builtins(wire))
+        return IpcMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))
 
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
         """PeerError where this device cannot reach that one."""
         name, found = read_exported(wire)
-        self._opened.append(self.shelf.memory.open(name, found.size, found.place))
+        self._opened.append(self.exported_memory.memory.open(name, found.size, found.place))
         return self._opened[-1].buffer
 
     def settle(self) -> None:
-        settle(self.shelf.memory, self.seconds)
+        settle(self.exported_memory.memory, self.seconds)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         if tag == DATA:
-            raise PeerError(f"{self._name(to)} is on another host, where no memory of this device can be opened", MEND)
+            raise PeerError(f"{self._name(to)} is on another host, where no memory of this device can be opened", FIX)
         return super().send(tensor, to, tag)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class IpcPost(Post):
         self._opened = []
         with contextlib.suppress(PeerError):
             if opened:
-                settle(self.shelf.memory, LEAVING)
+                settle(self.exported_memory.memory, LEAVING)
             for block in opened:
-                self.shelf.memory.close(block)
+                self.exported_memory.memory.close(block)
         super().close()

@@ -1,16 +1,17 @@
-"""Messages whose bytes lie on GPUs: those of a round go together as one group over a wire of their own, NCCL's; words
-go over gloo.
+"""Messages whose bytes lie on GPUs: those of a round go together as one NCCL group; control messages go over gloo.
 
-    post = DevicePost(group, me, ranks, seconds, wire)
-    post.send(buffer, to, DATA); ...; post.flush()
+    transport = DeviceTransport(group, me, ranks, seconds, wire)
+    transport.send(buffer, to, DATA); ...; transport.flush()
 
 Every member starts one group for each round in which it takes part, in the order of rounds, and what two members have
-for one another is in the same group of both: so no order of groups waits for itself, however few run at a time.  A wire
-is NcclWire (nccl_wire.py), which has run on no GPU yet; the tests have one of gloo, which runs groups strictly one
-after another, as a stream does.
+for one another is in the same group of both: so no order of groups waits for itself, however few run at a time.  The
+wire is NcclWire, which uses vLLM's own binding of NCCL at both ends, as --weight-update gathered does; rank 0 creates
+NCCL's unique id and sends it under each engine's key.  It has run on no GPU yet; the tests use a wire of gloo, which
+runs groups strictly one after another, as a stream does.
 
-Invariants: nothing is sent before `flush`; every wait looks at the deadline and at whether somebody has left, and no
-call waits for the device; who leaves says so where all others look.
+Invariants: nothing is sent before `flush`; groups start on the stream on which tensors are packed and loaded, so only
+the device waits for them; every wait checks the deadline and whether a member has left; a member that leaves says so
+where all others look.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hpcrl.errors import PeerError
-from hpcrl.weights.pieces.post import Post, Transfer, named
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer, named
 from hpcrl.weights.pieces.wire import DATA
 
 LEFT = "somebody left"  #: the key under which a member says so
@@ -33,7 +34,7 @@ GLANCE = 0.5  #: seconds between two looks at it
 PAUSE = 5e-4  #: seconds between two looks at the device
 
 
-class Done(Protocol):
+class DeviceEvent(Protocol):
     """A group under way; torch.cuda.Event is one."""
 
     def query(self) -> bool:
@@ -45,7 +46,9 @@ class Wire(Protocol):
 
     device: torch.device
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Done:
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> DeviceEvent:
         """Start one group, (uint8 tensor on the device, member) each, behind what the device was given before."""
 
     def close(self) -> None:
@@ -56,8 +59,8 @@ class Wire(Protocol):
 class _Part:
     """A send or receive of a group; its work, as gloo's."""
 
-    post: DevicePost
-    done: Done | None = None
+    transport: DeviceTransport
+    done: DeviceEvent | None = None
 
     def wait(self, limit: timedelta) -> None:
         """RuntimeError at the limit, PeerError when somebody has left."""
@@ -70,12 +73,12 @@ class _Part:
                 raise RuntimeError("timed out")
             if now > look:
                 look = now + GLANCE
-                self.post.check()
+                self.transport.check()
             time.sleep(PAUSE)
 
 
 @dataclass
-class DeviceRoom:
+class DeviceMessageMemory:
     """Memory on a device; only its owner can open it."""
 
     buffer: torch.Tensor
@@ -92,15 +95,15 @@ class DeviceRoom:
 
 
 @dataclass
-class DevicePost(Post):
-    """As `Post`, with the bytes of messages on the wire's device."""
+class DeviceTransport(PeerTransport):
+    """As `PeerTransport`, with the bytes of messages on the wire's device."""
 
     wire: Wire | None = None
     _sends: list[tuple[torch.Tensor, int, _Part]] = field(default_factory=list)
     _receives: list[tuple[torch.Tensor, int, _Part]] = field(default_factory=list)
 
     @property
-    def lends(self) -> bool:
+    def may_borrow(self) -> bool:
         return False
 
     @property
@@ -108,8 +111,8 @@ class DevicePost(Post):
         assert self.wire is not None
         return self.wire.device
 
-    def room(self, size: int) -> DeviceRoom:
-        return DeviceRoom(torch.empty(size, dtype=torch.uint8, device=self.device))
+    def allocate(self, size: int) -> DeviceMessageMemory:
+        return DeviceMessageMemory(torch.empty(size, dtype=torch.uint8, device=self.device))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         return (
@@ -159,3 +162,32 @@ class DevicePost(Post):
         if wire is not None:
             wire.close()
         super().close()
+
+
+class NcclWire:
+    """Member `rank` of `world`; name: NCCL's, 128 bytes."""
+
+    def __init__(self, name: bytes, rank: int, world: int, device: torch.device) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        with torch.cuda.device(device):
+            self.device = device
+            self.communicator = uid_init_process_group(name, rank, world, device)
+
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Any:
+        with torch.cuda.device(self.device):  # another thread begins on GPU 0
+            stream = torch.cuda.current_stream()
+            done = torch.cuda.Event()
+            self.communicator.group_start()
+            try:
+                for tensor, member in sends:
+                    self.communicator.send(tensor, member, stream)
+                for tensor, member in receives:
+                    self.communicator.recv(tensor, member, stream)
+            finally:
+                self.communicator.group_end()
+            done.record(stream)
+        return done
+
+    def close(self) -> None:
+        self.communicator.destroy()  # aborts, and waits 5 s for that at most

@@ -1,13 +1,13 @@
-"""The engine's side of the hand-over (`hpcrl.handover`): it sleeps and wakes when it is its turn, and answers nothing
-in between.
+"""The engine's side of the hand-over of shared GPUs (`hpcrl.handover`): it sleeps and wakes on command, and answers no
+request while the trainer has the GPUs.
 
-    POST /hpcrl/turn {"event": "sleep" | "take" | "wake-weights" | ...}   -> {"state": ..., "bytes": given back or taken}
+    POST /hpcrl/turn {"event": "sleep" | "take" | "wake-weights" | ...}   -> {"state": ..., "bytes": freed or allocated}
 
 ASGI middleware between the guard of the run's key and vLLM's application.
 
-Invariants: an event out of turn is refused (409) and changes nothing; what would start work is refused while it is not
-the engines' turn, as vLLM would take it and answer when it wakes; vLLM's own routes for sleeping and pausing are
-closed.
+Invariants: an event that the hand-over does not allow is refused (409) and changes nothing; a request that would start
+work is refused while the trainer has the GPUs, as vLLM would accept it and answer when it wakes; vLLM's own routes for
+sleeping and pausing are closed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Turns:
+class GpuSharingMiddleware:
     """The middleware; one in each server."""
 
     def __init__(self, app: App) -> None:

@@ -1,18 +1,20 @@
-"""What each part of an engine over several hosts is told: who is first, where the parts meet, which one it is.
+"""Sockets and addresses of an engine: what each of its parts is told where it spans several hosts, and the socket that
+its server gets from the supervisor.
 
-The first part chooses two free ports of its host and publishes them (`MeetingPeer`); vLLM binds them itself.
+The first part chooses two free ports of its host and publishes them (`MeetingPeer`); vLLM binds them itself.  The
+server's socket is bound before the server starts, so that its port is known and belongs to nobody else.
 
-Invariant: pure but for choosing and reading the ports; imports neither torch nor vLLM.
+Invariant: pure but for choosing and reading ports; imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.engine.nodes.listening import bound_socket
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan
 from hpcrl.run.peers import MeetingPeer, publish
@@ -68,3 +70,16 @@ def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[st
     if options.engine_data_parallel_size > 1:
         found |= {"data_parallel_address": first, "data_parallel_rpc_port": rpc_port}
     return found | ({"headless": True} if node else {})
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Bound, not listening yet; port 0: any free one.  OSError where that cannot be."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+    except OSError:
+        sock.close()
+        raise
+    return sock

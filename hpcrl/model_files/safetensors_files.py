@@ -1,15 +1,18 @@
-"""Which tensors the safetensors files of a Hugging Face directory hold: names, dtypes and shapes, and no numbers.
+"""The safetensors files of a Hugging Face directory: headers (names, dtypes and shapes), and one tensor or a slice of
+it at a time.
 
-Whoever opens such a file does it here; safetensors' own reader checks the header against the file, to the last byte.
-Invariants: torch is not imported unless tensors are asked for as torch's; what is missing or damaged is a DataError
-that names the file.
+Every module that opens such a file does it through this one; safetensors' own reader checks the header against the
+file, to the last byte.  Invariants: torch is imported only where tensors are asked for as torch's; a file is opened
+when its first tensor is asked for, and read only where it is indexed; what is missing or damaged is a DataError that
+names the file.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -20,8 +23,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "download or copy the model again"
 #: torch's names by those of safetensors
 DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 
 
@@ -59,9 +63,9 @@ def read_index(directory: str | Path) -> dict[str, str] | None:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", AGAIN) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no index of safetensors: {error}", AGAIN) from error
+        raise DataError(f"{path} is not an index of safetensors: {error}", AGAIN) from error
     if any(Path(name).name != name for name in found.values()):
-        raise DataError(f"{path} is no index of safetensors: it names a file outside of the directory")
+        raise DataError(f"{path} is not an index of safetensors: it names a file outside of the directory")
     return found
 
 
@@ -109,3 +113,26 @@ def listing(directory: str | Path) -> dict[str, Entry]:
             f"{directory / INDEX} names {absent[0]}, which {where[absent[0]]} does not hold", "is it complete?"
         )
     return {name: found[name] for name in where}
+
+
+class SafetensorsDirectory:
+    """The safetensors files of a directory, opened lazily: one, or several with an index."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
+        self.stack = stack
+        self.opened: dict[str, Any] = {}
+        where = read_index(directory)
+        self.where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE) if where is None else where
+
+    def _open(self, name: str) -> Any:
+        if name not in self.opened:
+            self.opened[name] = self.stack.enter_context(open_file(self.directory / name, "pt"))
+        return self.opened[name]
+
+    def slice(self, name: str) -> Any:
+        """Tensor `name`: its header now, its numbers when it is indexed."""
+        try:
+            return self._open(self.where[name]).get_slice(name)
+        except SafetensorError as error:
+            raise DataError(f"{self.directory / self.where[name]} does not hold {name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Messages between members of an update: sends and receives of a gloo group, each waited for with a deadline.
+"""Messages between members of a resharded update: sends and receives of a gloo group, each with a deadline.
 
 Invariant: nothing waits longer than `seconds`; what a pending transfer reads or writes is kept until it has ended.
 """
@@ -37,7 +37,7 @@ class Transfer:
         return self.tensor
 
 
-class Room(Protocol):
+class MessageMemory(Protocol):
     """Memory of a member; `Region` is one."""
 
     buffer: torch.Tensor
@@ -64,7 +64,7 @@ def named(what: str, seconds: float) -> Iterator[None]:
 
 
 @dataclass
-class Post:
+class PeerTransport:
     """The members of an update as one of them sees them: member number `me` of a group."""
 
     group: GlooGroup
@@ -85,16 +85,16 @@ class Post:
         with named(what, self.seconds):
             return Transfer(self.group.group.recv([tensor], source, tag), tensor, what, self.seconds)
 
-    def tell(self, to: int, tag: int, letter: torch.Tensor | None = None) -> Transfer:
-        """Begin to send a word, without content but for a letter (int32)."""
-        return self.send(self._token if letter is None else letter.view(torch.uint8), to, tag)
+    def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
+        """Begin to send a control message: empty, or change counts (int32)."""
+        return self.send(self._token if counts is None else counts.view(torch.uint8), to, tag)
 
     def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
-        """Begin to receive one; pieces: of the message that a letter is of, 0: there is none."""
+        """Begin to receive one; pieces: how many the message with these change counts has, 0: there are none."""
         return self.receive(torch.zeros(max(1, 4 * pieces), dtype=torch.uint8), source, tag)
 
     @property
-    def lends(self) -> bool:
+    def may_borrow(self) -> bool:
         """Whether what was copied out of a message's memory has been read when the call that copies it returns."""
         return True
 
@@ -103,13 +103,15 @@ class Post:
         """Where the bytes of messages lie."""
         return torch.device("cpu")
 
-    def room(self, size: int) -> Room:
+    def allocate(self, size: int) -> MessageMemory:
         """Memory for messages; others of this host may open it."""
         return Region(size)
 
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
-        """Another member's memory, as `Room.to_wire` describes it: uint8, not to be written to.  ValueError or OSError
-        if it is not that."""
+        """Another member's memory, as `MessageMemory.to_wire` describes it: uint8, not to be written to.
+
+        ValueError or OSError if it is not that.
+        """
         return open_region(wire)
 
     def settle(self) -> None:

@@ -18,9 +18,9 @@ from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
 from hpcrl.redistribution.layouts import Worker
 from hpcrl.redistribution.plan import redistribute
-from hpcrl.weights.digest import cut
+from hpcrl.weights.comparison import cut
 from hpcrl.weights.gloo_group import GlooGroup
-from hpcrl.weights.pieces.device_post import DevicePost
+from hpcrl.weights.pieces.device_transport import DeviceTransport
 from hpcrl.weights.pieces.wire import DATA
 from hpcrl.weights.route import backend
 from tests.support.layouts import random_case
@@ -67,16 +67,17 @@ class GlooWire:
         self.stream.shutdown(wait=False, cancel_futures=True)
 
 
-def posts_of(count: int, ranks: int, seconds: float = 20) -> list[DevicePost]:
+def posts_of(count: int, ranks: int, seconds: float = 20) -> list[DeviceTransport]:
     words, bytes_ = members(count, ranks), members(count, ranks)
     return [
-        DevicePost(a.group, a.me, ranks, seconds, wire=GlooWire(b.group)) for a, b in zip(words, bytes_, strict=True)
+        DeviceTransport(a.group, a.me, ranks, seconds, wire=GlooWire(b.group))
+        for a, b in zip(words, bytes_, strict=True)
     ]
 
 
 @pytest.mark.parametrize(("family", "engines"), [("qwen3", 2), pytest.param("qwen3_moe", 3, marks=pytest.mark.process)])
 def test_every_worker_gets_its_own_and_hands_on(family: str, engines: int) -> None:
-    """Each worker is a landing of its own; with more engines than ranks they hand on, and no order of groups waits for
+    """Each worker is a destination of its own; with more engines than ranks they hand on, and no order of groups waits for
     itself."""
     chance = Random(f"groups {family}")
     case = random_case(family, chance)
@@ -84,26 +85,26 @@ def test_every_worker_gets_its_own_and_hands_on(family: str, engines: int) -> No
         case = random_case(family, chance)
     case.workers = [Worker(w.engine, f"worker {number}") for number, w in enumerate(case.workers)]
     plan = redistribute(case.layouts, case.workers, case.hosts, 4096)
-    boxes, ranks = boxes_of(case, plan), len(case.hosts)
+    plans, ranks = boxes_of(case, plan), len(case.hosts)
     posts = posts_of(ranks + len(case.workers), ranks)
 
-    def rank(post: DevicePost) -> int:
-        outbox, numbers = rank_side(case, plan, boxes, post)
-        assert outbox.send(numbers) == outbox.send(numbers)
-        assert isinstance(post.wire, GlooWire)
-        assert post.wire.groups == 2 * len(outbox.rounds), "one group for each round"
-        return outbox.memory.size
+    def rank(transport: DeviceTransport) -> int:
+        sender, numbers = rank_side(case, plan, plans, transport)
+        assert sender.send(numbers) == sender.send(numbers)
+        assert isinstance(transport.wire, GlooWire)
+        assert transport.wire.groups == 2 * len(sender.rounds), "one group for each round"
+        return sender.memory.size
 
-    def worker(post: DevicePost) -> dict[str, torch.Tensor]:
+    def worker(transport: DeviceTransport) -> dict[str, torch.Tensor]:
         got: dict[str, torch.Tensor] = {}
-        reader = worker_side(case, plan, boxes, post)
+        reader = worker_side(case, plan, plans, transport)
         for _ in range(2):
             reader.receive(lambda tensors, last: got.update(tensors))
         return got
 
     with ThreadPoolExecutor(len(posts)) as pool:
-        sent = [pool.submit(rank, post) for post in posts[:ranks]]
-        got = [future.result(60) for future in [pool.submit(worker, post) for post in posts[ranks:]]]
+        sent = [pool.submit(rank, transport) for transport in posts[:ranks]]
+        got = [future.result(60) for future in [pool.submit(worker, transport) for transport in posts[ranks:]]]
         assert max(future.result(60) for future in sent) <= 2 * plan.limit
     for (number, name), (rows, columns) in case.spans.items():
         expected = cut(torch.from_numpy(case.tensors[name]).float(), rows, columns)
@@ -115,16 +116,16 @@ def test_every_worker_gets_its_own_and_hands_on(family: str, engines: int) -> No
 def test_engines_hand_on_in_groups() -> None:
     case, plan = simple(engines=3)
     assert plan.relays == (-1, 0, 1)
-    boxes, posts = boxes_of(case, plan), posts_of(4, 1)
+    plans, posts = boxes_of(case, plan), posts_of(4, 1)
     got: list[dict[str, torch.Tensor]] = [{} for _ in range(3)]
 
-    def worker(post: DevicePost) -> None:
-        worker_side(case, plan, boxes, post).receive(lambda tensors, last: got[post.me - 1].update(tensors))
+    def worker(transport: DeviceTransport) -> None:
+        worker_side(case, plan, plans, transport).receive(lambda tensors, last: got[transport.me - 1].update(tensors))
 
     with ThreadPoolExecutor(4) as pool:
-        taken = [pool.submit(worker, post) for post in posts[1:]]
-        outbox, numbers = rank_side(case, plan, boxes, posts[0])
-        outbox.send(numbers)
+        taken = [pool.submit(worker, transport) for transport in posts[1:]]
+        sender, numbers = rank_side(case, plan, plans, posts[0])
+        sender.send(numbers)
         for future in taken:
             future.result(30)
     assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
@@ -134,7 +135,7 @@ def test_who_waits_hears_of_who_leaves_and_never_waits_too_long() -> None:
     """A wire says nothing of the other end: a group that is not taken is under way for ever."""
     posts = posts_of(3, 2)
     first, second, _ = posts
-    wires = [post.wire for post in posts]  # gloo's would tell that they close
+    wires = [transport.wire for transport in posts]  # gloo's would tell that they close
     moved = first.receive(torch.zeros(4, dtype=torch.uint8), 1, DATA)
     first.flush()
     leaving = threading.Timer(0.5, second.close)

@@ -1,0 +1,241 @@
+"""A worker's side of a resharded update: pieces from many ranks become the parts that this worker holds, and go to
+vLLM's loaders.
+
+What comes over sockets comes to one worker of the host, its leader, in memory that the others map; what a trainer rank
+of the same host has lies in that rank's memory.  While a round is loaded, the next one arrives.  On CPUs loaders read a
+round where it lies; the owner of that memory gets DONE once they have, and what they keep was copied.
+
+Invariant: memory in addition to the model is two rounds for each host, incomplete parts (`assembly.py`), and what vLLM
+keeps of a layer until it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpcrl.engine.key_guard import KEY_FILE
+from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
+from hpcrl.errors import HpcrlError
+from hpcrl.queue.auth import keys_in
+from hpcrl.weights import gloo_group
+from hpcrl.weights.pieces.choose_transport import choose_transport
+from hpcrl.weights.pieces.elements import WHOLE
+from hpcrl.weights.pieces.peer_transport import MessageMemory, PeerTransport, Transfer
+from hpcrl.weights.pieces.piece_sender import MEMORY
+from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Message, ReceivePlan, WorkerJoinCommand
+
+if TYPE_CHECKING:
+    from hpcrl.engine.vllm_layers import Holdings
+
+Load = Callable[[list[tuple[str, torch.Tensor]], bool], None]
+
+
+class PieceReceiver:
+    """One worker, member `transport.me`, of the destination host that `receive_plan` is for."""
+
+    def __init__(
+        self, transport: PeerTransport, receive_plan: ReceivePlan, held: Mapping[str, Held], keep: bool = False
+    ) -> None:
+        self.transport = transport
+        self.receive_plan = receive_plan
+        self.assembly = Assembly(receive_plan, held, keep, transport.device, transport.may_borrow)
+        self.host_leader = transport.me == receive_plan.host_leader
+        self.other_workers = (
+            [worker for worker in receive_plan.workers if worker != transport.me] if self.host_leader else []
+        )
+        self.memory: MessageMemory | None = None
+        self.maps: dict[int, tuple[torch.Tensor, int]] = {}
+        if self.host_leader:
+            far = [sum(m.nbytes for m in messages if not m.near) for messages in receive_plan.rounds]
+            if half := max(far, default=0):
+                self.memory = transport.allocate(half * HALVES)
+                self.maps[transport.me] = self.memory.buffer, half
+                transport.show(f"{MEMORY}{transport.me}", json.dumps(self.memory.to_wire() | {"half": half}))
+
+    def receive(self, load: Load, changes: bool = False) -> None:
+        """One update; load(tensors, last) is given what is complete after each round; changes: it brings what differs
+        from the last.
+
+        PeerError or DeadlineError name the member that did not take part, ValueError what is wrong with what came;
+        whatever fails, this member leaves, so that nobody waits for it.
+        """
+        try:
+            self._receive(load, changes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive(self, load: Load, changes: bool) -> None:
+        if changes and not self.assembly.current:
+            raise ValueError("changes were to come, and this worker has not kept what they change")
+        self.assembly.begin()
+        number = 0
+        rounds = self.receive_plan.rounds or ((),)  # a worker that needs nothing has one empty round, its last
+        arriving: dict[tuple[int, int], Transfer] = {}
+        for turn in range(HALVES):
+            arriving |= self._hear_of(turn, changes) | self._expect(turn, changes)
+        for turn, messages in enumerate(rounds):
+            handed: list[Transfer] = []
+            complete: list[tuple[str, torch.Tensor]] = []
+            arriving |= self._hear_of(turn + HALVES, changes)
+            for place, message in enumerate(messages):
+                transfer = arriving.pop((turn, place))
+                if not message.near and self.host_leader:
+                    counts = self._arrived(message, transfer, changes)
+                    handed += self._hand_on(message, counts)
+                else:
+                    heard = transfer.wait()
+                    counts = self._counts(message, heard) if changes else None
+                complete += self.assembly.take(number + place, self._bytes(message), counts)
+                if not self.assembly.borrowable:
+                    handed += self._done_with(message)
+            number += len(messages)
+            try:
+                self._load(load, complete, turn == len(rounds) - 1)
+            except Exception:  # a failed load does not concern the ranks: they get every DONE before this member leaves
+                with contextlib.suppress(HpcrlError):
+                    self._end_round(messages, handed)
+                raise
+            self._end_round(messages, handed)
+            arriving |= self._expect(turn + HALVES, changes)
+        self.assembly.current = self.assembly.keep
+
+    def _end_round(self, messages: tuple[Message, ...], handed: list[Transfer]) -> None:
+        """Tell all senders that a round is read, and wait until they have received it."""
+        if self.assembly.borrowable:
+            handed = handed + self._done_with(*messages)
+        for transfer in handed:
+            transfer.wait()
+
+    def _load(self, load: Load, complete: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        """Have what is complete loaded; after this the messages that it came in are not read again."""
+        if last and not self.assembly.complete():
+            raise ValueError("the last round was taken and something is missing")
+        try:
+            if last or complete:
+                load(complete, last)
+        finally:
+            complete.clear()
+            self.assembly.settle()
+
+    def _done_with(self, *messages: Message) -> list[Transfer]:
+        """Tell those in whose memory messages lie that they are read."""
+        sources = [self._source(message) for message in messages if message.near or not self.host_leader]
+        if sources:
+            self.transport.settle()
+        return [self.transport.tell(source, DONE) for source in sources]
+
+    def _hear_of(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
+        """Begin to receive the announcements of a round that lies in memory of others, by position: a READY, or the
+        change counts.
+
+        This happens before they can be sent: what has a receive posted arrives at once; for the rest gloo asks first,
+        and its thread spins until we answer.
+        """
+        return {
+            (turn, place): self.transport.hear(self._source(message), READY, len(message.pieces) if changes else 0)
+            for place, message in enumerate(self._messages(turn))
+            if message.near or not self.host_leader
+        }
+
+    def _expect(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
+        """Begin to receive what comes over sockets in a round: its bytes, or with --weight-update delta the change
+        counts, which say how many bytes follow."""
+        found = {
+            (turn, place): self.transport.hear(message.sender, READY, len(message.pieces))
+            if changes
+            else self.transport.receive(self._bytes(message), message.sender, DATA)
+            for place, message in enumerate(self._messages(turn))
+            if self.host_leader and not message.near
+        }
+        self.transport.flush()
+        return found
+
+    def _messages(self, turn: int) -> tuple[Message, ...]:
+        return self.receive_plan.rounds[turn] if turn < len(self.receive_plan.rounds) else ()
+
+    def _arrived(self, message: Message, arriving: Transfer, changes: bool) -> torch.Tensor | None:
+        """Wait for a message that comes over sockets; returns its change counts, if it brings changes."""
+        found = arriving.wait()
+        if not changes:
+            return None
+        counts = self._counts(message, found)
+        if nbytes := sum(sizes(self.receive_plan, message, counts)):
+            self.transport.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()
+        return counts
+
+    def _counts(self, message: Message, found: torch.Tensor) -> torch.Tensor:
+        """The change counts that arrived, checked.  ValueError if more would come than there is room for."""
+        counts = found.view(torch.int32)
+        if int(counts.min()) < WHOLE or sum(sizes(self.receive_plan, message, counts)) > message.nbytes:
+            raise ValueError(f"more changes of {len(message.pieces)} pieces are to come than there is room for")
+        return counts
+
+    def _hand_on(self, message: Message, counts: torch.Tensor | None) -> list[Transfer]:
+        """Tell the other workers of this host that a message is there, and forward it to other hosts."""
+        content = self._bytes(message)
+        if counts is not None:
+            content = content[: sum(sizes(self.receive_plan, message, counts))]
+        onward = [
+            self.transport.tell(host_leader, READY, counts)
+            for host_leader in self.receive_plan.onward
+            if counts is not None
+        ]
+        onward += [
+            self.transport.send(content, host_leader, DATA) for host_leader in self.receive_plan.onward if len(content)
+        ]
+        self.transport.flush()
+        told = [self.transport.tell(worker, READY, counts) for worker in self.other_workers]
+        return onward + told + [self.transport.hear(worker, DONE) for worker in self.other_workers]
+
+    def _source(self, message: Message) -> int:
+        """In whose memory a message lies."""
+        return message.sender if message.near else self.receive_plan.host_leader
+
+    def _bytes(self, message: Message) -> torch.Tensor:
+        owner = self._source(message)
+        if owner not in self.maps:
+            wire = json.loads(self.transport.read(f"{MEMORY}{owner}"))
+            half = wire.pop("half")
+            self.maps[owner] = self.transport.open(wire), half
+        buffer, half = self.maps[owner]
+        begin = message.half * half + message.offset
+        if begin + message.nbytes > len(buffer):
+            raise ValueError(f"{message.nbytes} bytes at {begin} of a memory of {len(buffer)}")
+        return buffer[begin : begin + message.nbytes]
+
+    def close(self) -> None:
+        """Give up the memory, and leave the group."""
+        self.maps = {}
+        if self.memory is not None:
+            self.memory.close()
+        self.transport.close()
+
+
+def join(command: WorkerJoinCommand, rank: str, held: Holdings) -> PieceReceiver:
+    """Meet the others.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would
+    come."""
+    number, which = command.workers[rank]
+    receive_plan, update_group = command.receive_plans[which], command.update_group
+    for tensor in receive_plan.tensors:
+        if held.wants(tensor.name) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"{tensor.name} is to come as {tensor.dtype}{list(tensor.shape)}, the model takes "
+                f"{held.wants(tensor.name)}"
+            )
+    if missing := held.wanted - {tensor.name for tensor in receive_plan.tensors}:
+        raise ValueError(f"{len(missing)} tensors are not to come, the first is {min(missing)}")
+    mine = {tensor.name: held.span(tensor.name, tensor.shape) for tensor in receive_plan.tensors}
+    keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
+    own_host = os.environ.get("VLLM_HOST_IP") or update_group.host
+    group = gloo_group.join(
+        update_group.host, update_group.port, keys, number, update_group.world, own_host, update_group.seconds
+    )
+    return PieceReceiver(choose_transport(group, number, update_group), receive_plan, mine, command.keep)

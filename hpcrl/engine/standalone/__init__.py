@@ -1,1 +1,0 @@
-"""An engine that no run has started."""

@@ -1,0 +1,64 @@
+"""Which transport the members of an update group use.
+
+Invariant: the group's description decides, not the member's own state: all members have the same kind of transport.
+"""
+
+from __future__ import annotations
+
+import base64
+from concurrent.futures import TimeoutError as Late
+
+import torch
+
+from hpcrl.errors import DeadlineError
+from hpcrl.weights.engine_fleet import in_thread
+from hpcrl.weights.gloo_group import GlooGroup
+from hpcrl.weights.pieces.device_memory import DeviceMemory, HostMemory
+from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
+from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport
+from hpcrl.weights.pieces.peer_transport import PeerTransport
+from hpcrl.weights.pieces.wire import UpdateGroup
+
+
+def choose_transport(
+    group: GlooGroup, me: int, update_group: UpdateGroup, exported_memory: ExportedMemory | None = None
+) -> PeerTransport:
+    """A member's transport, once it has joined the group; with NCCL the wire as well.
+
+    exported_memory: for a sender's memory that other processes open.  DeadlineError if NCCL takes too long.
+    """
+    if update_group.ipc:
+        return IpcTransport(
+            group,
+            me,
+            update_group.ranks,
+            update_group.seconds,
+            exported_memory=exported_memory or ExportedMemory(memory_of(_current())),
+        )
+    if not update_group.nccl:
+        return PeerTransport(group, me, update_group.ranks, update_group.seconds)
+    device = _current()
+    name = base64.b64decode(update_group.nccl)
+    joining = in_thread(lambda: NcclWire(name, me, update_group.world, device))
+    try:
+        return DeviceTransport(
+            group, me, update_group.ranks, update_group.seconds, wire=joining.result(update_group.seconds)
+        )
+    except Late:
+        raise DeadlineError(
+            f"not all members of the weight update came to NCCL within {update_group.seconds:.0f} s"
+        ) from None
+
+
+def _current() -> torch.device:
+    """This thread's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """What other processes can open of a device's memory."""
+    if device.type == "cpu":
+        return HostMemory()
+    from hpcrl.weights.pieces.device_memory import CudaMemory
+
+    return CudaMemory(device)

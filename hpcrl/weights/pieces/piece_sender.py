@@ -1,0 +1,144 @@
+"""A trainer rank's side of a resharded update: its pieces, round by round.
+
+Invariants: a half of the message memory is packed again only when every receiver has what was in it, so memory in
+addition to the weights is two rounds, at most --update-weight-buffer-size; with `keep` it is also a copy of all that
+this rank sends, and one piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpcrl.model_files.safetensors_files import ITEM_BYTES
+from hpcrl.redistribution.loads import padded
+from hpcrl.weights.pieces.elements import PieceValues, change_counts, size, write
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
+from hpcrl.weights.pieces.planning import COLUMNS, PackedShards, packed_shards
+from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY
+
+NBYTES = COLUMNS.index("nbytes")
+MEMORY = "memory of "  #: under which a member shows where its memory is
+
+
+@dataclass(frozen=True)
+class SendTarget:
+    """A destination host as a rank sees it: whether it can open this rank's memory (near), its leader and all of its
+    workers, by member."""
+
+    near: bool
+    host_leader: int
+    workers: tuple[int, ...]
+
+
+class PieceSender:
+    """What one rank sends in every update of one plan.
+
+    own: its rows of the plan (`planning.pieces_of`); names: of the plan's tensors; limit: bytes of a half of its
+    memory; keep: what is sent is kept, so that later updates can be of what has changed since.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        own: np.ndarray,
+        names: Sequence[str],
+        targets: Sequence[SendTarget],
+        limit: int,
+        keep: bool = False,
+    ) -> None:
+        self.transport = transport
+        self.names = names
+        self.targets = targets
+        self.limit = limit
+        self.rounds = packed_shards(own)
+        most = max((sum(packed.nbytes for packed in found) for found in self.rounds), default=0)
+        self.half = most if len(self.rounds) > 1 else 0  # where the second half begins
+        self.memory = transport.allocate(max(most * min(HALVES, max(1, len(self.rounds))), 1))
+        transport.show(f"{MEMORY}{transport.me}", json.dumps(self.memory.to_wire() | {"half": self.half}))
+        sizes = [packed.pieces[:, NBYTES] for found in self.rounds for packed in found] if keep else []
+        self.kept = torch.empty(sum(int(padded(found).sum()) for found in sizes), dtype=torch.uint8)
+        self.piece = torch.empty(max((int(found.max()) for found in sizes), default=0), dtype=torch.uint8)
+        self.keep = keep
+
+    def send(self, numbers: PieceValues, changes: bool = False) -> int:
+        """One update; how many bytes.  changes: only what differs from the update before, of which nothing may have
+        failed.
+
+        PeerError or DeadlineError name the member that did not take part.
+        """
+        under_way: list[list[Transfer]] = [[] for _ in range(HALVES)]
+        sent = kept = 0
+        for turn, found in enumerate(self.rounds):
+            half = turn % HALVES
+            _wait(under_way[half])
+            under_way[half] = []
+            for packed in found:
+                counts, nbytes = (self._pack_changes if changes else self._pack)(numbers, packed, kept)
+                under_way[half] += self._dispatch(packed, counts, nbytes)
+                sent += nbytes if changes else int(packed.pieces[:, NBYTES].sum())
+                kept += packed.nbytes
+            self.transport.flush()
+        for transfers in under_way:
+            _wait(transfers)
+        return sent
+
+    def _bytes(self, packed: PackedShards) -> torch.Tensor:
+        begin = packed.half * self.half + packed.offset
+        return self.memory.buffer[begin : begin + packed.nbytes]
+
+    def _pack(self, numbers: PieceValues, packed: PackedShards, kept: int) -> tuple[None, int]:
+        """All of it; kept: where in what is kept it begins."""
+        buffer = self._bytes(packed)
+        for piece, place in zip(packed.pieces.tolist(), packed.places.tolist(), strict=True):
+            self._write(numbers, piece, buffer[place : place + piece[NBYTES]])
+        if self.keep:
+            self.kept[kept : kept + packed.nbytes].copy_(buffer)
+        return None, packed.nbytes
+
+    def _pack_changes(self, numbers: PieceValues, packed: PackedShards, kept: int) -> tuple[torch.Tensor, int]:
+        """(change counts, bytes) of what has changed."""
+        buffer = self._bytes(packed)
+        counts = change_counts(len(packed.pieces))
+        end = 0
+        for number, (piece, place) in enumerate(zip(packed.pieces.tolist(), packed.places.tolist(), strict=True)):
+            item = ITEM_BYTES[numbers.dtypes[self.names[piece[0]]]]
+            nbytes = piece[NBYTES]
+            new = self.piece[:nbytes]
+            old = self.kept[kept + place : kept + place + nbytes]
+            self._write(numbers, piece, new)
+            counts[number] = count = write(new, old, item, buffer[end:])
+            end += size(count, nbytes // item, item)
+        return counts, end
+
+    def _write(self, numbers: PieceValues, piece: Sequence[int], out: torch.Tensor) -> None:
+        tensor, top, bottom, left, right, *_ = piece
+        name = self.names[tensor]
+        shaped = out.view(getattr(torch, numbers.dtypes[name])).view(bottom - top, right - left)
+        numbers.write(name, (top, bottom, left, right), shaped)
+
+    def _dispatch(self, packed: PackedShards, counts: torch.Tensor | None, nbytes: int) -> list[Transfer]:
+        to = self.targets[packed.destination]
+        if not to.near:
+            announced = [self.transport.tell(to.host_leader, READY, counts)] if counts is not None else []
+            return [
+                *announced,
+                *([self.transport.send(self._bytes(packed)[:nbytes], to.host_leader, DATA)] if nbytes else []),
+            ]
+        self.transport.settle()
+        told = [self.transport.tell(worker, READY, counts) for worker in to.workers]
+        return told + [self.transport.hear(worker, DONE) for worker in to.workers]
+
+    def close(self) -> None:
+        """Give up the memory, and leave the group."""
+        self.memory.close()
+        self.transport.close()
+
+
+def _wait(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
