@@ -111,14 +111,13 @@ def _of_tokens(kind: type[Found], found: Any, tokens: TokenBatch, where: str) ->
 def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
     """[r]: the KL estimate of --kl-loss-type between policy and reference, with its gradient.
 
-    With --use-unbiased-kl (or the estimator unbiased) weighted by the ratio to the old policy, with the ratio's
+    With --use-unbiased-kl weighted by the ratio to the old policy, with the ratio's
     gradient (DeepSeek-V3.2, arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
     """
     if tokens.reference is None:
         raise UsageError("--use-kl-loss needs the log-probs of the reference, here are none", "give --ref-load")
     logprobs = tokens.logprobs if options.kl_loss_coef else tokens.logprobs.detach()
-    weighted = options.use_unbiased_kl or options.kl_loss_type == "unbiased"
-    ratio = (logprobs - tokens.old).exp() if weighted else torch.ones_like(logprobs)
+    ratio = (logprobs - tokens.old).exp() if options.use_unbiased_kl else torch.ones_like(logprobs)
     return find("kl", options.kl_loss_type, "--kl-loss-type")(logprobs - tokens.reference, ratio)
 
 

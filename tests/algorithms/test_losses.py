@@ -114,7 +114,7 @@ def kl_terms(one: One, o: Options) -> Row:
     for p, q, r in zip(one.p, one.old, one.reference, strict=True):
         d, ratio = p - r, math.exp(p - q)
         k3 = math.exp(-d) - 1 + d
-        kl = {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": k3, "unbiased": ratio * k3}[o.kl_loss_type]
+        kl = {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": k3}[o.kl_loss_type]
         kl *= ratio if o.use_unbiased_kl else 1.0
         found.append(clip(kl, -10, 10) if o.kl_loss_type == "low_var_kl" else kl)
     return found
@@ -208,10 +208,7 @@ POLICY: list[dict[str, Any]] = [
     {"pg_loss_type": "gmpo", "eps_clip": 0.4},
     {"pg_loss_type": "gmpo", "eps_clip": 0.1, "eps_clip_high": 0.2, "entropy_coef": 0.01},
     {"entropy_coef": 0.02},
-    *(
-        {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind}
-        for kind in ("k1", "k2", "k3", "low_var_kl", "unbiased")
-    ),
+    *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")),
     *(
         {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind, "use_unbiased_kl": True}
         for kind in ("k1", "k2", "k3", "low_var_kl")

@@ -57,6 +57,10 @@ def _experts(o: Options) -> None:
         )
 
 
+#: (option, its former value) -> what says the same
+FORMER = {("kl_loss_type", "unbiased"): "--kl-loss-type k3 with --use-unbiased-kl"}
+
+
 def chosen(o: Options) -> Iterator[tuple[Kind, str, str | None]]:
     """(kind, option, its value) of every option that names an algorithm; None where none is in use."""
     yield "estimators", "advantage_estimator", o.advantage_estimator
@@ -68,6 +72,8 @@ def chosen(o: Options) -> Iterator[tuple[Kind, str, str | None]]:
 def _known(o: Options) -> None:
     for kind, option, name in chosen(o):
         if name is not None and not is_path(name) and name not in algorithm_files(kind):
+            if instead := FORMER.get((option, name)):
+                raise UsageError(f"--{dashed(option)} {name} is no longer a name of its own", f"give {instead}")
             known = ", ".join(algorithm_files(kind))
             raise UsageError(
                 f"--{dashed(option)} {name} is unknown", f"known: {known}; or module.function of an own one"
@@ -230,8 +236,6 @@ def _without_kl(o: Options) -> Iterator[tuple[str, str]]:
             yield "ref_update_interval ref_update_weight", "neither --use-kl-loss nor --kl-coef asks for a reference"
     if o.ref_update_interval is None:
         yield "ref_update_weight", "--ref-update-interval is not given"
-    if o.use_kl_loss and o.kl_loss_type == "unbiased":
-        yield "use_unbiased_kl", "--kl-loss-type is unbiased"
 
 
 def _without_correction(o: Options) -> Iterator[tuple[str, str]]:

@@ -55,10 +55,10 @@ class AlgorithmOptions(Base):
         False, "KL to the reference as a term of the loss; with --kl-loss-coef 0 it is measured only", "slime"
     )
     kl_loss_coef: float = opt(0.0, "weight of that term", "slime", ge=0)
-    kl_loss_type: str = opt(
-        "k1", "KL estimator: k1, k2, k3, low_var_kl, unbiased, or module.function of an own one", "slime"
+    kl_loss_type: str = opt("k1", "KL estimator: k1, k2, k3, low_var_kl, or module.function of an own one", "slime")
+    use_unbiased_kl: bool = opt(
+        False, "weight the KL term by the importance ratio: value and gradient are then right off policy too", "slime"
     )
-    use_unbiased_kl: bool = opt(False, "weight the KL term by the importance ratio", "slime")
     calculate_per_token_loss: bool = opt(False, "mean over all tokens, not over the samples' own means", "slime")
     pg_loss_divisor: int | None = opt(
         None, "divide the policy-gradient sum of each sample by this, not by its length (Dr. GRPO)", ge=1
