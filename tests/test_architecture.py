@@ -85,7 +85,7 @@ READERS = {
     "rollout/grading/worker.py": "/proc",
     "run/rundir.py": "write_atomic",
     "run/exit_status.py": "/proc and /sys",
-    "slime/flag_table.py": "the package's own tables",
+    "slime/arguments.py": "the package's own tables",
     "slime/sandbox.py": "/proc",
     "slime/script.py": "the package's own tables",
     "slurm/submit.py": "the package's own template",

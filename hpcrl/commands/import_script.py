@@ -14,9 +14,8 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
 from hpcrl.slime.arguments import Translation, translate
-from hpcrl.slime.recipe_text import recipe_text, summary
-from hpcrl.slime.script import Script, run_script
-from hpcrl.slime.verbatim import broken_rules, name_of, split_arguments, split_program
+from hpcrl.slime.script import RunScript, run_script
+from hpcrl.slime.verbatim import broken_rules, name_of, recipe_text, split_arguments, split_program, summary
 
 USAGE = """\
 usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
@@ -65,7 +64,7 @@ def _variable(word: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def with_environment(script: Script) -> list[str]:
+def with_environment(script: RunScript) -> list[str]:
     """The arguments of a script, with what its environment says beyond what hpcrl sets by itself."""
     import json
 

@@ -1,15 +1,20 @@
-"""slime's and vime's arguments, verbatim -> options of hpcrl's, with a line on what became of each flag.
+"""slime's and vime's arguments, verbatim -> options of hpcrl, with a line on what became of each flag.
 
     translate(["--hf-checkpoint", "/models/Qwen3-4B", "--sglang-mem-fraction-static", "0.7", ...])
 
-Invariant: no word is dropped without a line that says why; what cannot be honoured is told all at once.
+`flags.toml` says what becomes of each flag.  Invariants: a flag has one verdict, and one that names an option of hpcrl
+is true of the options that are declared now; no word is dropped without a line that says why; what cannot be honoured
+is told all at once.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -19,8 +24,7 @@ from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.rules.stage_flags import split_name
 from hpcrl.config.setting_names import nearest, own
 from hpcrl.errors import UsageError
-from hpcrl.slime.flag_table import other_defaults, says_default, verdicts
-from hpcrl.slime.readers import READERS, Given, Reading, own_function
+from hpcrl.slime.readers import READERS, FlagReading, Given, own_function
 
 ASYNC = "train_async.py"
 REPEATED = {"rollout-sample-hook-path"}  #: flags of which every one counts
@@ -34,7 +38,7 @@ class Line:
 
     flag: str
     given: str
-    reading: Reading
+    reading: FlagReading
     options: tuple[str, ...] = ()
 
     def text(self) -> str:
@@ -149,9 +153,9 @@ def _padded(values: dict[str, Any], head: str, key: str) -> dict[str, Any]:
     return {**values, head: {key: None, **values.get(head, {})}} if key else values
 
 
-def _refused(shown: str, reading: Reading, error: UsageError) -> Reading:
+def _refused(shown: str, reading: FlagReading, error: UsageError) -> FlagReading:
     why = "; ".join(filter(None, [error.what, error.hint]))
-    return Reading("refused", (), why.removeprefix(shown).removeprefix(reading.words[0]).removeprefix(": ").strip())
+    return FlagReading("refused", (), why.removeprefix(shown).removeprefix(reading.words[0]).removeprefix(": ").strip())
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -172,33 +176,33 @@ def _names(values: dict[str, Any]) -> Iterator[str]:
             yield name
 
 
-def read_flag(flag: str, given: Given) -> Reading:
+def read_flag(flag: str, given: Given) -> FlagReading:
     """What one flag means here, by its verdict; without looking at whether its value is right."""
     verdict, words = verdicts().get(flag), given[flag]
     if verdict is None:
         return _unlisted(flag, words)
     if verdict.way == "option" or (verdict.way == "later" and flag in own()):
         foreign = flag.endswith("-path") and words and words[0].startswith(("slime.", "vime."))
-        return own_function(flag, given) if foreign else Reading("kept", (f"--{flag}", *words))
+        return own_function(flag, given) if foreign else FlagReading("kept", (f"--{flag}", *words))
     if verdict.way == "reader":
         return READERS[verdict.text](flag, given)
     if verdict.way == "is":
-        return Reading("translated", (f"--{verdict.text}", *words))
+        return FlagReading("translated", (f"--{verdict.text}", *words))
     if verdict.way == "needless":
-        return Reading("needless", (), verdict.text)
+        return FlagReading("needless", (), verdict.text)
     if says_default(verdict, list(words)):
-        return Reading("needless", (), SAYS_NOTHING)
-    return Reading("refused", (), verdict.text)
+        return FlagReading("needless", (), SAYS_NOTHING)
+    return FlagReading("refused", (), verdict.text)
 
 
-def _unlisted(flag: str, words: Sequence[str]) -> Reading:
+def _unlisted(flag: str, words: Sequence[str]) -> FlagReading:
     """A flag that is none of slime's own: an option of hpcrl's, of Megatron's or of vLLM's, or unknown."""
     if flag.startswith("sglang-") and flag not in own():
         name = flag.removeprefix("sglang-")
         close = nearest(f"vllm-{name}", [verdict.text for verdict in verdicts().values() if verdict.way == "is"])
         hint = f"; did you mean --{close}?" if close else ""
-        return Reading("refused", (), f"the engines are vLLM's, whose settings are written --vllm-...{hint}")
-    return Reading("kept", (f"--{flag}", *words))
+        return FlagReading("refused", (), f"the engines are vLLM's, whose settings are written --vllm-...{hint}")
+    return FlagReading("kept", (f"--{flag}", *words))
 
 
 def _set_default(flag: str, value: str, found: _Found) -> None:
@@ -206,7 +210,7 @@ def _set_default(flag: str, value: str, found: _Found) -> None:
     mine = Options.model_fields[option].get_default(call_default_factory=True)
     why = f"slime's default, set because hpcrl's is {mine}"
     found.values |= _parsed([f"--{flag}", value])
-    found.lines.append(Line("", f"--{flag} {value}", Reading("kept", (f"--{flag}", value), why), (option,)))
+    found.lines.append(Line("", f"--{flag} {value}", FlagReading("kept", (f"--{flag}", value), why), (option,)))
 
 
 def _drop_inert(found: _Found) -> None:
@@ -250,4 +254,76 @@ def _broken(options: Options) -> str:
 def _without(line: Line, dropped: dict[str, str]) -> Line:
     heads = [name.partition(".")[0] for name in line.options]
     why = next((dropped[head] for head in heads if head in dropped), None)
-    return line if why is None else replace(line, reading=Reading("needless", (), f"no effect: {why}"), options=())
+    return line if why is None else replace(line, reading=FlagReading("needless", (), f"no effect: {why}"), options=())
+
+
+# ---- flag table
+
+Way = Literal["option", "later", "is", "reader", "needless", "refused"]
+TABLE = Path(__file__).with_name("flags.toml")
+DEFAULTS = "defaults"  #: the section of flags.toml that holds values, not verdicts
+
+
+@dataclass(frozen=True)
+class FlagVerdict:
+    """What becomes of a flag.
+
+    text: the reason (later, needless, refused), the flag that says the same here (is), or a function of readers.py
+    (reader).
+    default: slime's default, of a flag that says nothing when it is given with it; None: there is no such value.
+    """
+
+    way: Way
+    text: str = ""
+    default: Any = None
+
+
+@cache
+def verdicts() -> dict[str, FlagVerdict]:
+    """Flag, without dashes in front -> its verdict."""
+    found: dict[str, FlagVerdict] = {}
+    for title, section in _document().items():
+        if title == DEFAULTS:
+            continue
+        for flag, said in section.items():
+            if flag in found and found[flag] != _verdict(flag, said):
+                raise ValueError(f"{TABLE}: {flag} has two verdicts")
+            found[flag] = _verdict(flag, said)
+    return found
+
+
+@cache
+def other_defaults() -> dict[str, str]:
+    """Flags whose default in slime trains otherwise than hpcrl's -> slime's, as a word of a command line."""
+    return dict(_document()[DEFAULTS])
+
+
+@cache
+def _document() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def _verdict(flag: str, said: Any) -> FlagVerdict:
+    if said == "option":
+        return FlagVerdict("option")
+    ways = [way for way in get_args(Way) if way in said]
+    if len(ways) != 1 or not isinstance(said[ways[0]], str) or said.keys() - {ways[0], "default"}:
+        raise ValueError(f"{TABLE}: {flag} = {said}")
+    return FlagVerdict(ways[0], said[ways[0]], said.get("default"))
+
+
+def says_default(verdict: FlagVerdict, values: list[str]) -> bool:
+    """Whether the words after a flag only repeat slime's default."""
+    default = verdict.default
+    if default is None:
+        return False
+    if isinstance(default, bool):
+        return default and not values
+    if len(values) != 1:
+        return False
+    if isinstance(default, (int, float)):
+        try:
+            return float(values[0]) == default
+        except ValueError:
+            return False
+    return values[0] == default

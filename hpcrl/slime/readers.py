@@ -24,7 +24,7 @@ Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the wor
 
 
 @dataclass(frozen=True)
-class Reading:
+class FlagReading:
     """What becomes of one flag.  words: the command line that says the same here, () if nothing needs to be said."""
 
     outcome: Literal["kept", "translated", "needless", "refused"]
@@ -38,92 +38,96 @@ def one(given: Given, flag: str, default: str = "") -> str:
     return words[0] if len(words) == 1 else default
 
 
-def eval_prompt_data(flag: str, given: Given) -> Reading:
+def eval_prompt_data(flag: str, given: Given) -> FlagReading:
     """NAME PATH pairs are the same here; slime reads a single path as the set "aime"."""
     words = tuple(given[flag])
     if len(words) != 1:
-        return Reading("kept", (f"--{flag}", *words))
-    return Reading("translated", (f"--{flag}", "aime", words[0]), "a path without a name is the set aime, as in slime")
+        return FlagReading("kept", (f"--{flag}", *words))
+    return FlagReading(
+        "translated", (f"--{flag}", "aime", words[0]), "a path without a name is the set aime, as in slime"
+    )
 
 
-def own_function(flag: str, given: Given) -> Reading:
+def own_function(flag: str, given: Given) -> FlagReading:
     """A function by its dotted path: slime's own are ours where they are the same (`config/custom_functions.py` says
     which)."""
     path = one(given, flag)
     try:
         mine = ours(path, f"--{flag}")
     except UsageError as error:
-        return Reading(
+        return FlagReading(
             "refused", (), "; ".join(filter(None, [error.what.removeprefix(f"--{flag} {path} "), error.hint]))
         )
     if not mine:
-        return Reading("needless", (), "it is what is done anyway")
+        return FlagReading("needless", (), "it is what is done anyway")
     if flag not in own():
-        return Reading("refused", (), "there is no place for such a function yet")
-    return Reading("kept" if mine == path else "translated", (f"--{flag}", mine))
+        return FlagReading("refused", (), "there is no place for such a function yet")
+    return FlagReading("kept" if mine == path else "translated", (f"--{flag}", mine))
 
 
-def rollout_function(flag: str, given: Given) -> Reading:
+def rollout_function(flag: str, given: Given) -> FlagReading:
     """Supervised fine-tuning and the fully asynchronous loop are functions in slime, and options here."""
     path = one(given, flag)
     tail = path.partition(".")[2]
     if tail == "rollout.sft_rollout.generate_rollout":
         if one(given, "loss-type") == "sft_loss" and "label-key" in given:
-            return Reading("needless", (), "--loss-type sft_loss learns what the prompt file holds")
+            return FlagReading("needless", (), "--loss-type sft_loss learns what the prompt file holds")
         if one(given, "loss-type") == "sft_loss":
-            return Reading("translated", ("--apply-chat-template",), "it learns the assistant's turns of chat messages")
-        return Reading("refused", (), "it belongs to --loss-type sft_loss")
+            return FlagReading(
+                "translated", ("--apply-chat-template",), "it learns the assistant's turns of chat messages"
+            )
+        return FlagReading("refused", (), "it belongs to --loss-type sft_loss")
     if path.endswith(
         "fully_async_rollout.generate_rollout_fully_async"
     ):  # slime's example lies in a directory of its own
-        return Reading("translated", ("--loop", "fully-async"), "that function is a loop here")
+        return FlagReading("translated", ("--loop", "fully-async"), "that function is a loop here")
     return own_function(flag, given)
 
 
-def asynchronous(flag: str, given: Given) -> Reading:
+def asynchronous(flag: str, given: Given) -> FlagReading:
     """slime's other program is an option here."""
-    return Reading("translated", ("--loop", "async"))
+    return FlagReading("translated", ("--loop", "async"))
 
 
-def correction(flag: str, given: Given) -> Reading:
+def correction(flag: str, given: Given) -> FlagReading:
     """slime's examples of corrections are files of hpcrl/algorithms/corrections/."""
     path = one(given, flag)
     if path.startswith("examples.") and path.rpartition(".")[2] in (
         "compute_mis_weights",
         "compute_mis_weights_with_cp",
     ):
-        return Reading("translated", (f"--{flag}", "mis"), "slime's example is a correction of hpcrl's")
+        return FlagReading("translated", (f"--{flag}", "mis"), "slime's example is a correction of hpcrl's")
     return own_function(flag, given)
 
 
-def own_settings(flag: str, given: Given) -> Reading:
+def own_settings(flag: str, given: Given) -> FlagReading:
     """Settings of own functions are read here as in slime; those of its MIS example are options of hpcrl's."""
     path = one(given, flag)
     if correction("custom-tis-function-path", given).words[-1:] != ("mis",) or not path:
-        return Reading("kept", (f"--{flag}", *given[flag]))
+        return FlagReading("kept", (f"--{flag}", *given[flag]))
     try:
-        return Reading("translated", mis_flags(path), "settings of slime's MIS are options of hpcrl's")
+        return FlagReading("translated", mis_flags(path), "settings of slime's MIS are options of hpcrl's")
     except UsageError as error:
         why = error.what.removeprefix(f"--{flag} {path}: ").replace(f"--{flag} {path}", "it")
-        return Reading("refused", (), "; ".join([why, error.hint or "name it by its path on this machine"]))
+        return FlagReading("refused", (), "; ".join([why, error.hint or "name it by its path on this machine"]))
 
 
 IGNORES_KL_COEF = ("grpo", "gspo", "cispo")  #: estimators of slime's that take nothing off rewards
 
 
-def kl_in_reward(flag: str, given: Given) -> Reading:
+def kl_in_reward(flag: str, given: Given) -> FlagReading:
     """slime computes this KL for every estimator and forgets it for some; hpcrl takes it off the reward with all of
     them."""
     estimator = one(given, "advantage-estimator", "grpo")
     value = one(given, flag)
     both = _number(one(given, "kl-loss-coef", "0"))  # which slime refuses, and so do our rules
     if estimator not in IGNORES_KL_COEF or not _number(value) > 0 or both:
-        return Reading("kept", (f"--{flag}", *given[flag]))
+        return FlagReading("kept", (f"--{flag}", *given[flag]))
     why = (
         f"slime ignores it with {estimator}; hpcrl's kl_coef would take the KL off the reward: write that into the "
         "recipe if it is meant"
     )
-    return Reading("needless", (), why)
+    return FlagReading("needless", (), why)
 
 
 def _number(text: str) -> float:
@@ -151,194 +155,196 @@ def _only_taught(given: Given) -> bool:
         return False
 
 
-def reward(flag: str, given: Given) -> Reading:
+def reward(flag: str, given: Given) -> FlagReading:
     """A reward that compares with labels which nobody names is 0: beside a teacher the run goes without it."""
     if _only_taught(given):
-        return Reading(
+        return FlagReading(
             "needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned"
         )
-    return Reading("kept", (f"--{flag}", *given[flag]))
+    return FlagReading("kept", (f"--{flag}", *given[flag]))
 
 
-def estimator(flag: str, given: Given) -> Reading:
+def estimator(flag: str, given: Given) -> FlagReading:
     """Of rewards that are all 0 grpo makes advantages of 0, as none does without them."""
     if _only_taught(given):
-        return Reading(
+        return FlagReading(
             "translated", (f"--{flag}", "none"), "without --label-key every reward, and grpo's advantage, is 0"
         )
-    return Reading("kept", (f"--{flag}", *given[flag]))
+    return FlagReading("kept", (f"--{flag}", *given[flag]))
 
 
 #: --spec of slime's that a family here is built as (`Family.specs`)
 SPECS = tuple((f"{plugins}.models.glm4", "get_glm_spec") for plugins in ("slime_plugins", "vime_plugins"))
 
 
-def spec(flag: str, given: Given) -> Reading:
+def spec(flag: str, given: Given) -> FlagReading:
     """How a model is built: of the plugins' some are families here; `none NAME` stands for a file of arguments that is
     not there."""
     words = tuple(given[flag])
     if words[:1] == ("none",):
-        return Reading("refused", (), f"{' '.join(words[1:])} is of no family that hpcrl has")
+        return FlagReading("refused", (), f"{' '.join(words[1:])} is of no family that hpcrl has")
     if words and words[0].startswith(("slime_plugins.", "vime_plugins.")) and words not in SPECS:
-        return Reading("refused", (), "this model is of no family that hpcrl has")
-    return Reading("kept", (f"--{flag}", *words))
+        return FlagReading("refused", (), "this model is of no family that hpcrl has")
+    return FlagReading("kept", (f"--{flag}", *words))
 
 
-def teacher(flag: str, given: Given) -> Reading:
+def teacher(flag: str, given: Given) -> FlagReading:
     """A teacher's server answers as vLLM does."""
     if one(given, flag) == "sglang":
-        return Reading(
+        return FlagReading(
             "refused", (), "the teacher's server is vLLM's; give --opd-type vllm and --opd-teacher-url for --rm-url"
         )
-    return Reading("kept", (f"--{flag}", *given[flag]))
+    return FlagReading("kept", (f"--{flag}", *given[flag]))
 
 
-def update_mode(flag: str, given: Given) -> Reading:
+def update_mode(flag: str, given: Given) -> FlagReading:
     """Whole tensors, or what has changed, which is found in the hosts' memory and sent from there."""
     name = one(given, flag)
     if name == "full":
-        return Reading("needless", (), "every update brings all tensors, as long as nothing else is said")
-    return Reading(
+        return FlagReading("needless", (), "every update brings all tensors, as long as nothing else is said")
+    return FlagReading(
         "translated", ("--weight-update", *given[flag], *(("--weight-transfer", "gloo") if name == "delta" else ()))
     )
 
 
-def update_transport(flag: str, given: Given) -> Reading:
+def update_transport(flag: str, given: Given) -> FlagReading:
     """NCCL is what is taken where it can be."""
     name = one(given, flag)
     if one(given, "update-weight-mode") == "delta" and name in ("nccl", "disk"):
-        return Reading("needless", (), "what has changed goes from host memory to host memory")
+        return FlagReading("needless", (), "what has changed goes from host memory to host memory")
     if name == "nccl":
-        return Reading("needless", (), "--weight-transfer auto takes NCCL where there are GPUs")
-    return Reading("translated", ("--weight-transfer", *given[flag]))
+        return FlagReading("needless", (), "--weight-transfer auto takes NCCL where there are GPUs")
+    return FlagReading("translated", ("--weight-transfer", *given[flag]))
 
 
-def of_deltas(flag: str, given: Given) -> Reading:
+def of_deltas(flag: str, given: Given) -> FlagReading:
     """How slime writes down and checks what has changed."""
     if one(given, "update-weight-mode") != "delta":
-        return Reading("needless", (), "no effect: --update-weight-mode delta is not given")
-    return Reading(
+        return FlagReading("needless", (), "no effect: --update-weight-mode delta is not given")
+    return FlagReading(
         "needless", (), "--weight-update delta has its own form, checked by digests; the engines hold the same bits"
     )
 
 
-def update_directory(flag: str, given: Given) -> Reading:
+def update_directory(flag: str, given: Given) -> FlagReading:
     """Where whole tensors are written; of what has changed no file is."""
     if one(given, "update-weight-mode") == "delta":
-        return Reading("needless", (), "what has changed goes from memory to memory, and no file is written")
-    return Reading("kept", ("--update-weight-disk-dir", *given[flag]))
+        return FlagReading("needless", (), "what has changed goes from memory to memory, and no file is written")
+    return FlagReading("kept", ("--update-weight-disk-dir", *given[flag]))
 
 
-def fault_tolerance(flag: str, given: Given) -> Reading:
+def fault_tolerance(flag: str, given: Given) -> FlagReading:
     """What becomes of a run whose engine ends (docs/engines.md)."""
     if "colocate" in given:
         why = (
             "slime starts a colocated engine again; here its end ends the run, which hpcrl resume RUN continues from "
             "its last checkpoint"
         )
-        return Reading("needless", (), why)
-    return Reading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
+        return FlagReading("needless", (), why)
+    return FlagReading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
 
 
-def train_only(flag: str, given: Given) -> Reading:
+def train_only(flag: str, given: Given) -> FlagReading:
     """Supervised fine-tuning starts no engines anyway."""
     if one(given, "loss-type") == "sft_loss":
-        return Reading("needless", (), "--loss-type sft_loss asks no engine")
-    return Reading("kept", (f"--{flag}", *given[flag]))
+        return FlagReading("needless", (), "--loss-type sft_loss asks no engine")
+    return FlagReading("kept", (f"--{flag}", *given[flag]))
 
 
 _BACKENDS = {"fa3": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN", "torch_native": "TORCH_SDPA"}
 
 
-def attention_backend(flag: str, given: Given) -> Reading:
+def attention_backend(flag: str, given: Given) -> FlagReading:
     """sglang's names -> vLLM's."""
     name = one(given, flag)
     if name in _BACKENDS:
-        return Reading("translated", ("--vllm-attention-backend", _BACKENDS[name]))
-    return Reading("refused", (), f"of sglang's backends vLLM has {', '.join(_BACKENDS)}")
+        return FlagReading("translated", ("--vllm-attention-backend", _BACKENDS[name]))
+    return FlagReading("refused", (), f"of sglang's backends vLLM has {', '.join(_BACKENDS)}")
 
 
-def expert_parallel(flag: str, given: Given) -> Reading:
+def expert_parallel(flag: str, given: Given) -> FlagReading:
     """vLLM spreads the experts over all GPUs of an engine, or over none."""
     size = one(given, flag)
     engine = one(given, "rollout-num-gpus-per-engine", "1")
     if size == "1":
-        return Reading("needless", (), "experts are not spread over GPUs")
+        return FlagReading("needless", (), "experts are not spread over GPUs")
     if size == engine:
-        return Reading(
+        return FlagReading(
             "translated", ("--vllm-enable-expert-parallel",), "vLLM spreads them over all GPUs of the engine"
         )
-    return Reading(
+    return FlagReading(
         "refused", (), f"vLLM spreads experts over all {engine} GPUs of an engine (--rollout-num-gpus-per-engine)"
     )
 
 
-def data_parallel(flag: str, given: Given) -> Reading:
+def data_parallel(flag: str, given: Given) -> FlagReading:
     """sglang's data-parallel attention -> vLLM's."""
     if one(given, flag) == "1":
-        return Reading("needless", (), "attention is not divided")
-    return Reading("translated", ("--vllm-data-parallel-size", *given[flag]))
+        return FlagReading("needless", (), "attention is not divided")
+    return FlagReading("translated", ("--vllm-data-parallel-size", *given[flag]))
 
 
-def all_to_all(flag: str, given: Given) -> Reading:
+def all_to_all(flag: str, given: Given) -> FlagReading:
     """Which all-to-all the experts of an engine use; with --sglang-deepep-mode, one setting of vLLM's."""
     name = one(given, flag)
     if name == "none":
-        return Reading("needless", (), "it is vLLM's own choice then")
+        return FlagReading("needless", (), "it is vLLM's own choice then")
     if name != "deepep":
-        return Reading("refused", (), "deepep is the one that vLLM has too")
+        return FlagReading("refused", (), "deepep is the one that vLLM has too")
     kind = "deepep_low_latency" if one(given, "sglang-deepep-mode") == "low_latency" else "deepep_high_throughput"
-    return Reading("translated", ("--vllm-all2all-backend", kind))
+    return FlagReading("translated", ("--vllm-all2all-backend", kind))
 
 
-def deepep_mode(flag: str, given: Given) -> Reading:
+def deepep_mode(flag: str, given: Given) -> FlagReading:
     """See `all_to_all`."""
     if one(given, "sglang-moe-a2a-backend") == "deepep":
-        return Reading("needless", (), "it is a part of --vllm-all2all-backend")
-    return Reading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
+        return FlagReading("needless", (), "it is a part of --vllm-all2all-backend")
+    return FlagReading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
 
 
-def speculation(flag: str, given: Given) -> Reading:
+def speculation(flag: str, given: Given) -> FlagReading:
     """sglang's EAGLE without a draft model of its own drafts with the layers behind the model's last one, which vLLM
     calls mtp."""
     name = one(given, flag)
     steps = one(given, "sglang-speculative-num-steps")
     if name.upper() not in ("EAGLE", "NEXTN") or "sglang-speculative-draft-model-path" in given:
-        return Reading(
+        return FlagReading(
             "refused", (), "what is translated is EAGLE with the model's own layers; write --vllm-speculative-config"
         )
     if not steps.isdecimal():
-        return Reading("refused", (), "sglang chooses how many tokens are drafted; give --sglang-speculative-num-steps")
+        return FlagReading(
+            "refused", (), "sglang chooses how many tokens are drafted; give --sglang-speculative-num-steps"
+        )
     config = {"method": "mtp", "num_speculative_tokens": int(steps)}
     if backend := _BACKENDS.get(one(given, "sglang-speculative-draft-attention-backend")):
         config["attention_backend"] = backend
-    return Reading("translated", ("--vllm-speculative-config", json.dumps(config)))
+    return FlagReading("translated", ("--vllm-speculative-config", json.dumps(config)))
 
 
-def part_of_speculation(flag: str, given: Given) -> Reading:
+def part_of_speculation(flag: str, given: Given) -> FlagReading:
     """See `speculation`; of draft tokens sglang itself takes one more than steps where it drafts a chain."""
     if "sglang-speculative-algorithm" not in given:
-        return Reading("needless", (), "no effect: --sglang-speculative-algorithm is not given")
+        return FlagReading("needless", (), "no effect: --sglang-speculative-algorithm is not given")
     if flag.endswith("-topk") and one(given, flag) != "1":
-        return Reading("refused", (), "vLLM drafts a chain of tokens, no tree: 1")
+        return FlagReading("refused", (), "vLLM drafts a chain of tokens, no tree: 1")
     if flag.endswith("-backend") and one(given, flag) not in _BACKENDS:
-        return Reading("refused", (), f"of sglang's backends vLLM has {', '.join(_BACKENDS)}")
-    return Reading("needless", (), "it is a part of --vllm-speculative-config")
+        return FlagReading("refused", (), f"of sglang's backends vLLM has {', '.join(_BACKENDS)}")
+    return FlagReading("needless", (), "it is a part of --vllm-speculative-config")
 
 
-def deterministic(flag: str, given: Given) -> Reading:
+def deterministic(flag: str, given: Given) -> FlagReading:
     """One switch for both sides here."""
     if "deterministic-mode" in given:
-        return Reading("needless", (), "--deterministic-mode holds for trainer and engines")
-    return Reading("refused", (), "use --deterministic-mode, which holds for trainer and engines together")
+        return FlagReading("needless", (), "--deterministic-mode holds for trainer and engines")
+    return FlagReading("refused", (), "use --deterministic-mode, which holds for trainer and engines together")
 
 
-def offload(flag: str, given: Given) -> Reading:
+def offload(flag: str, given: Given) -> FlagReading:
     """Both sides at once."""
-    return Reading("translated", ("--offload-train", "--offload-rollout"))
+    return FlagReading("translated", ("--offload-train", "--offload-rollout"))
 
 
-READERS: dict[str, Callable[[str, Given], Reading]] = {
+READERS: dict[str, Callable[[str, Given], FlagReading]] = {
     reader.__name__: reader
     for reader in (
         all_to_all,

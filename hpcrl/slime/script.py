@@ -85,7 +85,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Script:
+class RunScript:
     """What a script did.
 
     program: train.py or train_async.py; arguments: what it got; environment: what `ray job submit` would have set for
@@ -102,7 +102,7 @@ class Script:
 
 def run_script(
     path: Path, variables: Mapping[str, str], models: Path | None = None, seconds: float = SECONDS
-) -> Script:
+) -> RunScript:
     """Source a script.
 
     variables: environment variables that it gets, besides HOME and USER; models: where model files are that it does not
@@ -132,7 +132,7 @@ def run_script(
     if confined == LANDLOCK_WITH_NETWORK:
         notes.append("this machine lets users make no network namespace: the script could have reached the network")
     kept = {name: value for name, value in environment.items() if name not in _ENVIRONMENT}
-    return Script(program, tuple(arguments), kept, tuple(notes), confined)
+    return RunScript(program, tuple(arguments), kept, tuple(notes), confined)
 
 
 def _read(path: Path) -> str:

@@ -11,8 +11,7 @@ import pytest
 from hpcrl.config.passthrough import spellings
 from hpcrl.config.setting_names import find_flag, own
 from hpcrl.errors import UsageError
-from hpcrl.slime.arguments import read_flag, translate
-from hpcrl.slime.flag_table import Verdict, other_defaults, says_default, verdicts
+from hpcrl.slime.arguments import FlagVerdict, other_defaults, read_flag, says_default, translate, verdicts
 from hpcrl.slime.readers import READERS
 from hpcrl.slime.script import model_families
 
@@ -84,11 +83,11 @@ def test_other_defaults_differ_from_ours() -> None:
 
 
 def test_says_default() -> None:
-    factor = Verdict("refused", "x", 0.2)
+    factor = FlagVerdict("refused", "x", 0.2)
     assert says_default(factor, ["0.2"]) and says_default(factor, ["0.20"])
     assert not says_default(factor, ["0.7"]) and not says_default(factor, ["x"]) and not says_default(factor, [])
-    assert says_default(Verdict("refused", "x", "nccl"), ["nccl"]) and not says_default(
-        Verdict("refused", "x"), ["nccl"]
+    assert says_default(FlagVerdict("refused", "x", "nccl"), ["nccl"]) and not says_default(
+        FlagVerdict("refused", "x"), ["nccl"]
     )
 
 
@@ -100,7 +99,7 @@ def test_every_model_file_names_a_family_that_there_is() -> None:
 
 
 def test_a_broken_table_is_noticed() -> None:
-    from hpcrl.slime.flag_table import _verdict
+    from hpcrl.slime.arguments import _verdict
 
     for said in ({"needless": "x", "refused": "y"}, {"needlss": "x"}, {"needless": 3}, {"refused": "x", "defalt": 1}):
         with pytest.raises(ValueError, match=r"flags\.toml: x = "):

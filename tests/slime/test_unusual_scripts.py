@@ -11,13 +11,13 @@ import pytest
 
 from hpcrl.errors import UsageError
 from hpcrl.slime.sandbox import NAMESPACES, PROCESSES
-from hpcrl.slime.script import Script, run_script
+from hpcrl.slime.script import RunScript, run_script
 
 GIVEN = ("--hf-checkpoint", "/m", "--num-rollout", "1")
 TRAIN = "train.py " + " ".join(GIVEN)
 
 
-def read(path: Path, text: str, seconds: float = 20.0, **variables: str) -> Script:
+def read(path: Path, text: str, seconds: float = 20.0, **variables: str) -> RunScript:
     file = path / "run-x.sh"
     file.write_text(text)
     return run_script(file, variables, seconds=seconds)
