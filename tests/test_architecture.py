@@ -274,3 +274,12 @@ def test_nobody_listens_on_every_interface() -> None:
                 and node.value.strip() in {"0.0.0.0", "tcp://*", "::"}
             ):
                 pytest.fail(f"{path}:{node.lineno}")
+
+
+def test_what_tests_share_is_on_its_map() -> None:
+    folder = Path(__file__).parent / "support"
+    told = set(re.findall(r"\w+", (folder / "__init__.py").read_text()))
+    there = {
+        path.name.removesuffix(".py") for path in folder.iterdir() if path.name[0] != "_" and path.name != "README.md"
+    }
+    assert there <= told, f"tests/support/__init__.py does not name {sorted(there - told)}"

@@ -1,0 +1,28 @@
+"""What tests share. Each module is named here (tests/test_architecture.py compares).
+
+Real parts, started once and forked or shared
+    ranks              trainer ranks of Megatron-core, forked from a process that has imported it
+    forked_engines     vLLM servers, forked likewise; `engines` drives them, `breakable` can spoil them
+    cluster            a Slurm and MPI cluster in namespaces; `unkind` is one with the habits of real sites, `torn_srun`
+                       tears the lines of its output
+    quick_start        the README's quick start, run once for all tests that look at a finished run
+
+Whole runs
+    runs               `hpcrl run` of a tiny model, and what it left behind
+    slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
+    twins              tiny twins of the reference runs of slime's guides
+    faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
+
+Models and data
+    tiny, families, layouts, published_models    a model that fits in a test; two of each family; random layouts of both
+                       sides of a weight update; slime's flags and config.json of published models
+    two_ways, answers, shares, tiny_verifiers_env    a tokenizer of several ways to write a text; answers with their truth;
+                       shares of the queue; an environment of the verifiers package
+
+Stand-ins where the real part cannot be had, or must misbehave
+    fake_engine, http_server, queues    servers that answer what a test says
+    own_generates, own_rewards          functions as users write them, good and bad
+
+Looking
+    rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
+"""
