@@ -43,7 +43,7 @@ REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
 from hpcrl.config.options import Options  # noqa: E402
-from hpcrl.plan import Placement, Plan  # noqa: E402
+from hpcrl.plan import Location, Plan  # noqa: E402
 from hpcrl.queue.auth import make_keys  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
 from hpcrl.rollout.engines.generate import Generator, Sampling  # noqa: E402
@@ -85,9 +85,9 @@ async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[G
     make_keys(rundir, 1)
     for index, port in enumerate(ports):
         publish(rundir, EnginePeer(host="127.0.0.1", port=port, model_len=65536, lean=lean), index)
-    place = Placement("localhost", (0,))
+    place = Location("localhost", (0,))
     pool = EnginePool(
-        rundir, Plan("bench", 0, (place,), tuple(place for _ in ports), Placement("localhost", ())), Options()
+        rundir, Plan("bench", 0, (place,), tuple(place for _ in ports), Location("localhost", ())), Options()
     )
     try:
         await pool.connect()

@@ -22,7 +22,7 @@ import msgspec
 from hpcrl.errors import PeerError
 
 
-class Trainer(StrEnum):
+class TrainerHolds(StrEnum):
     """What the trainer has on the GPUs."""
 
     AWAY = "nothing"
@@ -30,7 +30,7 @@ class Trainer(StrEnum):
     ALL = "all of its state"
 
 
-class Engines(StrEnum):
+class EnginesHold(StrEnum):
     """What the engines have on the GPUs."""
 
     STARTING = "starting"
@@ -57,8 +57,8 @@ class Event(StrEnum):
 class Holding(msgspec.Struct, frozen=True):
     """Who has what on the GPUs.  current: the engines have the trainer's weights; requests: how many are under way."""
 
-    engines: Engines = Engines.STARTING
-    trainer: Trainer = Trainer.AWAY
+    engines: EnginesHold = EnginesHold.STARTING
+    trainer: TrainerHolds = TrainerHolds.AWAY
     current: bool = False
     requests: int = 0
 
@@ -74,22 +74,22 @@ def follow(at: Holding, event: Event, count: int = 1) -> Holding:
     """What `event` makes of a state; count: requests, of SEND and ANSWER.  OutOfTurn if it may not happen now."""
     engines, trainer = at.engines, at.trainer
     match event:
-        case Event.UP if engines == Engines.STARTING:
-            return msgspec.structs.replace(at, engines=Engines.AWAKE)
-        case Event.SLEEP if engines == Engines.AWAKE and not at.requests:
-            return msgspec.structs.replace(at, engines=Engines.ASLEEP, current=False)
-        case Event.TAKE if engines == Engines.ASLEEP and trainer == Trainer.AWAY:
-            return msgspec.structs.replace(at, trainer=Trainer.ALL)
-        case Event.SHRINK if trainer == Trainer.ALL:
-            return msgspec.structs.replace(at, trainer=Trainer.WEIGHTS)
-        case Event.WAKE_WEIGHTS if engines == Engines.ASLEEP and trainer == Trainer.WEIGHTS:
-            return msgspec.structs.replace(at, engines=Engines.WEIGHTS)
-        case Event.UPDATED if engines == Engines.WEIGHTS and trainer == Trainer.WEIGHTS:
+        case Event.UP if engines == EnginesHold.STARTING:
+            return msgspec.structs.replace(at, engines=EnginesHold.AWAKE)
+        case Event.SLEEP if engines == EnginesHold.AWAKE and not at.requests:
+            return msgspec.structs.replace(at, engines=EnginesHold.ASLEEP, current=False)
+        case Event.TAKE if engines == EnginesHold.ASLEEP and trainer == TrainerHolds.AWAY:
+            return msgspec.structs.replace(at, trainer=TrainerHolds.ALL)
+        case Event.SHRINK if trainer == TrainerHolds.ALL:
+            return msgspec.structs.replace(at, trainer=TrainerHolds.WEIGHTS)
+        case Event.WAKE_WEIGHTS if engines == EnginesHold.ASLEEP and trainer == TrainerHolds.WEIGHTS:
+            return msgspec.structs.replace(at, engines=EnginesHold.WEIGHTS)
+        case Event.UPDATED if engines == EnginesHold.WEIGHTS and trainer == TrainerHolds.WEIGHTS:
             return msgspec.structs.replace(at, current=True)
-        case Event.LEAVE if trainer == Trainer.WEIGHTS and at.current:
-            return msgspec.structs.replace(at, trainer=Trainer.AWAY)
-        case Event.WAKE if engines == Engines.WEIGHTS and trainer == Trainer.AWAY:
-            return msgspec.structs.replace(at, engines=Engines.AWAKE)
+        case Event.LEAVE if trainer == TrainerHolds.WEIGHTS and at.current:
+            return msgspec.structs.replace(at, trainer=TrainerHolds.AWAY)
+        case Event.WAKE if engines == EnginesHold.WEIGHTS and trainer == TrainerHolds.AWAY:
+            return msgspec.structs.replace(at, engines=EnginesHold.AWAKE)
         case Event.SEND if answers(at) and count > 0:
             return msgspec.structs.replace(at, requests=at.requests + count)
         case Event.ANSWER if 0 < count <= at.requests:
@@ -100,7 +100,7 @@ def follow(at: Holding, event: Event, count: int = 1) -> Holding:
 
 def answers(at: Holding) -> bool:
     """Whether requests may be sent: the engines are awake, with the trainer's weights."""
-    return at.engines == Engines.AWAKE and at.current
+    return at.engines == EnginesHold.AWAKE and at.current
 
 
 def after(*events: Event) -> Holding:

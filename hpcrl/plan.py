@@ -30,7 +30,7 @@ class Host(msgspec.Struct, frozen=True):
     interface: str = ""
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True):
     """Where one process runs: the host and the slots (GPU numbers) that it owns there; address and interface as in
     Host.
 
@@ -41,7 +41,7 @@ class Placement(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
     address: str = ""
     interface: str = ""
-    also: tuple[Placement, ...] = ()
+    also: tuple[Location, ...] = ()
 
     @property
     def at(self) -> str:
@@ -63,9 +63,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     run_id: str
     attempt: int
-    trainers: tuple[Placement, ...]
-    engines: tuple[Placement, ...]
-    rollout: Placement
+    trainers: tuple[Location, ...]
+    engines: tuple[Location, ...]
+    rollout: Location
     external: tuple[str, ...] = ()
 
     @property
@@ -79,7 +79,7 @@ class Plan(msgspec.Struct, frozen=True):
         places = (*self.trainers, *self.engines, self.rollout)
         return tuple(dict.fromkeys(host for place in places for host in place.hosts))
 
-    def engine_nodes(self, index: int) -> tuple[Placement, ...]:
+    def engine_nodes(self, index: int) -> tuple[Location, ...]:
         """The parts of an engine, one a host; its server sits on the first."""
         return (self.engines[index], *self.engines[index].also)
 
@@ -148,7 +148,7 @@ def visible_devices(
     )
 
 
-def socket_names(place: Placement) -> dict[str, str]:
+def socket_names(place: Location) -> dict[str, str]:
     """The environment that keeps gloo and NCCL on the network of the plan; empty if its interface is not known."""
     if not place.interface:
         return {}
@@ -200,11 +200,11 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     return Plan(run_id, attempt, trainers or (rollout,), engines, rollout, external)
 
 
-def _place(host: Host, slots: Iterable[int], also: tuple[Placement, ...] = ()) -> Placement:
-    return Placement(host.name, tuple(slots), host.address, host.interface, also)
+def _place(host: Host, slots: Iterable[int], also: tuple[Location, ...] = ()) -> Location:
+    return Location(host.name, tuple(slots), host.address, host.interface, also)
 
 
-def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Placement, ...]:
+def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Location, ...]:
     """One Place a rank; their slots are taken out of `free`."""
     nodes = options.actor_num_nodes
     each = options.actor_num_gpus_per_node
@@ -218,7 +218,7 @@ def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int
     return tuple(_place(hosts[name], (free[name].pop(0),)) for name in rooms for _ in range(each))
 
 
-def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Placement:
+def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Location:
     """The first place with `size` free slots: in one host, or else on whole hosts one after another."""
     for name, slots in free.items():
         if len(slots) >= size:

@@ -8,7 +8,7 @@ from pathlib import Path
 import zmq
 
 from bench.queue_roles.work import DIFFERENT, Control, Passes, batches, read, timed
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue import auth
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.rank_state import Rank
@@ -17,7 +17,7 @@ from hpcrl.queue.share_format import Share
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import SampleBatch
 
-PLAN = Plan("bench", 0, (Placement("127.0.0.1", (0,)),), (), Placement("127.0.0.1", ()))
+PLAN = Plan("bench", 0, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
 MICRO_BATCHES = [[[row] for row in range(256)]]
 
 

@@ -38,7 +38,7 @@ from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.findings import last_line
 from hpcrl.launch.probe import Network, choose, report
-from hpcrl.plan import Placement, socket_names
+from hpcrl.plan import Location, socket_names
 from hpcrl.run.command import ask
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.rundir import listed, write_atomic
@@ -243,7 +243,7 @@ def rank_environments(found: dict[str, Card], me: str, network: dict[str, Networ
         "MASTER_PORT": "0",
         **{
             name: os.environ.get(name, value)
-            for name, value in socket_names(Placement(me, (), "", network[me].interface)).items()
+            for name, value in socket_names(Location(me, (), "", network[me].interface)).items()
         },
     }
     return [shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(found[me].ranks)]

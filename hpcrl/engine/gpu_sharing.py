@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.handover import Engines, Event, HandOver, OutOfTurn
+from hpcrl.handover import EnginesHold, Event, HandOver, OutOfTurn
 from hpcrl.token_frames import ABORT
 from hpcrl.weights.engine_http import TURN
 
@@ -66,7 +66,7 @@ class GpuSharingMiddleware:
             return await self._turn(scope, receive, send)
         if path in ALWAYS:
             return await self.app(scope, receive, send)
-        if path in OWNED or (path in UPDATES and self.mine.at.engines != Engines.WEIGHTS):
+        if path in OWNED or (path in UPDATES and self.mine.at.engines != EnginesHold.WEIGHTS):
             return await _refuse(scope, send, f"{path} is out of turn: {self.mine.at}")
         if path in UPDATES:
             return await self.app(scope, receive, send)

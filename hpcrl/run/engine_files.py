@@ -35,7 +35,7 @@ from hpcrl.run.rundir import RunDir, listed, write_atomic
 
 if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options
-    from hpcrl.plan import Placement, Plan
+    from hpcrl.plan import Location, Plan
 
 PAUSE = 1.0  #: seconds from an engine's end to its next start
 _NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
@@ -59,7 +59,7 @@ class EngineLeave(Peer, tag="engine_leave"):
 
 
 class EngineAdded(Peer, tag="engine_added"):
-    """An engine that the plan does not know: where it is, as a `Placementment` of the plan has it.  Its end is never the
+    """An engine that the plan does not know: where it is, as a `Location` of the plan has it.  Its end is never the
     run's."""
 
     role: ClassVar[str] = "engine"
@@ -68,10 +68,10 @@ class EngineAdded(Peer, tag="engine_added"):
     address: str = ""
     interface: str = ""
 
-    def place(self) -> Placement:
-        from hpcrl.plan import Placement
+    def place(self) -> Location:
+        from hpcrl.plan import Location
 
-        return Placement(self.host, self.slots, self.address, self.interface)
+        return Location(self.host, self.slots, self.address, self.interface)
 
 
 def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
@@ -99,9 +99,9 @@ def is_added(rundir: RunDir, index: int) -> bool:
 
 def with_added(rundir: RunDir, plan: Plan) -> Plan:
     """The plan with the engines that were added since: an engine of its own for each number."""
-    from hpcrl.plan import Placement
+    from hpcrl.plan import Location
 
-    engines = [*plan.engines, *(Placement(address, (), address) for address in plan.external)]
+    engines = [*plan.engines, *(Location(address, (), address) for address in plan.external)]
     while (path := _added_file(rundir, len(engines))).name in listed(path.parent):
         found = _read(rundir, path.name)
         if not isinstance(found, EngineAdded):

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.plan import Placement, socket_names
+from hpcrl.plan import Location, socket_names
 
 Role = Literal["trainer", "engine"]
 
@@ -61,7 +61,7 @@ def _deterministic(value: str) -> Callable[[Where], str | None]:
 
 
 def _network(w: Where) -> dict[str, str]:
-    return socket_names(Placement("", (), "", w.interface))
+    return socket_names(Location("", (), "", w.interface))
 
 
 BOTH: tuple[Role, ...] = ("trainer", "engine")

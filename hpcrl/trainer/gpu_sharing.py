@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from hpcrl.handover import ENGINES_UP, Event, HandOver, Trainer
+from hpcrl.handover import ENGINES_UP, Event, HandOver, TrainerHolds
 from hpcrl.queue.client import QueueClient
 from hpcrl.run.role import RoleContext, say
 from hpcrl.trainer.megatron.host_memory import DeviceState
@@ -63,7 +63,7 @@ class GpuSharing:
     @property
     def holds(self) -> bool:
         """Whether the trainer's state is on the GPUs."""
-        return self._mine.at.trainer == Trainer.ALL
+        return self._mine.at.trainer == TrainerHolds.ALL
 
     def take(self) -> None:
         """Make it the trainer's turn, if it is not."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.handover import Engines, Event, HandOver, Holding, OutOfTurn, Trainer, after, answers, follow
+from hpcrl.handover import EnginesHold, Event, HandOver, Holding, OutOfTurn, TrainerHolds, after, answers, follow
 
 ROUND = [Event.TAKE, Event.SHRINK, Event.WAKE_WEIGHTS, Event.UPDATED, Event.LEAVE, Event.WAKE]
 
@@ -34,13 +34,13 @@ def reachable(most: int = 2) -> set[Holding]:
 
 def holds(at: Holding) -> None:
     """What must be true in every state."""
-    if at.trainer == Trainer.ALL:
-        assert at.engines == Engines.ASLEEP
-    if at.engines in (Engines.AWAKE, Engines.STARTING):
-        assert at.trainer == Trainer.AWAY
+    if at.trainer == TrainerHolds.ALL:
+        assert at.engines == EnginesHold.ASLEEP
+    if at.engines in (EnginesHold.AWAKE, EnginesHold.STARTING):
+        assert at.trainer == TrainerHolds.AWAY
     if at.requests:
-        assert at.engines == Engines.AWAKE and at.trainer == Trainer.AWAY and at.current
-    if at.trainer != Trainer.AWAY:
+        assert at.engines == EnginesHold.AWAKE and at.trainer == TrainerHolds.AWAY and at.current
+    if at.trainer != TrainerHolds.AWAY:
         assert not answers(at) and not at.requests
 
 

@@ -20,7 +20,7 @@ from hpcrl.launch.engines.add import command, request_of, script_of
 from hpcrl.launch.engines.join import LifeSign, deaf, where
 from hpcrl.launch.probe import Network, Report
 from hpcrl.launch.site import Site, from_flags
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.run.engine_files import (
     EngineAdded,
     EngineEnd,
@@ -81,9 +81,9 @@ def test_what_has_no_effect_is_refused(rundir: RunDir, capsys: pytest.CaptureFix
 PLAN = Plan(
     "run",
     0,
-    (Placement("a", (0,), "10.0.0.1", "ib0"),),
-    (Placement("a", (1,), "10.0.0.1", "ib0"),),
-    Placement("a", (), "10.0.0.1"),
+    (Location("a", (0,), "10.0.0.1", "ib0"),),
+    (Location("a", (1,), "10.0.0.1", "ib0"),),
+    Location("a", (), "10.0.0.1"),
 )
 
 
@@ -92,7 +92,7 @@ def test_engines_are_added_under_numbers_of_their_own(rundir: RunDir) -> None:
     assert [claim(rundir, PLAN, added) for _ in range(3)] == [1, 2, 3]
     assert not is_added(rundir, 0) and is_added(rundir, 3)
     whole = with_added(rundir, PLAN)
-    assert len(whole.engines) == 4 and whole.engines[3] == Placement("c", (4,), "10.0.0.9", "ib0")
+    assert len(whole.engines) == 4 and whole.engines[3] == Location("c", (4,), "10.0.0.9", "ib0")
     assert not record_end(rundir, 2, "c", 0, 0, True, "killed") and rundir.failure() is None, (
         "its end is never the run's"
     )
@@ -119,7 +119,7 @@ def test_an_added_engine_is_on_the_runs_network() -> None:
     assert where("a", PLAN, None, report()) == ("10.0.0.1", "ib0"), "a host of the run's own"
     with pytest.raises(UsageError, match="host c is not on the run's network"):
         where("c", PLAN, None, report(ETH))
-    alone = Plan("run", 0, (), (), Placement("127.0.0.1", (), "127.0.0.1", "lo"))
+    alone = Plan("run", 0, (), (), Location("127.0.0.1", (), "127.0.0.1", "lo"))
     with pytest.raises(UsageError, match="listens nowhere but there"):
         where("c", alone, None, report(IB))
 

@@ -21,7 +21,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.rollout.engines import teacher
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.run.peers import EnginePeer, peer_file
@@ -505,8 +505,8 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> No
 def test_an_engine_cannot_bind_a_host_that_is_not_its_own(tmp_path: Path, model: Path) -> None:
     engines = Engines(tmp_path / "run", model, engine_start_timeout=60)
     engines.stop()
-    place = Placement("192.0.2.1", (1,))
-    engines.write(Plan("test", 0, (Placement("192.0.2.1", (0,)),), (place,), place))
+    place = Location("192.0.2.1", (1,))
+    engines.write(Plan("test", 0, (Location("192.0.2.1", (0,)),), (place,), place))
     engines.processes = [engines._start(0)]
     code, message = engines.ended()
     assert code != 0

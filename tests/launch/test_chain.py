@@ -18,7 +18,7 @@ from hpcrl.launch.job_request import make_request
 from hpcrl.launch.restarts.chain import hand_over, later, needless, place
 from hpcrl.launch.restarts.restart_policy import broken_hosts, find_broken_host
 from hpcrl.launch.submission import Script
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
 from hpcrl.run.rundir import RunDir
@@ -146,7 +146,7 @@ def test_only_words_of_broken_hardware_make_a_host_broken(line: str, hardware: b
 def broken(job: Job, role: str = "trainer", index: int = 1) -> RunDir:
     rundir = RunDir(job.root)
     rundir.begin()
-    plan = Plan("id", 0, (Placement("n1", (0,)), Placement("n2", (0,))), (Placement("n3", (0,)),), Placement("n3", ()))
+    plan = Plan("id", 0, (Location("n1", (0,)), Location("n2", (0,))), (Location("n3", (0,)),), Location("n3", ()))
     rundir.plan_file.write_bytes(msgspec.json.encode(plan))
     rundir.fail(role, index, "trainer-1 ended with exit code 1; its log is there")
     (rundir.logs / f"{role}-{index}.log").write_text(

@@ -18,7 +18,7 @@ import pytest
 
 from hpcrl.careful_files import Damaged, parse_json, read_json
 from hpcrl.errors import HpcrlError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue import messages
 from hpcrl.queue.share_format import WireError, decode, encode
 from hpcrl.rendezvous.frames import Ask, to_ask, to_bytes
@@ -75,7 +75,7 @@ def of_file(read: Callable[[Path], Any]) -> Callable[[bytes], None]:
 
 
 WHOLE = [bytes(frame) for frame in encode(share(0))]
-PLAN = Plan("run", 0, (Placement("node1", (0, 1)),), (Placement("node2", (0,)),), Placement("node1", ()))
+PLAN = Plan("run", 0, (Location("node1", (0, 1)),), (Location("node2", (0,)),), Location("node1", ()))
 MESSAGES = [
     messages.Hello(messages.PROTOCOL, "run", 0, 0, 2, "client", "host", 1),
     messages.Fetch(3, 4, [1, 2]),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hpcrl.errors import PeerError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue.messages import PROTOCOL, Hello, Reply, join
 from hpcrl.queue.outbox import Outbox
 from hpcrl.queue.rank_state import Calls, Rank
 
-PLAN = Plan("run", 3, (Placement("127.0.0.1", (0,)),), (), Placement("127.0.0.1", ()))
+PLAN = Plan("run", 3, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
 
 
 def outbox(*shares: int) -> Outbox:

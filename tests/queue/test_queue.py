@@ -20,7 +20,7 @@ import zmq
 import zmq.utils.z85
 
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.messages import Ack, Call, Failed, Fetch, Part, Ping, Pong, Reply, Welcome, WhoAreYou
@@ -748,18 +748,18 @@ def test_new_keys_replace_all_old_ones(rundir: RunDir) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_it_never_listens_on_every_interface(host: str) -> None:
     with pytest.raises(UsageError, match="every interface"):
-        sockets.bind_address(Plan("r", 0, (HERE,), (), Placement(host, ())))
+        sockets.bind_address(Plan("r", 0, (HERE,), (), Location(host, ())))
 
 
 def test_a_loopback_address_is_of_no_use_to_other_hosts() -> None:
     with pytest.raises(UsageError, match="which other hosts cannot reach"):
-        sockets.bind_address(Plan("r", 0, (Placement("node1", (0,)),), (), Placement("127.0.0.1", ())))
+        sockets.bind_address(Plan("r", 0, (Location("node1", (0,)),), (), Location("127.0.0.1", ())))
     with pytest.raises(UsageError, match="no-such-host of the plan has no address"):
-        sockets.bind_address(Plan("r", 0, (HERE,), (), Placement("no-such-host", ())))
+        sockets.bind_address(Plan("r", 0, (HERE,), (), Location("no-such-host", ())))
 
 
 def test_it_listens_on_the_plans_host_on_a_port_of_the_systems_choice(rundir: RunDir) -> None:
-    away = Plan("run-a", 0, (Placement("192.0.2.1", (0,)),), (), Placement("192.0.2.1", ()))
+    away = Plan("run-a", 0, (Location("192.0.2.1", (0,)),), (), Location("192.0.2.1", ()))
     with pytest.raises(HpcrlError, match=r"the queue cannot listen on 192.0.2.1: .*; is this the host"):
         Served(rundir, plan=away)
     one, two = Served(rundir), find(rundir, RolloutPeer)

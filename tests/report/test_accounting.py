@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.plan import Host, Placement, Plan
+from hpcrl.plan import Host, Location, Plan
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.accounting import HOUR, AttemptSpent, Owner, Spent, costs, divide
 from hpcrl.report.timeline.names import (
@@ -144,7 +144,7 @@ def test_an_attempt_that_never_trained_is_lost() -> None:
 
 # ---- from a run directory
 
-PLAN = Plan("id", 0, (Placement("n1", (0,)), Placement("n1", (1,))), (Placement("n2", (0, 1)),), Placement("n3", ()))
+PLAN = Plan("id", 0, (Location("n1", (0,)), Location("n1", (1,))), (Location("n2", (0, 1)),), Location("n3", ()))
 
 
 def lines(path: Path, header: Header, *spans: Span) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import desk as desks
 from hpcrl.rollout.engines.desk import EngineDesk
@@ -50,9 +50,9 @@ class Office:
         self.plan = Plan(
             "test",
             0,
-            (Placement("a", (0,)),),
-            tuple(Placement("a", (i,)) for i in range(len(scripts))),
-            Placement("a", ()),
+            (Location("a", (0,)),),
+            tuple(Location("a", (i,)) for i in range(len(scripts))),
+            Location("a", ()),
         )
 
     def engine(self, script: Script | None = None) -> FakeEngine:

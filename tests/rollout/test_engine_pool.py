@@ -20,7 +20,7 @@ from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import dispatch
 from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
@@ -62,8 +62,8 @@ class Bench:
         self.engines = [self.stack.enter_context(FakeEngine(script, keys_of(rundir))) for script in scripts]
         for index, engine in enumerate(self.engines):
             publish(rundir, EnginePeer(host="127.0.0.1", port=engine.port, model_len=model_len, lean=self.lean), index)
-        places = tuple(Placement("node7", (i,)) for i in range(len(scripts)))
-        plan = Plan("test", 0, (Placement("node7", (0,)),), places, Placement("node7", ()))
+        places = tuple(Location("node7", (i,)) for i in range(len(scripts)))
+        plan = Plan("test", 0, (Location("node7", (0,)),), places, Location("node7", ()))
 
         async def go() -> Any:
             pool = EnginePool(rundir, plan, Options(**({"request_timeout": 5, "engine_restarts": 0} | options)))
@@ -289,7 +289,7 @@ def test_a_cancelled_request_leaves_its_engine(bench: Bench) -> None:
 def test_an_engine_that_never_comes_up_is_named(bench: Bench, tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
-    plan = Plan("test", 0, (), (Placement("node7", (0,)),), Placement("node7", ()))
+    plan = Plan("test", 0, (), (Location("node7", (0,)),), Location("node7", ()))
     with pytest.raises(
         DeadlineError, match=r"engine-0 on node7 did not come up within --engine-start-timeout 0 s; see .*engine-0\.log"
     ):

@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch.engines.serve import borrow, prepare
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import client_keys, http_key, make_keys, server_keys
 from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -25,7 +25,7 @@ from hpcrl.run.engine_files import EngineAdded, claim, end_of, let_leave, with_a
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
 
-HERE = Placement("127.0.0.1", (0,))
+HERE = Location("127.0.0.1", (0,))
 
 
 class Served:

@@ -10,11 +10,11 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import probe
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.run.role import open_role, read_plan
 from hpcrl.run.rundir import RunDir
 
-PLAN = Plan("run", 0, (Placement("a", (0,)),), (), Placement("a", ()))
+PLAN = Plan("run", 0, (Location("a", (0,)),), (), Location("a", ()))
 
 
 @pytest.fixture

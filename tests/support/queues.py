@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue import auth, messages
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.server import QueueServer
 from hpcrl.run.peers import RolloutPeer, find, publish
 from hpcrl.run.rundir import RunDir, write_atomic
 
-HERE = Placement("127.0.0.1", (0,))
+HERE = Location("127.0.0.1", (0,))
 PLAN = Plan("run-a", 0, (HERE, HERE), (), HERE)
 WAIT = 20.0
 

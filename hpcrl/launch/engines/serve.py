@@ -27,7 +27,7 @@ from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.plan import Placement, Plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import HTTP_KEY, borrow_keys, lend_keys, make_engine_keys
 from hpcrl.run.rundir import RunDir, write_atomic
 
@@ -88,7 +88,7 @@ def _choose(stages: dict[str, Options], name: str | None) -> Options:
 def prepare(options: Options, listen: str, keys: Path) -> RunDir:
     """The directory that one server is started from.  HpcrlError where nothing can be written."""
     host, port = split_address(listen, "--listen")
-    place = Placement(host, tuple(range(options.rollout_num_gpus_per_engine)), host)
+    place = Location(host, tuple(range(options.rollout_num_gpus_per_engine)), host)
     try:
         make_engine_keys(keys)
         rundir = RunDir.create(tempfile.mkdtemp(prefix=f"engine-{port}-", dir=keys), ("keys", "attempts", "logs"))
