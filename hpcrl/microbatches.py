@@ -105,14 +105,6 @@ def _packed(sizes: Sequence[int], dp: int, limit: int, multiple: int, balance: b
     return [_largest_first(sizes, [found[number] for number in rank]) for rank in ranks]
 
 
-def _pack(sizes: Sequence[int], order: Sequence[int], count: int, limit: int) -> list[list[int]] | None:
-    """`order`, sorted by falling size, in `count` parts of about equal sum; None if one would exceed the limit."""
-    found = _longest_first(sizes, order, count, limit)
-    if found is None and len(order) <= FEW * count:
-        return _best_fit(sizes, order, count, limit)
-    return found
-
-
 def _first_try(sizes: Sequence[int], order: Sequence[int], limit: int) -> int:
     """The number of micro-batches to begin with: the least; where each holds many samples, so many that it will do.
 

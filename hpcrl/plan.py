@@ -178,7 +178,7 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
     may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each
-    other.  With --colocate, engines take the same slots as trainers.  With --debug-rollout-only there is no trainer, but
+    other.  With --colocate, engines take the same slots as trainers.  With --debug-rollout-only there is no trainer but
     a process without slots that drives the rollouts, on the rollout process's host.
 
     UsageError names the host and the number that do not fit.

@@ -52,7 +52,8 @@ def convert(
     progress(done, total): wraps the files as they are finished.  UsageError if `output` is there already and `force` is
     not given; DataError names a tensor that cannot be quantised, or a damaged file; then nothing is left behind.
     """
-    config, held = _config(source), listing(source)
+    config = _config(source)
+    held = listing(source)
     if not held:
         raise DataError(f"{source} has no model.safetensors", "name a Hugging Face model directory with safetensors")
     taken = _taken(source, held, scheme)

@@ -191,7 +191,8 @@ def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
         number = expert[2] or expert[7]
         module = expert[3] or expert[5]
         what = expert[4] or expert[6]
-        name, at = f"{head}.experts.{module}.{what}", (int(number),)
+        name = f"{head}.experts.{module}.{what}"
+        at = (int(number),)
     if name in stored.tensors:
         return name, at
     if (layer := _LAYER.fullmatch(name)) and (key := layer[1] + layer[3]) in stored.tensors:

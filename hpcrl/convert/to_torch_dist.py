@@ -161,7 +161,8 @@ def convert(options: Options, ranks: Any) -> Path:
     from hpcrl.trainer.megatron.hf_weights import load_hf
 
     root = Path(str(options.save))
-    final, staging = root / "release", root / ".partial-release"
+    final = root / "release"
+    staging = root / ".partial-release"
     agree(lambda: _prepare(root, final, staging), ranks.rank == 0)
     policy = model.build(options, ranks, trainable=False)
     _take_dtypes(policy, Path(str(options.hf_checkpoint)))

@@ -131,7 +131,8 @@ async def _refuse(scope: Scope, send: Send, text: str) -> None:
 
 
 async def _body(receive: Receive) -> bytes:
-    body, more = b"", True
+    body = b""
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":

@@ -65,7 +65,8 @@ def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[st
         raise HpcrlError(
             f"engine {index} lies on {len(places)} hosts, and {MEETING} does not say where they meet"
         ) from None
-    first, node = places[0].at, node_of(environment)
+    first = places[0].at
+    node = node_of(environment)
     found: dict[str, Any] = {"nnodes": len(places), "node_rank": node, "master_addr": first, "master_port": port}
     if options.engine_data_parallel_size > 1:
         found |= {"data_parallel_address": first, "data_parallel_rpc_port": rpc_port}

@@ -76,13 +76,15 @@ class ExpertTables:
 
     def _whose(self) -> list[RequestRows]:
         """The rows of the pass that has just begun, of requests that ask."""
-        batch, found = self._runner.input_batch, []
+        batch = self._runner.input_batch
+        found = []
         bounds = self._runner.query_start_loc.np
         for number, name in enumerate(batch.req_ids):
             params = self._runner.requests[name].sampling_params
             if params is None or not (params.extra_args or {}).get(EXPERTS):
                 continue
-            begin, end = int(bounds[number]), int(bounds[number + 1])
+            begin = int(bounds[number])
+            end = int(bounds[number + 1])
             position = int(batch.num_computed_tokens_cpu[number])
             table = self._tables.get(name)
             if (

@@ -5,8 +5,8 @@ vLLM stacks all experts of a worker into two parameters: w13_weight [experts, ga
 intermediate size.  That arrangement is a permutation; `unpacking` finds it by having vLLM arrange the numbers of the
 elements, so nothing here depends on how it looks, and what is shown is what the layer multiplies with.
 
-Invariant: an arrangement that is not a permutation, or that is not known to leave the matrices as they are, is never shown
-as if it were one: `experts` then returns None.
+Invariant: an arrangement that is not a permutation, or that is not known to leave the matrices as they are, is never
+shown as if it were one: `experts` then returns None.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ def experts(path: str, layer: Any, others: set[int]) -> dict[str, TensorShard] |
     """
     own = {name for name, p in layer._parameters.items() if p is not None and id(p) not in others}
     gate, up, down = (getattr(layer, f"ckpt_{name}_name", name) for name in ("gate_proj", "up_proj", "down_proj"))
-    prefix, config = path.partition(".experts")[0], layer.moe_config
+    prefix = path.partition(".experts")[0]
+    config = layer.moe_config
     parallel = config.moe_parallel_config
     copies = getattr(parallel, "enable_eplb", False)  # places then change while the engine runs
     if own != {"w13_weight", "w2_weight"} or up is None or copies or _isa(layer) is None:
         return None
     hidden = getattr(config, "hidden_dim_unpadded", None) or layer.hidden_size
     width = getattr(config, "intermediate_size_per_partition_unpadded", None) or layer.intermediate_size_per_partition
-    whole, start = width * parallel.tp_size, width * parallel.tp_rank
+    whole = width * parallel.tp_size
+    start = width * parallel.tp_rank
     dtype = str(layer.w13_weight.dtype).removeprefix("torch.")
     places = layer.expert_map.tolist() if layer.expert_map is not None else list(range(layer.global_num_experts))
     found = {}

@@ -129,7 +129,8 @@ def _opaque_prefixes(path: str, packed: Mapping[str, Sequence[str]]) -> list[str
 
 def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str]) -> dict[str, TensorShard]:
     """An embedding, or the head that turns states into logits (which may be the same tensor, packed another time)."""
-    shard, name = layer.shard_indices, f"{path}.weight"
+    shard = layer.shard_indices
+    name = f"{path}.weight"
     is_head = isinstance(layer, ParallelLMHead) or path.rpartition(".")[2] == "lm_head"
     owner = owners.setdefault(id(layer.weight), name)
     rows: Segment = (shard.org_vocab_start_index, shard.num_org_elements)
@@ -168,7 +169,8 @@ def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]])
     if len(names) == len(local):
         groups = [[i] for i in range(len(local))]
     else:  # fused in the checkpoint too
-        names, groups = [path], [list(range(len(local)))]
+        names = [path]
+        groups = [list(range(len(local)))]
     columns = None
     if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
         columns = (layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition)

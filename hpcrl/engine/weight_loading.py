@@ -175,7 +175,8 @@ class NoUpdate(WeightTransferUpdateInfo):
 class PiecesReceiver(Receiver):
     """Takes pieces, which weight_receiver.py hands to it."""
 
-    init_info_cls, update_info_cls = NoInit, NoUpdate
+    init_info_cls = NoInit
+    update_info_cls = NoUpdate
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass

@@ -90,7 +90,8 @@ class WorkerExtension:
         Returns how many were compared, which differ, and which were expected and cannot be shown.
         """
         wanted: dict[str, str] = json.loads(expected)[str(self.rank)]
-        different, compared = [], 0
+        different = []
+        compared = 0
         for name, tensor in shown(self._hpcrl_held()):
             compared += 1
             if wanted.pop(name, None) != digest(tensor):

@@ -76,7 +76,8 @@ def stage_layers(layers: int, layout: Layout, stage: int, megatron: Mapping[str,
 
     megatron: fields that the user set; read are the lengths of uneven first and last stages.
     """
-    first, last = megatron.get(FIRST), megatron.get(LAST)
+    first = megatron.get(FIRST)
+    last = megatron.get(LAST)
     if first or last:
         middle = layout.pp - bool(first) - bool(last)
         rest = layers - (first or 0) - (last or 0)

@@ -132,7 +132,8 @@ def tokens_per_gpu(options: Options) -> int:
 
 def activation_bytes(options: Options, fields: Mapping[str, Any], layout: Layout, stage: int) -> float:
     """What the layers of a stage keep for the backward pass, of all micro-batches that are under way there."""
-    told, tokens = options.megatron, tokens_per_gpu(options)
+    told = options.megatron
+    tokens = tokens_per_gpu(options)
     layers = stage_layers(fields["num_layers"], layout, stage, told)
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
     item = weight_bytes(options)
@@ -156,7 +157,8 @@ def micro_batches(layout: Layout, stage: int) -> float:
 
     1F1B: pp - stage.  With v virtual stages: ((v - 1) pp + 2 (pp - stage - 1) + 1) chunks of 1 / v.
     """
-    v, behind = layout.virtual_stages, layout.pp - stage - 1
+    v = layout.virtual_stages
+    behind = layout.pp - stage - 1
     return behind + 1 if v == 1 else ((v - 1) * layout.pp + 2 * behind + 1) / v
 
 
@@ -173,7 +175,8 @@ def _spared(told: Mapping[str, Any]) -> frozenset[str]:
 
 def layer_bytes(fields: Mapping[str, Any], layout: Layout, experts: bool, item: int, spared: frozenset[str]) -> float:
     """Bytes a token that one layer keeps, with attention that does not keep its scores (flash)."""
-    hidden, split = fields["hidden_size"], _split(layout)
+    hidden = fields["hidden_size"]
+    split = _split(layout)
     heads, groups, head = (fields[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     norms = 2 * split * hidden  # the input of each norm: also the residual's
     normed = 0 if "normed" in spared else 2 * split * hidden

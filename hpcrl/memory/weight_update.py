@@ -97,7 +97,8 @@ def in_pieces(
 ) -> Update:
     """The plan of a resharded update.  in_place: whether bytes of a rank's own host are read where they lie."""
     fields = family.transformer(config)
-    layouts, rules = Layouts(), list(_once(family.tensors(config)))
+    layouts = Layouts()
+    rules = list(_once(family.tensors(config)))
     held = _Held(options, config, fields)
     needed = _Needed(options, fields, len(plan.engines))
     parts: dict[str, list[tuple[Shape, Pattern]]] = {}
@@ -237,7 +238,8 @@ class _Needed:
             if owner is not None or rule.kind == "same":
                 yield worker, [(0, shape[0])] if owner in (None, local) else [], None
                 continue
-            place, pieces = local % parts, parts
+            place = local % parts
+            pieces = parts
             if repeated and self.groups < parts:
                 place = place * self.groups // parts
                 pieces = self.groups
@@ -298,7 +300,8 @@ CARRIED = {
 
 
 def _gathered_lines(update: Gathered) -> Iterator[str]:
-    size, seconds = update.bytes / GB, update.seconds
+    size = update.bytes / GB
+    seconds = update.seconds
     yield (
         "weights of one update, gathered: whole tensors, collected by rank 0 and handed to the engines "
         "(planned; docs/weights.md)"

@@ -56,12 +56,14 @@ def check_same_vocabulary(directory: Path, flag: str, own: Path) -> None:
 
     own: the directory of --hf-checkpoint.
     """
-    theirs, ours = _size(directory, flag), _size(own)
+    theirs = _size(directory, flag)
+    ours = _size(own)
     if theirs != ours:
         raise DataError(
             f"{flag} {directory} has a vocabulary of {theirs} tokens, --hf-checkpoint {own} of {ours}", HINT
         )
-    a, b = _tokens(directory, flag), _tokens(own)
+    a = _tokens(directory, flag)
+    b = _tokens(own)
     if a and b and (different := sorted(id for id in a.keys() | b.keys() if a.get(id) != b.get(id))):
         first = different[0]
         said = f"token {first} is {a.get(first)!r} in {flag} {directory} and {b.get(first)!r} in --hf-checkpoint {own}"

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from hpcrl.errors import DataError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 AGAIN = "download or copy the model again"
 #: torch's names by those of safetensors
 DTYPES = {

@@ -121,7 +121,8 @@ class TorchDist:
 
         DataError if the pieces do not make up the whole of it, or cannot be read.
         """
-        stored, lead = self.all[key], len(at)
+        stored = self.all[key]
+        lead = len(at)
         parts = [(offset, shape) for offset, shape in stored.pieces if _holds(offset, shape, at)]
         wanted = stored.shape[lead:]
         if sum(_count(shape[lead:]) for _, shape in parts) != _count(wanted):

@@ -13,7 +13,8 @@ from hpcrl.models.family import Config, Rule, refuse, require, rope, tied
 
 #: of every config.json
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+M = "decoder.layers.{layer}."
+H = "model.layers.{layer}."
 
 
 def settings(config: Config, *, needed: Sequence[str] = (), rope_types: Sequence[str] = ("default",)) -> dict[str, Any]:

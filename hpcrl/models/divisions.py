@@ -80,11 +80,13 @@ def _exchanged_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageErr
 
 
 def _stages(o: Options, layers: int) -> Iterator[UsageError]:
-    stages, megatron = o.pipeline_model_parallel_size, o.megatron
+    stages = o.pipeline_model_parallel_size
+    megatron = o.megatron
     if stages == 1 or any(megatron.get(name) for name in _OTHER_CUTS):
         return
     ends = {name: megatron[name] for name in (_FIRST, _LAST) if megatron.get(name)}
-    rest, middle = layers - sum(ends.values()), stages - len(ends)
+    rest = layers - sum(ends.values())
+    middle = stages - len(ends)
     said = " and ".join(
         [f"--pipeline-model-parallel-size {stages}", *(as_flag(name, value) for name, value in ends.items())]
     )

@@ -127,7 +127,8 @@ def registry() -> dict[str, Family]:
 
 def find_family(config: Config, directory: str | Path) -> Family:
     """The family of a config.json.  DataError names the model type and the ones there are."""
-    known, asked = registry(), config.get("model_type")
+    known = registry()
+    asked = config.get("model_type")
     if asked not in known:
         raise DataError(f"{directory}: model type {asked!r} is not supported", f"supported: {', '.join(sorted(known))}")
     return known[asked]
@@ -145,7 +146,8 @@ def check_spec(words: Sequence[str], config: Config) -> None:
     """UsageError unless --spec, if it is given, names the family of this config.json."""
     if not words:
         return
-    named, shown = named_by_spec(words), f"--spec {' '.join(words)}"
+    named = named_by_spec(words)
+    shown = f"--spec {' '.join(words)}"
     if named is None:
         known = sorted(" ".join(spec) for family in registry().values() for spec in family.specs)
         raise UsageError(f"{shown} names no model family", f"known: {'; '.join(known)}; or leave the flag out")

@@ -131,7 +131,8 @@ def _expression(node: ast.expr) -> int | list[int]:
         if all(isinstance(item, int) for item in items):
             return items
     if isinstance(node, ast.BinOp):
-        left, right = _expression(node.left), _expression(node.right)
+        left = _expression(node.left)
+        right = _expression(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right <= MOST:

@@ -21,7 +21,8 @@ def settings(config: Config, experts: int, sparse: Sequence[bool]) -> dict[str, 
 
     DataError if no layer has any, or if a token goes to more experts than there are.
     """
-    chosen, kind = config["num_experts_per_tok"], config["model_type"]
+    chosen = config["num_experts_per_tok"]
+    kind = config["model_type"]
     if not any(sparse):
         raise DataError(f"config.json of this {kind} model leaves no layer with experts")
     if not FEWEST <= chosen <= experts:

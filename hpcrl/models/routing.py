@@ -15,7 +15,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.family import Config, find_family
 
-R2, R3 = "--use-routing-replay", "--use-rollout-routing-replay"
+R2 = "--use-routing-replay"
+R3 = "--use-rollout-routing-replay"
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ class Qkv(Cut):
         for group in range(begin // sum(each), -(-end // sum(each))):
             top = group * sum(each)
             for tensor, rows in enumerate(each):
-                first, last = max(begin, top), min(end, top + rows)
+                first = max(begin, top)
+                last = min(end, top + rows)
                 if last > first:
                     start = group * rows + first - top
                     yield SourceRectangle(tensor, (start, start + last - first), None, first - begin)

@@ -63,7 +63,8 @@ def divide(sizes: np.ndarray, sender: np.ndarray, destination: np.ndarray, limit
     count = len(sizes)
     if not count:
         return np.zeros(0, dtype=np.int64)
-    senders, destinations = int(sender.max()) + 1, int(destination.max()) + 1
+    senders = int(sender.max()) + 1
+    destinations = int(destination.max()) + 1
     busiest = max(np.bincount(sender, sizes).max(), np.bincount(destination, sizes).max())
     total = np.cumsum(sizes)
     runs = max(1, int(np.ceil(busiest / limit)))

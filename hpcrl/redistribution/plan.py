@@ -115,7 +115,8 @@ class Redistribution:
     def largest(self) -> tuple[int, int]:
         """(most bytes that a rank packs for one round, most that a destination takes in one), with the gaps between
         pieces."""
-        packed, found = padded(self.nbytes), []
+        packed = padded(self.nbytes)
+        found = []
         taken = packed * self._far() if self.in_place else packed
         for sizes, who, count in ((packed, self.sender, self.ranks), (taken, self.destination, len(self.destinations))):
             found.append(int(np.bincount(self.round * count + who, sizes).max()) if len(sizes) else 0)
@@ -136,8 +137,8 @@ def redistribute(
     """The plan, the same wherever it is made.
 
     hosts: of each rank; limit: bytes that a rank packs, and a destination takes, in one round.  Copies on a
-    destination's own host are preferred.  in_place: a destination reads bytes of ranks of its own host in place, so they
-    take none of its memory and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is
+    destination's own host are preferred.  in_place: a destination reads bytes of ranks of its own host in place, so
+    they take none of its memory and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is
     below 64 bytes.
     """
     if limit < ALIGN:
@@ -314,7 +315,8 @@ def _cut_at(pieces: Columns, edges: np.ndarray) -> Columns:
     source = np.concatenate([np.arange(len(end)), cuts[:, 0]])
     top = np.concatenate([pieces["top"], cuts[:, 1]])
     order = np.lexsort((top, source))
-    source, top = source[order], top[order]
+    source = source[order]
+    top = top[order]
     cut = {name: column[source] for name, column in pieces.items()}
     last = np.append(source[1:] != source[:-1], True)
     bottom = np.where(last, cut["bottom"], np.append(top[1:], 0))

@@ -114,7 +114,8 @@ def targets(
     end = min(right, start + columns[1]) if columns is not None else right
     at = 0
     for row, length in rows:
-        first, last = max(top, row), min(bottom, row + length)
+        first = max(top, row)
+        last = min(bottom, row + length)
         if first < last and begin < end:
             yield (
                 (slice(at + first - row, at + last - row), slice(begin - start, end - start)),

@@ -83,7 +83,8 @@ def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
 
     If it fails on any rank, all ranks raise the error of the first that failed: none continues alone.
     """
-    result, error = None, None
+    result = None
+    error = None
     if wanted:
         try:
             result = action()
@@ -111,7 +112,8 @@ def agree_in_step(action: Callable[[], Any]) -> Any:
     this rank's alone and raised at once: the others may wait for it in the middle of `action`, and end as this rank's
     connections do.
     """
-    result, told = None, None
+    result = None
+    told = None
     try:
         result = action()
     except CheckpointException as error:
@@ -161,7 +163,8 @@ def gather_uneven(piece: torch.Tensor, group: Any, sizes: Sequence[int]) -> torc
 
 def reduce_scatter_uneven(whole: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
     """The sum over ranks of their `whole`'s rows that belong to this rank; sizes: rows of each rank."""
-    mine, ranks = sizes[group.rank()], len(sizes)
+    mine = sizes[group.rank()]
+    ranks = len(sizes)
     found = whole.new_empty(mine * ranks, *whole.shape[1:])
     dist.all_to_all_single(found, whole.contiguous(), [mine] * ranks, list(sizes), group=group)
     return found.view(ranks, mine, *whole.shape[1:]).sum(0)

@@ -134,7 +134,8 @@ class Trainer:
         at = self.context.plan.trainers[self.ranks.rank].at
         keys = client_keys(self.context.rundir, 0, "weights")
         self.exporter = WeightExporter(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
-        rundir, options = self.context.rundir, self.options
+        rundir = self.context.rundir
+        options = self.options
         sender = WeightSender(
             rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written
         )
@@ -189,7 +190,8 @@ class Trainer:
         check_staleness(share, self.at.version, self.options.staleness_bound)
         others = self.others.of_share(share.version, self.at.version)
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
-        trains, version = self.timeline.now(), self.at.version
+        trains = self.timeline.now()
+        version = self.at.version
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
         self.timeline.add(LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
         self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
@@ -256,7 +258,8 @@ class Trainer:
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
         """The answer to what is answered once samples are made: the time counts as waiting for them."""
-        begun, at = time.monotonic(), self.timeline.now()
+        begun = time.monotonic()
+        at = self.timeline.now()
         answer = ask(*args)
         self.waited += time.monotonic() - begun
         self.timeline.add(WAIT, at, self.timeline.now())

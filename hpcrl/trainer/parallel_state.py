@@ -34,7 +34,7 @@ class Ranks:
     """This process's place: global rank, and rank and size in each kind of parallelism.
 
     Experts are laid over the same ranks in a way of their own: etp ranks share one expert, ep ranks share out the
-    experts of a layer, edp ranks hold copies.
+    experts of a layer.
     """
 
     rank: int
@@ -51,7 +51,6 @@ class Ranks:
     ep_size: int
     etp_rank: int
     etp_size: int
-    edp_rank: int
     device: torch.device
 
     @property
@@ -110,7 +109,6 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        edp_rank=parallel_state.get_expert_data_parallel_rank(),
         device=device,
     )
     _seed(options.seed, ranks)

@@ -225,7 +225,8 @@ class WeightStream:
 
         The others raise nothing: rank 0 decides what happens next.
         """
-        sent, error = 0, None
+        sent = 0
+        error = None
         try:
             sent = work() or 0
         except Exception as caught:  # noqa: BLE001  (told to rank 0)

@@ -67,7 +67,8 @@ class Bucket:
 
 
 def _check(bucket: Bucket) -> None:
-    end, names = 0, set()
+    end = 0
+    names = set()
     for slot in bucket.slots:
         if not isinstance(slot.name, str) or not slot.name or slot.name in names:
             raise ValueError(f"malformed bucket: name {slot.name!r} is empty, repeated or no text")
@@ -142,7 +143,8 @@ def fill(
     number = 0
     buffer = None
     for name, tensor in tensors:
-        dtype, shape = dtype_name(tensor), tuple(tensor.shape)
+        dtype = dtype_name(tensor)
+        shape = tuple(tensor.shape)
         if not packer.fits(dtype, shape):
             assert buffer is not None
             yield packer.take(), buffer, False

@@ -3,7 +3,6 @@
     quantize_block(weight, (128, 128))      a scale for each block; the last ones of a row or column may be smaller
     quantize_channel(weight)                a scale for each row
     quantize_tensor(weight)                 one scale
-    dequantize(quantized, scale, block)     what an engine multiplies with
     quantized(stream, config)               a stream of named tensors, as in a checkpoint with that quantization_config
 
 A scale is the largest absolute value over 448, the largest number of e4m3; with `power_of_two` it is rounded up to a
@@ -87,14 +86,6 @@ def quantize_tensor(weight: torch.Tensor, power_of_two: bool = False) -> tuple[t
     for start in range(0, len(weight), step):
         quantized[start : start + step] = encode(weight[start : start + step].float(), scale)
     return quantized, scale
-
-
-def dequantize(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None = None) -> torch.Tensor:
-    """The fp32 matrix that codes and scales stand for; `block` for scales of blocks, None for rows or one scale."""
-    if block is not None:
-        rows, columns = quantized.shape
-        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return quantized.float() * scale
 
 
 def _check(weight: torch.Tensor) -> None:

@@ -63,7 +63,8 @@ def broadcast(group: GlooGroup, tensor: torch.Tensor, seconds: float, watch: Cal
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     work = group.group.broadcast([tensor], options)
-    end, pause = time.monotonic() + seconds, 1e-5
+    end = time.monotonic() + seconds
+    pause = 1e-5
     while not work.is_completed():
         watch()
         if time.monotonic() > end:

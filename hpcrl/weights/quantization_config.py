@@ -27,7 +27,8 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
     """
     if not config:
         return None
-    method, fmt = config.get("quant_method"), config.get("fmt", "e4m3")
+    method = config.get("quant_method")
+    fmt = config.get("fmt", "e4m3")
     power = config.get("scale_fmt") == "ue8m0"
     if (
         method == "fp8"

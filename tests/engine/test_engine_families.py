@@ -12,10 +12,11 @@ import torch
 from hpcrl.convert.to_fp8 import convert
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.weights.engine_http import HttpError
-from hpcrl.weights.fp8 import Scheme, dequantize, quantized
+from hpcrl.weights.fp8 import Scheme, quantized
 from hpcrl.weights.sender import Differs
 from tests.support.engines import CLOSE, LONG, SMALL, Engines, Pairs, Reference, Side, connected, raw_push
 from tests.support.forked_engines import Nursery
+from tests.support.fp8 import dequantize
 from tests.support.tiny import make_family
 
 pytestmark = pytest.mark.vllm

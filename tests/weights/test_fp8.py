@@ -24,13 +24,13 @@ from hpcrl.weights.bucket import fill, views
 from hpcrl.weights.fp8 import (
     FP8,
     Scheme,
-    dequantize,
     quantize_block,
     quantize_channel,
     quantize_tensor,
     quantized,
     scheme_of,
 )
+from tests.support.fp8 import dequantize
 from tests.support.tiny import make_family
 
 BLOCK = (32, 48)  # divides none of the sizes of the tiny models in both directions

@@ -139,7 +139,8 @@ class Assembly:
         counts: the change counts of a message that brings changes (`hpcrl.weights.pieces.elements`).  ValueError for
         impossible ones.
         """
-        complete, places = [], self._places(number, counts)
+        complete = []
+        places = self._places(number, counts)
         for which, ours, (index, top, bottom, left, right, offset) in self.mine.get(number, ()):
             tensor = self.receive_plan.tensors[index]
             area = (top, bottom, left, right)
@@ -193,7 +194,8 @@ class Assembly:
         if not count:
             return
         top, bottom, left, right = area
-        width, item = right - left, ITEM_BYTES[tensor.dtype]
+        width = right - left
+        item = ITEM_BYTES[tensor.dtype]
         at, values = read(buffer, count, (bottom - top) * width, item)
         row = at // width
         column = at % width

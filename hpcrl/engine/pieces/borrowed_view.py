@@ -116,6 +116,7 @@ def _settled(tensor: BorrowedView) -> torch.Tensor:
 def _narrowed(tensor: BorrowedView, dim: int = 0, start: int | None = None, end: int | None = None) -> BorrowedView:
     dim %= 2
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
-    area, at = list(tensor.area), 2 * dim
+    area = list(tensor.area)
+    at = 2 * dim
     area[at], area[at + 1] = tensor.area[at] + first, tensor.area[at] + max(first, last)
     return BorrowedView(tensor.borrowed, (area[0], area[1], area[2], area[3]))

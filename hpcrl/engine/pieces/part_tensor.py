@@ -107,7 +107,8 @@ def _narrowed(
     at = 0
     begin = 0
     for offset, length in tensor.spans[dim]:
-        low, high = max(first, offset), min(last, offset + length)
+        low = max(first, offset)
+        high = min(last, offset + length)
         if low < high:
             if not kept:
                 begin = at + low - offset
@@ -119,7 +120,8 @@ def _narrowed(
 
 def _unsqueezed(tensor: PartTensor, dim: int) -> torch.Tensor:
     dim %= tensor.dim() + 1
-    shape, spans = list(tensor.shape), list(tensor.spans)
+    shape = list(tensor.shape)
+    spans = list(tensor.spans)
     shape.insert(dim, 1)
     spans.insert(dim, ((0, 1),))
     return _made(shape, tensor.part.unsqueeze(dim), spans)

@@ -223,7 +223,8 @@ def join(command: WorkerJoinCommand, rank: str, held: Holdings) -> PieceReceiver
     """Meet the others.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would
     come."""
     number, which = command.workers[rank]
-    receive_plan, update_group = command.receive_plans[which], command.update_group
+    receive_plan = command.receive_plans[which]
+    update_group = command.update_group
     for tensor in receive_plan.tensors:
         if held.wants(tensor.name) != (tensor.shape, tensor.dtype):
             raise ValueError(

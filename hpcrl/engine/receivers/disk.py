@@ -40,7 +40,8 @@ class DiskUpdate(WeightTransferUpdateInfo):
 class DiskReceiver(Receiver):
     """Reads what the trainer wrote."""
 
-    init_info_cls, update_info_cls = DiskInit, DiskUpdate
+    init_info_cls = DiskInit
+    update_info_cls = DiskUpdate
 
     def init_transfer_engine(self, init_info: DiskInit) -> None:
         pass

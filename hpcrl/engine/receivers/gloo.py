@@ -43,7 +43,8 @@ class GlooReceiver(Receiver):
     """Takes part in the trainer's broadcasts.  Bytes are received before anything can be refused: others wait for
     us."""
 
-    init_info_cls, update_info_cls = GlooInit, GlooUpdate
+    init_info_cls = GlooInit
+    update_info_cls = GlooUpdate
     group: gloo_group.GlooGroup | None = None
     seconds = 0.0
 

@@ -34,7 +34,8 @@ class ShmUpdate(WeightTransferUpdateInfo):
 class ShmReceiver(Receiver):
     """Reads the trainer's shared memory.  Everything is checked before anything is loaded."""
 
-    init_info_cls, update_info_cls = ShmInit, ShmUpdate
+    init_info_cls = ShmInit
+    update_info_cls = ShmUpdate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

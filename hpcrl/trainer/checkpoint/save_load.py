@@ -118,7 +118,8 @@ def told(final: Path) -> Iterator[None]:
         yield
     except HpcrlError as error:
         hint = f"{error.hint}; the" if error.hint else "the"
-        free, space = "", ""
+        free = ""
+        space = ""
         if storage_errors.lacks_space(error.what, final.parent, _still_needed(final)):
             free = f" ({(storage_errors.free(final.parent) or 0) / 1e6:.1f} MB are free there)"
             space = "free space and "
@@ -272,7 +273,8 @@ def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
     A critic takes all but the output layer from a checkpoint of a policy.  DataError as `load_checkpoint`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
-    request, spare = weights(policy), ()
+    request = weights(policy)
+    spare = ()
     if policy.value_head and (HEAD[1] not in stored.all or stored.all[HEAD[1]].shape != (1,)):
         spare = HEAD
         request = {key: _without(value, spare) if key.startswith("model") else value for key, value in request.items()}

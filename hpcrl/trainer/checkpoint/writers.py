@@ -54,7 +54,8 @@ def killed_writers_told() -> Iterator[None]:
     if threading.current_thread() is not main:
         yield
         return
-    memory, ours = MemoryWatch(), psutil.Process()
+    memory = MemoryWatch()
+    ours = psutil.Process()
     earlier = {child.pid for child in ours.children()}
 
     def look(_: int, frame: FrameType | None) -> None:

@@ -72,7 +72,8 @@ def _check_wide(files: SafetensorsDirectory) -> None:
 
 
 def _check_names(policy: Policy, files: SafetensorsDirectory) -> None:
-    held, expected = set(files.where), _expected(policy)
+    held = set(files.where)
+    expected = _expected(policy)
     missing = expected - held
     extra = {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
     if missing or extra:
@@ -171,7 +172,8 @@ def _table(policy: Policy) -> list[HeldParameter]:
 
     HpcrlError if a part of one is held by nobody.
     """
-    ranks, mine = policy.ranks, _own(policy)
+    ranks = policy.ranks
+    mine = _own(policy)
     rules = [rule for _, rule in policy.family.tensors(policy.hf_config)]
     sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
     numbers = torch.full(
@@ -208,12 +210,14 @@ def holdings(policy: Policy) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor
 
     A tied output layer is one more copy of the embedding.  Own parts are the parameters themselves.
     """
-    mine, rank = _own(policy), policy.ranks.rank
+    mine = _own(policy)
+    rank = policy.ranks.rank
     known: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Pattern]]] = {}
     held: dict[str, HeldTensor] = {}
     own: dict[str, OwnTensor] = {}
     for entry in _table(policy):
-        rule, shapes = entry.rule, _shapes(policy, entry.rule)
+        rule = entry.rule
+        shapes = _shapes(policy, entry.rule)
         key = (rule.kind, entry.shape, entry.copies, shapes)
         if key not in known:
             known[key] = held_parts(rule.kind, entry.shape, shapes, entry.copies)
@@ -273,6 +277,7 @@ def _expected(policy: Policy) -> set[str]:
 
 
 def _shapes(policy: Policy, rule: Rule) -> Shapes:
-    c, ranks = policy.config, policy.ranks
+    c = policy.config
+    ranks = policy.ranks
     parts = ranks.tp_size if rule.expert is None else ranks.etp_size
     return Shapes(c.num_attention_heads, c.num_query_groups, c.kv_channels, policy.vocab_size, parts)

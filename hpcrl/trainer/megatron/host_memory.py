@@ -57,12 +57,6 @@ class HostWeights:
             self.exchange()
         self._average = {name: value.float() for name, value in self._host.items()} if average else {}
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that it takes."""
-        parts = {value.data_ptr(): value for value in (*self._host.values(), *self._average.values())}
-        return sum(value.nbytes for value in parts.values())
-
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside, the policy's modules hold this set; for forward passes alone."""
@@ -214,11 +208,6 @@ class DeviceState:
         """All of it is on the device again."""
         for parked in self._parked.values():
             parked.come_back()
-
-    @property
-    def bytes_away(self) -> int:
-        """Bytes of device memory that have been given up."""
-        return sum(parked.size for parked in self._parked.values() if parked.away)
 
     def _leave(self, memories: Iterable[torch.UntypedStorage], empty: bool = False) -> None:
         for memory in memories:

@@ -113,7 +113,8 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     check_spec(options.spec, hf_config)
     if replay_flag(options):
         find_routing(options, hf_config)
-    fields, gpt = family.transformer(hf_config), family.gpt(hf_config)
+    fields = family.transformer(hf_config)
+    gpt = family.gpt(hf_config)
     if value_head:  # with its embedding it shares nothing
         gpt = gpt | {"share_embeddings_and_output_weights": False}
     sizes = {name: hf_config.get(name) for name in ("vocab_size", "max_position_embeddings")}

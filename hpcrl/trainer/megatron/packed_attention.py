@@ -146,7 +146,8 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [t, heads, d], key and value [t, groups, d] of this CP rank's rows -> [t, heads * d]."""
         assert packed_seq_params is not None, "sequences are always packed"
-        size, rank = self.cp_group.size(), self.cp_group.rank()
+        size = self.cp_group.size()
+        rank = self.cp_group.rank()
         if size == 1 and use_flash_attention(query):
             return _flash(query, key, value, packed_seq_params, self.scale, self.config.deterministic_mode)
         if size > 1:
@@ -164,7 +165,8 @@ def _flash(
 ) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    cu = packed.cu_seqlens_q
+    longest = packed.max_seqlen_q
     out = flash_attn_varlen_func(
         query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, deterministic=deterministic
     )
@@ -183,7 +185,8 @@ def name_as_elsewhere(layer: Any) -> None:
 
 def table_of_cp_rank(table: Any, dim: int, group: Any) -> Any:
     """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
-    size, rank = group.size(), group.rank()
+    size = group.size()
+    rank = group.rank()
     chunks = table.chunk(2 * size, dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
 
@@ -206,7 +209,8 @@ def packed(
     assert not (multi_latent_attention or mla_rotary_interleaved), "multi-latent attention takes another path"
     rows = positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
     cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
-    rotated, rest = t[..., : cos.size(-1)], t[..., cos.size(-1) :]
+    rotated = t[..., : cos.size(-1)]
+    rest = t[..., cos.size(-1) :]
     if rotary_interleaved:  # pairs (0, 1), (2, 3), ...
         other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
     else:  # pairs (0, d/2), (1, d/2 + 1), ...: the sign goes into the table, the halves change places

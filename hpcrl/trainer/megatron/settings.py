@@ -297,14 +297,16 @@ def _check_cut(layers: int, size: int, stages: int, fields: Mapping[str, Any]) -
     """UsageError unless each pipeline rank's layers, and those of uneven first and last ones, divide into the
     stages."""
     flags = {FIRST: "--decoder-first-pipeline-num-layers", LAST: "--decoder-last-pipeline-num-layers"}
-    rest, ranks = layers, size
+    rest = layers
+    ranks = size
     for name, flag in flags.items():
         if own := fields.get(name):
             if size == 1:
                 raise UsageError(f"{flag} {own} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
             if own % stages:
                 raise UsageError(f"{flag} {own} cannot be divided into {stages} virtual stages")
-            rest, ranks = rest - own, ranks - 1
+            rest = rest - own
+            ranks = ranks - 1
     if ranks == size and layers % size:
         raise UsageError(
             f"--pipeline-model-parallel-size {size} does not divide the model's {layers} layers",

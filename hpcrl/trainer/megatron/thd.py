@@ -31,7 +31,8 @@ def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     if cp_size == 1:
         return torch.arange(cu[-1])
     bounds = torch.as_tensor(cu, dtype=torch.int64)
-    starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+    starts = bounds[:-1]
+    lengths = bounds[1:] - bounds[:-1]
     if (rest := lengths % (2 * cp_size)).any():
         raise ValueError(
             f"a sequence of {int(lengths[rest > 0][0])} rows cannot be cut into {2 * cp_size} equal chunks"
@@ -89,7 +90,8 @@ class Segment:
 
 def segments(cu: Sequence[int], cp_size: int = 1, cp_rank: int = 0) -> list[Segment]:
     """One segment for each sequence, or two (its chunks) under CP; without the empty ones."""
-    found, row = [], 0
+    found = []
+    row = 0
     for start, end in pairwise(cu):
         if cp_size == 1:
             pieces = [(end - start, end - start)]
@@ -116,13 +118,15 @@ def group(found: Sequence[Segment], width: int) -> list[list[Segment]]:
         return scale * (ROW * (rows + keys) / 2 + PAIR * rows * keys)
 
     groups: list[list[Segment]] = []
-    waste, top = 0.0, (0, 0)
+    waste = 0.0
+    top = (0, 0)
     for segment in sorted(found, key=lambda s: (-s.keys, -s.length, s.start)):
         top = (max(top[0], segment.length), top[1])
         waste += cost(top[0], top[1]) - cost(segment.length, segment.keys)
         if not groups or waste > CALL:
             groups.append([])
-            waste, top = 0.0, (segment.length, segment.keys)
+            waste = 0.0
+            top = (segment.length, segment.keys)
         groups[-1].append(segment)
     if len(groups) == 1:
         groups[0].sort(key=lambda s: s.start)
@@ -137,7 +141,8 @@ def plan(
     key_rows = _key_rows(cu, cp_size)
     rows = cu[-1] // cp_size
     places = torch.empty(rows, dtype=torch.int64)
-    buckets, offset = [], 0
+    buckets = []
+    offset = 0
     for members in group(segments(cu, cp_size, cp_rank), width):
         lengths = torch.tensor([s.length for s in members])[:, None]
         keys = torch.tensor([s.keys for s in members])[:, None]

@@ -44,7 +44,8 @@ def measure(size: int, rounds: int, device: torch.device) -> dict[str, Any]:
 
     Every rank holds rank+1 everywhere, so the sum is n(n+1)/2; RuntimeError if it is anything else, anywhere.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     tensor = torch.empty(max(size // 4, 1), dtype=torch.float32, device=device)
     times = []
     for _ in range(rounds + 1):
@@ -93,7 +94,8 @@ def join(seconds: float, port_file: Path | None = None) -> torch.device:
 
 def _store(address: str, port: int, rank: int, port_file: Path | None, seconds: float) -> dist.TCPStore:
     """Where the ranks meet.  DeadlineError if rank 0 does not tell its port in `port_file`."""
-    wait, opened = timedelta(seconds=seconds), {}
+    wait = timedelta(seconds=seconds)
+    opened = {}
     first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if first:
         # torch's own would listen on every interface; this descriptor is handed over, and closed by the store

@@ -17,7 +17,8 @@ from hpcrl.trainer.start.torchrun import prepare_environment
 
 def join(context: RoleContext) -> object:
     """Set torchrun's variables; returns the store's server, if it is here: it must live as long as rank 0 does."""
-    rank, world = context.index, len(context.plan.trainers)
+    rank = context.index
+    world = len(context.plan.trainers)
     here = context.plan.ranks_on(context.plan.trainers[rank].host)
     prepare_environment(context, here)
     from hpcrl.trainer.start.rendezvous import open_store

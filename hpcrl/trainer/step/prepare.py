@@ -75,7 +75,8 @@ def prepare(
     The same metrics on every rank.
     """
     steps = pack(share)
-    wanted, columns = needs(options), {}
+    wanted = needs(options)
+    columns = {}
     micro_batches = list(chain.from_iterable(steps))
 
     def take(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,14 +168,16 @@ def _teacher_rows(
         hidden = [found for step in steps for found in passes.hidden_states(policy, step)]
     if weight is None:
         return [None] * sum(map(len, steps))
-    own, direction = teacher.counterpart(weight), options.opd_kl_type
+    own = teacher.counterpart(weight)
+    direction = options.opd_kl_type
     assert direction != "sampled"
     return [TeacherRows(state, own, direction) for state in hidden]
 
 
 def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:
     """What an estimator sees: the table of all samples, and this data-parallel rank's responses."""
-    device, table = policy.ranks.device, share.table
+    device = policy.ranks.device
+    table = share.table
     return RolloutBatch(
         reward=torch.tensor(table["reward"], dtype=torch.float64, device=device),
         group=torch.tensor(table["group"], device=device),

@@ -52,7 +52,8 @@ def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -
     """float64 [n, 6] for the n samples of the table: of this share's the trained tokens, sums over them of advantage
     and of the trainer's and the engine's log-probs and their absolute difference, and the greatest difference; 0 for
     the others."""
-    batch, mask = share.batch, share.batch.loss_mask
+    batch = share.batch
+    mask = share.batch.loss_mask
     differ = np.abs(trainer - batch.logprobs)
     parts: list[np.ndarray | None] = [advantage, trainer, batch.logprobs, differ]
     if not mask.all():
@@ -60,7 +61,8 @@ def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -
     found = np.zeros((len(share.table), 6))
     filled = np.flatnonzero(batch.rows["response_length"])  # reduceat would give an empty sample its neighbour's
     if len(filled):
-        starts, rows = batch.response_offsets[filled], share.own[filled]
+        starts = batch.response_offsets[filled]
+        rows = share.own[filled]
         found[rows, 0] = np.add.reduceat(mask, starts, dtype=np.int64)
         for number, part in enumerate(parts, 1):
             if part is not None:

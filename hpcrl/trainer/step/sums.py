@@ -60,7 +60,8 @@ def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
 def _over_data(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
     """Over the micro-batches and the data- and context-parallel ranks of the last pipeline stage."""
     names = [list(getattr(reports[0], kind)) for kind in ("means", "token_means", "maxima")]
-    summed, peaks = names[0] + names[1], names[2]
+    summed = names[0] + names[1]
+    peaks = names[2]
     rows = torch.stack([_row(report, names, ranks) for report in reports])
     count = torch.tensor([tokens], dtype=torch.float64, device=ranks.device)
     mine = torch.cat([count, rows[:, : len(summed)].sum(0), rows[:, len(summed) :].amax(0)])

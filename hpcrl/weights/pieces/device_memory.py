@@ -76,7 +76,8 @@ class DeviceMemory(Protocol):
 
 def settle(memory: DeviceMemory, seconds: float) -> None:
     """Return once the device has done what this process gave it; DeadlineError after `seconds`."""
-    done, end = memory.mark(), time.monotonic() + seconds
+    done = memory.mark()
+    end = time.monotonic() + seconds
     while not done.query():
         if time.monotonic() > end:
             raise DeadlineError(f"the device {memory.place} did not copy weights within {seconds:g} s")

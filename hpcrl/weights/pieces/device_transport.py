@@ -135,7 +135,8 @@ class DeviceTransport(PeerTransport):
 
     def flush(self) -> None:
         """Start what was collected as one group.  PeerError if the wire has failed, or was given up."""
-        sends, receives = self._sends, self._receives
+        sends = self._sends
+        receives = self._receives
         self._sends = []
         self._receives = []
         if not sends and not receives:

@@ -91,15 +91,18 @@ def write(new: torch.Tensor, old: torch.Tensor, item: int, out: torch.Tensor) ->
 
     All uint8 [bytes]; item: bytes of an element.  Returns the piece's change count.
     """
-    words, before = new.view(WORDS[item]), old.view(WORDS[item])
+    words = new.view(WORDS[item])
+    before = old.view(WORDS[item])
     at = torch.from_numpy(np.flatnonzero(words.numpy() != before.numpy()))  # six times as quick as torch's
-    count, elements = len(at), len(words)
+    count = len(at)
+    elements = len(words)
     if size(count, elements, item) >= size(WHOLE, elements, item):
         out[: len(new)].copy_(new)
         old.copy_(new)
         return WHOLE
     if count:
-        blocks, values = -(-elements // BLOCK), words[at]
+        blocks = -(-elements // BLOCK)
+        values = words[at]
         begin = _values_at(count, elements)
         out[: 4 * blocks].view(torch.int32).copy_(torch.bincount(at >> 16, minlength=blocks))
         out[4 * blocks : 4 * blocks + 2 * count].view(torch.int16).copy_(
@@ -115,7 +118,8 @@ def read(buffer: torch.Tensor, count: int, elements: int, item: int) -> tuple[to
 
     ValueError if it is not of a piece with so many elements.
     """
-    blocks, begin = -(-elements // BLOCK), _values_at(count, elements)
+    blocks = -(-elements // BLOCK)
+    begin = _values_at(count, elements)
     each = buffer[: 4 * blocks].view(torch.int32).long()
     if int(each.min()) < 0 or int(each.sum()) != count:
         raise ValueError(f"{int(each.sum())} changed elements were to come, {count} were announced")
@@ -164,7 +168,8 @@ def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
         while row < place.rows[1]:  # a band of blocks at a time, so that little is widened at once
             last = min((row // high + max(1, BAND // (high * (right - left)))) * high, place.rows[1])
             part = tensor.matrix[place.at + row - place.rows[0] : place.at + last - place.rows[0]].abs().float()
-            over, before = row % high, left % wide
+            over = row % high
+            before = left % wide
             tall = -(-(over + last - row) // high)
             broad = -(-(before + right - left) // wide)
             padded = part.new_zeros(tall * high, broad * wide)

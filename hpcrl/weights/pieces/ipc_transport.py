@@ -101,7 +101,8 @@ class IpcTransport(PeerTransport):
         return self.exported_memory.memory.device
 
     def allocate(self, size: int) -> IpcMessageMemory:
-        memory, block = self.exported_memory.memory, self.exported_memory.take(size)
+        memory = self.exported_memory.memory
+        block = self.exported_memory.take(size)
         name = base64.b64encode(memory.name(block)).decode()
         wire = Exported(name, block.buffer.numel(), memory.place)
         return IpcMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))

@@ -72,7 +72,8 @@ def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, NeededTensor
 
 def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
     """Both sides.  HpcrlError for a tensor that only one of them has, or in another shape."""
-    needs, layouts = needed_tensors(manifests), Layouts()
+    needs = needed_tensors(manifests)
+    layouts = Layouts()
     if extra := [name for name in held if name not in needs]:
         raise HpcrlError(f"the trainer's {extra[0]} is not a tensor of the engines")
     if missing := sorted(needs.keys() - held.keys()):
@@ -169,7 +170,8 @@ def receive_plans(
     plan: Redistribution, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[ReceivePlan]:
     """What each destination host is told; members: the ranks, then the workers."""
-    names, first = plan.layouts.names, plan.ranks
+    names = plan.layouts.names
+    first = plan.ranks
     tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in names)
     data = to_bytes(plan)
     arriving: dict[tuple[int, int], list[tuple[int, PackedShards]]] = {}
@@ -181,7 +183,8 @@ def receive_plans(
     host_leaders = [first + destination.workers[0] for destination in plan.destinations]
     found = []
     for number, destination in enumerate(plan.destinations):
-        root, up = plan.root(number), plan.relays[number]
+        root = plan.root(number)
+        up = plan.relays[number]
         rounds = []
         for at in sorted(at for other, at in arriving if other == root):
             near = [plan.hosts[rank] == destination.host for rank, _ in arriving[root, at]]
@@ -198,7 +201,8 @@ def _messages(
     arrived: list[tuple[int, PackedShards]], near: list[bool], relay: int | None, half: int
 ) -> tuple[Message, ...]:
     """One round of a destination host; relay: the host leader that forwards it."""
-    found, end = [], 0
+    found = []
+    end = 0
     for (rank, packed), close in zip(arrived, near, strict=True):
         areas = packed.pieces[:, [COLUMNS.index(name) for name in ("tensor", "top", "bottom", "left", "right")]]
         pieces = tuple(map(tuple, np.column_stack([areas, packed.places]).tolist()))

@@ -133,7 +133,8 @@ class ReshardedUpdate:
         destination_of = {
             worker: number for number, destination in enumerate(plan.destinations) for worker in destination.workers
         }
-        found, first = [], 0
+        found = []
+        first = 0
         for engine in self.manifests:
             used = sorted({destination_of[first + at] for at in range(len(engine))})
             places = {

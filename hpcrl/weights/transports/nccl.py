@@ -49,7 +49,8 @@ class NcclTransport:
 
         # Told over HTTP, under each engine's key: the store in which vLLM's members would meet takes what anybody puts
         # there for a pickle of theirs.
-        name, world = unique_id(), 1 + sum(self.link.workers)
+        name = unique_id()
+        world = 1 + sum(self.link.workers)
         packing = {"packed": True, "packed_buffer_size_bytes": self.limit, "packed_num_buffers": BUFFERS}
         common = {"nccl_unique_id_b64": base64.b64encode(name).decode(), "world_size": world}
         bodies = [{"init_info": {**common, "rank_offset": offset, **packing}} for offset in self.link.first_ranks()]
@@ -138,11 +139,13 @@ def on_this_device(work: Callable[[], Any]) -> Callable[[], Any]:
 
 def grouped(tensors: Stream, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Tensors in lists of at most `limit` bytes (or one larger tensor), without copying them."""
-    packer, group = Packer(limit), []
+    packer = Packer(limit)
+    group = []
     for name, tensor in tensors:
         if not packer.fits(dtype_name(tensor), tensor.shape):
             yield group
-            packer, group = Packer(limit), []
+            packer = Packer(limit)
+            group = []
         packer.add(name, dtype_name(tensor), tensor.shape)
         group.append((name, tensor))
     if group:

@@ -26,7 +26,7 @@ class Widened(linear.Fp8BlockScaledMMLinearKernel):
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
-        from hpcrl.weights.fp8 import dequantize
+        from tests.support.fp8 import dequantize
 
         return A @ dequantize(B, Bs, tuple(self.weight_group_shape)).t()
 

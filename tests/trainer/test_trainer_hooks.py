@@ -20,7 +20,7 @@ from tests.trainer.test_invariance import batch, model, options, others_of, shar
 
 pytestmark = pytest.mark.process
 __all__ = ["model"]
-HERE = "tests.trainer.test_own_hooks"
+HERE = "tests.trainer.test_trainer_hooks"
 CALLS: list[str] = []
 
 
@@ -157,7 +157,7 @@ def test_masks_that_lose_tokens(model: Path) -> None:
     flag = f"--rollout-data-postprocess-path {HERE}"
     assert errors[0].startswith(f"{flag}.gains trains on tokens that were masked")
     assert errors[1].startswith(f"{flag}.forgets left loss_masks None")
-    assert errors[2].startswith(f"{flag}.raises raised KeyError: 'mine' (test_own_hooks.py:")
+    assert errors[2].startswith(f"{flag}.raises raised KeyError: 'mine' (test_trainer_hooks.py:")
 
 
 def test_a_model_of_an_own_function_is_trained_as_it_says(model: Path) -> None:
