@@ -8,8 +8,8 @@
 A scale is the largest absolute value over 448, the largest number of e4m3; with `power_of_two` it is rounded up to a
 power of two (ue8m0).  Invariants: with q the exact value of x / scale, the stored number differs from q by at most
 |q| / 16 (three bits of mantissa, rounded to nearest), or 2^-10 where |q| < 2^-6 (half a subnormal step), plus the
-rounding of the fp32 division (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1); zeros stay zeros; nothing
-becomes infinite; the same weights give the same bits on every run, whatever else is in the stream.
+rounding of the fp32 division (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1); zeros stay zeros;
+nothing becomes infinite; the same weights give the same bits on every run, whatever else is in the stream.
 """
 
 from __future__ import annotations

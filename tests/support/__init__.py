@@ -18,6 +18,7 @@ Models and data
                        sides of a weight update; slime's flags and config.json of published models
     two_ways, answers, shares, tiny_verifiers_env    a tokenizer of several ways to write a text; answers with their truth;
                        shares of the queue; an environment of the verifiers package
+    fp8                what an engine multiplies with: the values of FP8 codes and scales
 
 Stand-ins where the real part cannot be had, or must misbehave
     fake_engine, http_server, queues    servers that answer what a test says

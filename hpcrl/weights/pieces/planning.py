@@ -108,9 +108,13 @@ def make(
 ) -> Redistribution:
     """The plan.
 
-    hosts: the process identity of each rank; limit: bytes of --update-weight-buffer-size; sharing: who gets bytes once together:
-    all workers of a host, where processes may open each other's memory; those of an engine on a host; or every worker
-    its own; in_place: workers load what lies in memory of their host from there.
+    held: the trainer's tensors, by name, as they are sent.
+    manifests: of every worker of every engine.
+    hosts: the process identity of each rank.
+    limit: bytes of --update-weight-buffer-size.
+    sharing: which workers receive bytes once together: all of a host, where processes may open each other's memory;
+        those of an engine on a host; or none.
+    in_place: workers load what lies in memory of their host from there.
     """
     workers = []
     for number, engine in enumerate(manifests):
